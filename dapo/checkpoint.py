@@ -1,0 +1,227 @@
+"""Checkpoints: one directory per step, complete or not there at all (DESIGN section 9).
+
+In: a step and whatever the caller and the actors write into the directory they are given. Out: the newest directory
+whose every byte is as written. A step is written beside its place, hashed into `manifest.json`, renamed, and only then
+named by `LATEST`; reading verifies the manifest before anything is opened, because DCP's metadata is a pickle.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.durable import sync_directory, write_text
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+DRIVER_STATE = "driver.json"
+STEP_NAME = re.compile(r"step_(\d{6,})")
+TEMPORARY = ".tmp"
+HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
+
+
+class BrokenCheckpoint(Exception):
+    """A checkpoint that is not as it was written; the message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverState:
+    """The driver's part of a checkpoint. Made by the trainer at the end of a step, consumed by it on resuming.
+
+    version: completed updates. cursor: the next draw of the stream. rate: `dapo.buffer.UsableRate.state()`.
+    """
+
+    version: int
+    cursor: int
+    rate: list[float]
+
+    def write(self, directory: Path) -> None:
+        """Into `driver.json`."""
+        (directory / DRIVER_STATE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> "DriverState":
+        """From `driver.json`. Raises ValueError when it is missing or holds anything else."""
+        path = directory / DRIVER_STATE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            state = cls(**values)
+            whole = type(state.version) is int and type(state.cursor) is int
+            rate_ok = isinstance(state.rate, list) and all(isinstance(part, (int, float)) for part in state.rate)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{path} is no state of the driver ({error}); {_REMEDY}") from error
+        if not (whole and rate_ok):
+            raise ValueError(f"{path} is no state of the driver ({values}); {_REMEDY}")
+        return state
+
+
+_REMEDY = "remove this checkpoint's directory to continue from the one before it"
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        """root: usually OUTPUT_DIR/checkpoints; need not exist. keep: newest checkpoints kept, 0 = all."""
+        self._root = root
+        self._keep = keep
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A directory to write the checkpoint of `step` into: committed at the end, removed when the body raises.
+
+        A checkpoint of the same step is replaced. Later ones go: they belong to a course that resuming has left.
+        """
+        self._root.mkdir(parents=True, exist_ok=True)
+        for left_over in self._root.glob(f"*{TEMPORARY}"):
+            _remove(left_over)
+        final = self._root / f"step_{step:06d}"
+        temporary = final.with_name(final.name + TEMPORARY)
+        temporary.mkdir()
+        try:
+            yield temporary
+            _seal(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if final.exists():
+            _discard(final)
+        temporary.replace(final)
+        sync_directory(self._root)
+        write_text(self._root / LATEST, final.name + "\n")
+        self._prune(step)
+
+    def latest(self) -> Path | None:
+        """The checkpoint named by `LATEST` or else the newest one that is whole; None when there is none at all.
+
+        Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss.
+        """
+        steps = self._steps()
+        named = self._named()
+        order = sorted(steps, key=lambda path: (path == named, step_of(path)), reverse=True)
+        broken: list[str] = []
+        for path in order:
+            try:
+                verify(path)
+            except BrokenCheckpoint as error:
+                log.warning("skipping a broken checkpoint: %s", error)
+                broken.append(str(error))
+                continue
+            return path
+        if broken:
+            raise ValueError(
+                f"no checkpoint under {self._root} is whole ({'; '.join(broken)}); remove that directory to start the "
+                "run again, or give another `trainer.output_dir`"
+            )
+        return None
+
+    def _steps(self) -> list[Path]:
+        if not self._root.is_dir():
+            return []
+        return [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+
+    def _named(self) -> Path | None:
+        try:
+            name = (self._root / LATEST).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("%s cannot be read (%s); taking the newest checkpoint", self._root / LATEST, error)
+            return None
+        path = self._root / name
+        if path not in self._steps():
+            log.warning("%s names %r, which is not there; taking the newest checkpoint", self._root / LATEST, name)
+            return None
+        return path
+
+    def _prune(self, written: int) -> None:
+        earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
+        superseded = [path for path in self._steps() if step_of(path) > written]
+        too_old = earlier[self._keep - 1 :] if self._keep > 0 else []
+        for path in superseded + too_old:
+            _discard(path)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint directory, from its name."""
+    match = STEP_NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is no checkpoint; its name must be step_ and at least six digits")
+    return int(match.group(1))
+
+
+def verify(directory: Path) -> None:
+    """Compares every file with the manifest. Raises BrokenCheckpoint naming the first that differs."""
+    manifest = directory / MANIFEST
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+        version, files = recorded["format"], dict(recorded["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
+    if version != FORMAT:
+        raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        for fault in threads.map(lambda item: _fault(directory / item[0], item[1]), files.items()):
+            if fault:
+                raise BrokenCheckpoint(fault)
+
+
+def _fault(path: Path, recorded: dict[str, Any]) -> str:
+    """What is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most faults."""
+    try:
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            return f"{path} has {size} bytes where {recorded['bytes']} were written"
+        if _digest(path) != recorded["sha256"]:
+            return f"{path} has other content than was written (sha256 differs)"
+    except OSError as error:
+        return f"{path} cannot be read ({error})"
+    except (KeyError, TypeError):
+        return f"{path} has no size and sha256 in {MANIFEST}"
+    return ""
+
+
+def _seal(directory: Path) -> None:
+    """Makes every file durable and writes the manifest, last of all."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        digests = list(threads.map(lambda path: _digest(path, sync=True), files))
+    entries = {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(files, digests, strict=True)
+    }
+    for folder in [path for path in directory.rglob("*") if path.is_dir()]:
+        sync_directory(folder)
+    write_text(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1) + "\n")
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _discard(path: Path) -> None:
+    """Renames before removing, so that a crash midway leaves a left-over and not half a checkpoint."""
+    condemned = path.with_name(f"{path.name}.old{TEMPORARY}")
+    path.replace(condemned)
+    _remove(condemned)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,45 @@
+"""Where the wall time of a step goes: per phase, and the driver's own share.
+
+In: `with clock("generation"):` around each wait. Out: seconds in which at least one wait of the phase was open, and as
+`driver` the seconds in which none was.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseClock:
+    """Phases may overlap and nest: a group is scored while others are generated."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._last = self._began = time.monotonic()
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        active = [phase for phase, count in self._open.items() if count]
+        for phase in active or ["driver"]:
+            self._seconds[phase] += now - self._last
+        self._last = now
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Counts the time until the block ends towards `phase`."""
+        self._advance()
+        self._open[phase] += 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._open[phase] -= 1
+
+    def lap(self) -> dict[str, float]:
+        """Seconds per phase since the last lap, with `driver` and the wall time as `step`; starts the next lap."""
+        self._advance()
+        seconds = {"driver": 0.0, **self._seconds, "step": self._last - self._began}
+        self._seconds.clear()
+        self._began = self._last
+        return seconds

@@ -1,0 +1,235 @@
+"""Typed configuration: the one place where every default lives (DESIGN section 11).
+
+Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.validate` checks across fields before
+any worker starts. Durations end in `_s`, sizes in `_bytes` or `_tokens`. This module imports no torch and no Ray.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "group-token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
+MISSING = "???"  # OmegaConf's mark of a value that the person must give
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """path: a Hugging Face directory or hub name, or `pkg://PACKAGE/DIR` inside an installed package.
+
+    dtype: compute type of the actors' forward and backward and of the engines; master weights are float32.
+    """
+
+    path: str = MISSING
+    dtype: str = "bfloat16"
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = True
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Files: local .parquet / .json / .jsonl, `pkg://PACKAGE/FILE`, or a hub data set name, in the DAPO-Math schema.
+
+    train_batch_size: prompts (groups) that one update trains on. gen_batch_size: draws that one generation batch holds;
+    it bounds the draws in flight and is the unit of `filter_groups.max_num_gen_batches`. Lengths are in tokens.
+    """
+
+    train_files: list[str] = field(default_factory=lambda: [MISSING])
+    val_files: list[str] = field(default_factory=list)
+    train_batch_size: int = 512
+    gen_batch_size: int = 1536
+    max_prompt_length: int = 2048
+    max_response_length: int = 20480
+    shuffle: bool = True
+
+
+@dataclass(slots=True)
+class RolloutConfig:
+    """n: responses per prompt. vllm: engine arguments under vLLM's own names, passed through as they are.
+
+    cpu_threads: OpenMP threads of one engine on a machine without GPU. timeout_s: longest wait for one group.
+    """
+
+    n: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    num_engines: int = 1
+    cpu_threads: int = 1
+    start_timeout_s: float = 900.0
+    timeout_s: float = 3600.0
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EvalConfig:
+    """every: steps between evaluations, 0 = never; before_train and after_train add one at either end.
+
+    n: samples per held-out prompt; the metric is mean@n.
+    """
+
+    every: int = 5
+    before_train: bool = True
+    after_train: bool = True
+    n: int = 32
+    temperature: float = 1.0
+    top_p: float = 0.7
+    top_k: int = -1
+
+
+@dataclass(slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling. enable: keep only groups with 0 < correct < n; off, every scored group is trained on.
+
+    max_num_gen_batches: generation batches that one update may draw before the run stops with an error, 0 = no bound.
+    """
+
+    enable: bool = True
+    max_num_gen_batches: int = 10
+
+
+@dataclass(slots=True)
+class RewardFunctionConfig:
+    """A function with verl's signature: path = a Python file or a dotted module, name = the function, weight = factor."""
+
+    path: str = "dapo.rewards.math"
+    name: str = "compute_score"
+    weight: float = 1.0
+
+
+@dataclass(slots=True)
+class OverlongBufferConfig:
+    """Soft Overlong Punishment (Eq. 13): the last `len` tokens below the cap are punished by up to `penalty_factor`."""
+
+    enable: bool = True
+    len: int = 4096
+    penalty_factor: float = 1.0
+
+
+@dataclass(slots=True)
+class RewardConfig:
+    """timeout_s: longest wait for the verdicts on one group; then the worker is replaced and the group tried again."""
+
+    functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
+    num_workers: int = 8
+    timeout_s: float = 60.0
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+
+@dataclass(slots=True)
+class AdvantageConfig:
+    """normalize_by_std: divide by the group's standard deviation (Eq. 9); false is Dr. GRPO."""
+
+    normalize_by_std: bool = True
+
+
+@dataclass(slots=True)
+class AlgorithmConfig:
+    """Clip bounds: Eqs. 8-10; clip_ratio_c: dual clip. loss_agg_mode: one of `LOSS_AGG_MODES`."""
+
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    clip_ratio_c: float = 10.0
+    loss_agg_mode: str = "token-mean"
+
+
+@dataclass(slots=True)
+class OptimConfig:
+    """AdamW. lr_warmup_steps counts trainer (rollout) steps: step k of N runs at lr * k / N, constant afterwards."""
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    lr_warmup_steps: int = 10
+
+
+@dataclass(slots=True)
+class ActorConfig:
+    """num_workers: FSDP ranks (one GPU each). ppo_mini_batch_size: prompts per optimizer step.
+
+    max_tokens_per_gpu: hard bound on the tokens of one packed micro-batch. offload: parameters, gradients and optimizer
+    state live in host memory between uses. cpu_threads: threads of one rank without GPU. timeout_s: longest update.
+    reshard_after_forward: free gathered parameters after the forward pass (saves memory, costs a second gather).
+    """
+
+    num_workers: int = 1
+    ppo_mini_batch_size: int = 32
+    max_tokens_per_gpu: int = 22528
+    reshard_after_forward: bool = True
+    offload: bool = False
+    cpu_threads: int = 1
+    start_timeout_s: float = 900.0
+    timeout_s: float = 3600.0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass(slots=True)
+class WeightSyncConfig:
+    """bucket_bytes: size of one transfer. max_mean_logprob_diff: bound on mean |logp(actor) - logp(engine)| of a batch
+    sampled by the current policy; above it the run stops before the optimizer step, because the engines sample from
+    other weights than those trained. timeout_s: longest sync."""
+
+    bucket_bytes: int = 1 << 30
+    max_mean_logprob_diff: float = 0.05
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    """every: steps between checkpoints, 0 = only the last. resume: `auto` continues the run in the output directory,
+    `never` refuses a directory that holds one. keep: newest checkpoints kept, 0 = all. hf_export: also write the model
+    in Hugging Face format."""
+
+    every: int = 5
+    resume: str = "auto"
+    keep: int = 3
+    hf_export: bool = True
+    timeout_s: float = 1800.0
+
+
+@dataclass(slots=True)
+class LoggingConfig:
+    """tensorboard: scalars and sample texts under OUTPUT_DIR/tensorboard. samples: responses shown per step there.
+
+    worker_logs: also print what the remote workers print; without it their output is in Ray's log directory only."""
+
+    tensorboard: bool = True
+    samples: int = 2
+    worker_logs: bool = False
+
+
+@dataclass(slots=True)
+class TrainerConfig:
+    """device: `cpu`, `cuda`, or `auto` (cuda where the Ray cluster has GPUs). ray_address: `auto` joins a running
+    cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one."""
+
+    total_steps: int = 1000
+    seed: int = 0
+    output_dir: str = "outputs/dapo"
+    device: str = "auto"
+    ray_address: str = ""
+
+
+@dataclass(slots=True)
+class Config:
+    """The whole tree; its sections are DESIGN section 11's."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

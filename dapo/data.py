@@ -1,0 +1,194 @@
+"""Prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are drawn.
+
+In: data files (`dapo.datafiles`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
+a counter-based order (DESIGN sections 2 and 4). A bad row is an error that names the file, the row and the column.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapo.datafiles import SCHEMA, Chunk, read_chunks, shown
+from dapo.paths import checked_path
+from dapo.types import Draw, Prompt
+
+Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataReport:
+    """What became of the rows: rows = duplicates + too_long + kept. Made by `load_prompts`, shown at start."""
+
+    rows: int
+    duplicates: int
+    too_long: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    where: str
+    messages: Messages
+    ground_truth: str
+    source: str
+    extra_info: dict[str, Any]
+
+
+def load_prompts(
+    files: Sequence[str], tokenizer: Any, *, max_prompt_length: int, key: str
+) -> tuple[list[Prompt], DataReport]:
+    """The distinct prompts of `files`, in file order, after the tokenizer's chat template.
+
+    files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
+    `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
+    key: the configuration key to name in errors. Raises ValueError for bad files, rows, and when no prompt is left.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
+            "model or put a `chat_template.jinja` beside its tokenizer.json"
+        )
+    if not files:
+        raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
+    rows = 0
+    seen: dict[Messages, _Problem] = {}
+    for name in files:
+        name = checked_path(name, key=key)
+        in_file = 0
+        for chunk in read_chunks(name, key):
+            _add_distinct(chunk, f"`{key}`: {name}", seen)
+            in_file += len(chunk.prompts)
+        if in_file == 0:
+            raise ValueError(f"`{key}`: {name} has no rows; give a file with columns {SCHEMA}")
+        rows += in_file
+    problems = list(seen.values())
+    texts = [_chat_text(tokenizer, problem) for problem in problems]
+    # The template has written every special token itself: a second BOS would shift what the model was trained on.
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    lengths = [len(tokens) for tokens in ids]
+    fitting = [i for i, length in enumerate(lengths) if length <= max_prompt_length]
+    report = DataReport(
+        rows=rows, duplicates=rows - len(problems), too_long=len(problems) - len(fitting), kept=len(fitting)
+    )
+    if not fitting:
+        raise ValueError(
+            f"`{key}`: no prompt is left of {rows} rows: the {len(problems)} distinct ones have {min(lengths)} to "
+            f"{max(lengths)} tokens and `data.max_prompt_length` is {max_prompt_length}; raise it or give other files"
+        )
+    return [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)], report
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """16 hex digits that differ when any prompt, its ground truth or the order of prompts differs."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.source, prompt.text, prompt.ground_truth]).encode())
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt:
+    return Prompt(
+        id=number,
+        source=problem.source,
+        text=text,
+        token_ids=np.asarray(ids, dtype=np.int32),
+        ground_truth=problem.ground_truth,
+        extra_info=problem.extra_info,
+    )
+
+
+def _chat_text(tokenizer: Any, problem: _Problem) -> str:
+    messages = [{"role": role, "content": content} for role, content in problem.messages]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates are programs of the model's maker and raise what they like
+        raise ValueError(
+            f"{problem.where}: the chat template of `model.path` refuses the messages of column `prompt` ({error}); "
+            "use the roles that it knows"
+        ) from error
+
+
+def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem]) -> None:
+    """Checks every row of `chunk` and adds to `seen` those whose messages are new. Raises ValueError."""
+    for i, (messages_value, reward_model) in enumerate(zip(chunk.prompts, chunk.reward_models, strict=True)):
+        row = f"{where}, row {chunk.first_row + i} (counted from 0)"
+        messages = _messages(messages_value, row)
+        truth = _ground_truth(reward_model, row)
+        first = seen.get(messages)
+        if first is None:
+            seen[messages] = _Problem(row, messages, truth, *_source_and_extra(chunk.rest(i), row))
+        elif first.ground_truth != truth:
+            raise ValueError(
+                f"{row}: the same prompt as {first.where}, but `reward_model.ground_truth` is {truth!r} here and "
+                f"{first.ground_truth!r} there; remove one of the two"
+            )
+
+
+def _messages(value: Any, row: str) -> Messages:
+    try:
+        messages = tuple([(message["role"], message["content"]) for message in value])
+    except (TypeError, KeyError, IndexError):
+        messages = ()
+    for role, content in messages:
+        if type(role) is not str or type(content) is not str:
+            messages = ()
+    if messages and messages[-1][1].strip():
+        return messages
+    if messages or (isinstance(value, list) and not value):
+        raise ValueError(f"{row}: column `prompt` is empty; remove the row or fill it")
+    raise ValueError(
+        f'{row}: column `prompt` must be a list of {{"role": text, "content": text}}, not {shown(value)}; '
+        'a plain question is [{"role": "user", "content": QUESTION}]'
+    )
+
+
+def _ground_truth(value: Any, row: str) -> str:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'{row}: column `reward_model` must be a struct {{"ground_truth": text, "style": text}}, '
+            f"not {shown(value)}; store it as a struct, not as JSON text"
+        )
+    truth = value.get("ground_truth")
+    if isinstance(truth, str) and truth.strip():
+        return truth
+    if truth is None or isinstance(truth, str):
+        raise ValueError(f"{row}: column `reward_model.ground_truth` is empty; remove the row or fill it")
+    raise ValueError(f"{row}: column `reward_model.ground_truth` must be text, not {shown(truth)}; store it as text")
+
+
+def _source_and_extra(rest: dict[str, Any], row: str) -> tuple[str, dict[str, Any]]:
+    source, extra = rest["data_source"], rest.get("extra_info")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{row}: column `data_source` must be text, not {shown(source)}; reward functions see it")
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"{row}: column `extra_info` must be a struct, not {shown(extra)}; remove it or mend it")
+    return source, extra or {}
+
+
+class PromptOrder:
+    """Which prompt a draw visits: `permutation(seed, epoch)[index % num_prompts]`.
+
+    A pure function of the draw index, so that resuming needs the index only and a draw given back is the same again.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.arange(len(prompts))
+
+    def draw(self, index: int) -> Draw:
+        """The visit number `index`, counted from 0 over the whole run."""
+        epoch, position = divmod(index, len(self._prompts))
+        if self._shuffle and epoch != self._epoch:
+            # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.
+            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
+            self._order, self._epoch = generator.permutation(len(self._prompts)), epoch
+        return Draw(index=index, epoch=epoch, prompt=self._prompts[self._order[position]])

@@ -1,0 +1,27 @@
+"""Files that a crash leaves either old or new, never half written.
+
+In: whole texts. Out: files. Used by `dapo.checkpoint`, `dapo.run_dir` and `dapo.metrics` (DESIGN section 9).
+"""
+
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` by `text` at once: a reader, and a crash at any moment, sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable: without it a renamed file may have its old name after a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

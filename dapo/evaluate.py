@@ -1,0 +1,59 @@
+"""Evaluation on held-out prompts: mean@n, the mean accuracy over n samples per prompt.
+
+In: prompts, the two pools, `eval.*`. Out: metrics. The seeds depend on prompt and sample but not on the policy version,
+so that two evaluations differ by the policy alone.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapo.clock import PhaseClock
+from dapo.stream import RewardPool, RolloutPool, SamplingSettings, scored_group
+from dapo.types import Draw, Group, Prompt
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    rollouts: RolloutPool,
+    rewards: RewardPool,
+    settings: SamplingSettings,
+    *,
+    seed: int,
+    clock: PhaseClock,
+) -> dict[str, float]:
+    """`eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`; unscorable left out."""
+    at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // settings.n))
+
+    async def one(prompt: Prompt) -> Group:
+        async with at_once:
+            sampling = settings.at(seed, "eval", prompt.id)
+            draw = Draw(index=prompt.id, epoch=0, prompt=prompt)
+            return await scored_group(draw, f"eval-{prompt.id}", sampling, rollouts, rewards, clock)
+
+    groups = await asyncio.gather(*[one(prompt) for prompt in prompts])
+    return summarize(groups)
+
+
+def summarize(groups: Sequence[Group]) -> dict[str, float]:
+    """Accuracy, response length and truncation of evaluated groups."""
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        scored = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
+        by_source.setdefault(group.draw.prompt.source, []).extend(scored)
+    responses = [response for group in groups for response in group.responses]
+    metrics = {
+        "eval/accuracy": _mean([accuracy for scored in by_source.values() for accuracy in scored]),
+        "eval/response_length_mean": _mean([len(response.token_ids) for response in responses]),
+        "eval/truncated": _mean([response.finish_reason == "length" for response in responses]),
+        "eval/samples": float(len(responses)),
+    }
+    if len(by_source) > 1:
+        metrics |= {f"eval/{source}/accuracy": _mean(scored) for source, scored in by_source.items()}
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else math.nan

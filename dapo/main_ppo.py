@@ -1,0 +1,191 @@
+"""Entry point: `python -m dapo.main_ppo [+experiment=NAME] [key=value ...]`.
+
+    command line ─▶ Hydra ─▶ Config, validated ─▶ data ─▶ pools (Ray) ─▶ Trainer.run ─▶ everything stopped
+
+Everything that can be wrong with the input is found before the first engine starts. However a run ends (last step,
+Ctrl-C, a failure anywhere), what was trained is saved, all processes are stopped, and the reason is one message.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dapo.checkpoint import CheckpointStore
+from dapo.config import Config
+from dapo.data import fingerprint, load_prompts
+from dapo.metrics import MetricsLogger
+from dapo.overrides import checked_overrides, config_dir
+from dapo.run_dir import RunDirectory, claim_output_dir
+from dapo.trainer import Pools, Trainer
+from dapo.types import Prompt
+from dapo.validate import validate
+
+STOP_GRACE_S = 3.0
+
+ConfigStore.instance().store(name="dapo_schema", node=Config)
+
+
+def main() -> None:
+    """Checks the command line, then lets Hydra compose and run."""
+    try:
+        sys.argv[1:] = checked_overrides(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"dapo: {error}")
+    _hydra_main()
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
+def _hydra_main(tree: DictConfig) -> None:
+    try:
+        cfg = to_config(tree)
+        asyncio.run(train(cfg))
+    except KeyboardInterrupt:
+        sys.exit("dapo: interrupted")
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"dapo: {error}")
+
+
+def to_config(tree: DictConfig) -> Config:
+    """The typed, validated configuration, with paths made absolute: remote workers run in another directory.
+
+    Raises:
+        ValueError: a value is missing, or the checks of `dapo.validate` found problems.
+    """
+    missing = sorted(OmegaConf.missing_keys(tree))
+    if missing:
+        raise ValueError(
+            f"no value for {', '.join(f'`{key}`' for key in missing)}; give one, or take a +experiment=NAME"
+        )
+    try:
+        cfg: Any = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"configuration: {error}") from error
+    validate(cfg)
+    cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir).expanduser().absolute())
+    for spec in cfg.reward.functions:
+        if spec.path.endswith(".py"):
+            spec.path = str(Path(spec.path).expanduser().absolute())
+    return cfg
+
+
+async def train(cfg: Config) -> None:
+    """One run: from checked input to stopped processes."""
+    began = time.monotonic()
+    run_dir = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
+    try:
+        prompts, held_out = load_data(cfg)
+        run_dir.check_data(fingerprint(prompts))
+        async with build_pools(cfg) as pools:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+            await run_steps(cfg, pools, prompts, held_out, run_dir)
+    finally:
+        run_dir.release()
+
+
+async def run_steps(
+    cfg: Config, pools: Pools, prompts: list[Prompt], held_out: list[Prompt], run_dir: RunDirectory
+) -> None:
+    """Trains; however that ends, what was trained is saved."""
+    store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
+    logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
+    trainer = Trainer(cfg, pools, prompts, held_out, store, logger)
+    try:
+        await trainer.run()
+    except BaseException:
+        if trainer.unsaved:
+            await save_what_was_trained(trainer)
+        raise
+    finally:
+        logger.close()
+
+
+async def save_what_was_trained(trainer: Any) -> None:
+    """The last act of a failed or interrupted run. A failure here is told and does not hide the first one."""
+    try:
+        await trainer.save()
+        print(f"saved step {trainer.version}", flush=True)
+    except Exception as error:
+        print(f"step {trainer.version} could not be saved: {error}", file=sys.stderr, flush=True)
+
+
+def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts. Raises ValueError: see `dapo.data.load_prompts`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    loaded = []
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        prompts: list[Prompt] = []
+        if files:
+            prompts, report = load_prompts(files, tokenizer, max_prompt_length=cfg.data.max_prompt_length, key=key)
+            print(
+                f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.too_long} longer than "
+                f"`data.max_prompt_length`, {report.kept} prompts",
+                flush=True,
+            )
+        loaded.append(prompts)
+    return loaded[0], loaded[1]
+
+
+@asynccontextmanager
+async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
+    """The one place that composes: joins or starts Ray, starts all workers side by side, and stops them at the end."""
+    import ray
+
+    from workers.actor import ActorPool
+    from workers.cluster import Placement, connect, engine_args, resolve_device
+    from workers.reward import RewardPool
+    from workers.rollout import RolloutPool
+    from workers.weight_sync import WeightSync
+
+    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    try:
+        device = resolve_device(cfg.trainer.device)
+        placement = Placement(cfg, device)
+        rollouts = RolloutPool(
+            placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
+        )
+        actors = ActorPool(cfg, device, placement.actors())
+        rewards = RewardPool(
+            placement.rewards(),
+            num_workers=cfg.reward.num_workers,
+            functions=cfg.reward.functions,
+            overlong=cfg.reward.overlong_buffer,
+            max_response_length=cfg.data.max_response_length,
+            timeout_s=cfg.reward.timeout_s,
+        )
+        try:
+            await all_or_first_error(
+                rollouts.start(cfg.model.path, engine_args(cfg, device)),
+                actors.start(),
+                rewards.start(cfg.rollout.start_timeout_s),
+            )
+            sync = WeightSync(actors, rollouts, cfg.weight_sync)
+            yield Pools(rollouts=rollouts, rewards=rewards, actors=actors, sync_weights=sync)
+        finally:
+            actors.close()
+            rewards.stop()
+            await rollouts.stop(STOP_GRACE_S)
+    finally:
+        ray.shutdown()
+
+
+async def all_or_first_error(*work: Any) -> None:
+    """Waits for all, or ends the wait at the first failure."""
+    async with asyncio.TaskGroup() as group:
+        for each in work:
+            group.create_task(each)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Command-line overrides checked before Hydra composes, because Hydra names an unknown key but not the one meant.
+
+In: the arguments after the program's name. Out: the same for Hydra, or a ValueError with the nearest existing names.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+
+from dapo.config import Config
+
+OPEN = "*"  # below this any key is taken: it belongs to vLLM
+
+
+def config_dir() -> Path:
+    """The folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
+    here = Path(__file__).resolve().parent
+    found = next((path for path in (here / "_config", here.parent / "config") if (path / "dapo.yaml").is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"no dapo.yaml in {here / '_config'} or {here.parent / 'config'}; reinstall dapo")
+    return found
+
+
+def known_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the configuration, sections included; `rollout.vllm.*` stands for any engine argument."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        key = f"{prefix}{field.name}"
+        yield key
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from known_keys(kind, f"{key}.")
+        elif typing.get_origin(kind) is dict:
+            yield f"{key}.{OPEN}"
+
+
+def experiments() -> list[str]:
+    """Names for `+experiment=`."""
+    folder = config_dir() / "experiment"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+def checked_overrides(arguments: Sequence[str]) -> list[str]:
+    """The arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key.
+
+    Raises ValueError for an unknown experiment or key, with the nearest existing name.
+    """
+    own_configs = any(argument.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for argument in arguments)
+    keys = list(known_keys())
+    checked = []
+    for argument in arguments:
+        open_key = any(argument.startswith(key[:-1]) for key in keys if key.endswith(OPEN))
+        checked.append(f"++{argument}" if open_key else argument)
+        if argument.startswith("-") or "=" not in argument:
+            continue
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except OverrideParseException as error:
+            raise ValueError(f"cannot read the override `{argument}`: {error}") from None
+        name = override.key_or_group
+        if name == "experiment":
+            if not own_configs:
+                _check_experiment(str(override.value()))
+        elif not name.startswith("hydra") and not _is_known(name, keys):
+            raise ValueError(f"unknown key `{name}`; {_hint(name, keys)}")
+    return checked
+
+
+def _check_experiment(name: str) -> None:
+    known = experiments()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        raise ValueError(f"unknown experiment `{name}`; {hint}There are: {', '.join(known)}")
+
+
+def _is_known(name: str, keys: Sequence[str]) -> bool:
+    return name in keys or any(key.endswith(OPEN) and name.startswith(key[:-1]) for key in keys)
+
+
+def _hint(name: str, keys: Sequence[str]) -> str:
+    """The nearest key: by its whole name, else by its last part wherever that lives."""
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    if not near:
+        last = name.rpartition(".")[2]
+        near = [key for key in keys if key.rpartition(".")[2] == last] or difflib.get_close_matches(name, keys, n=1)
+    return f"did you mean `{near[0]}`?" if near else "`--cfg job` prints all keys"

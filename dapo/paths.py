@@ -1,0 +1,53 @@
+"""Where a model or a data file is: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
+
+In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
+the value and the nearest name that exists.
+"""
+
+import difflib
+import importlib.resources
+from pathlib import Path
+
+PKG_SCHEME = "pkg://"
+
+
+def resolve_path(value: str) -> str:
+    """`pkg://PACKAGE/NAME` and existing local paths as absolute paths; anything else as it is (a hub name)."""
+    path = _local_path(value)
+    return str(path.absolute()) if path is not None and path.exists() else value
+
+
+def checked_path(value: str, *, key: str) -> str:
+    """`resolve_path`, but a value that can only mean a local path must exist.
+
+    key: the configuration key named in the error. Raises ValueError with the nearest name that does exist.
+    """
+    resolved = resolve_path(value)
+    if resolved != value or Path(value).exists() or not _looks_local(value):
+        return resolved
+    path = _local_path(value)
+    if path is None:
+        raise ValueError(f"`{key}` ({value}): the package is not installed; install it or give a path")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"`{key}` ({value}) does not exist, nor does its folder {folder}; give an existing path")
+    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.4)
+    remedy = f"did you mean {value.rstrip('/').removesuffix(path.name)}{near[0]}?" if near else "give an existing path"
+    raise ValueError(f"`{key}` ({value}) does not exist in {folder}; {remedy}")
+
+
+def _local_path(value: str) -> Path | None:
+    """The path that `value` would be, existing or not; None when its package does not exist."""
+    if not value.startswith(PKG_SCHEME):
+        return Path(value).expanduser()
+    package, _, name = value.removeprefix(PKG_SCHEME).partition("/")
+    try:
+        return Path(str(importlib.resources.files(package))) / name
+    except (ImportError, TypeError, ValueError):  # the last two: no name of a package
+        return None
+
+
+def _looks_local(value: str) -> bool:
+    # A hub name is NAME or OWNER/NAME, so a second slash is a path too.
+    starts, ends = ("/", ".", "~", PKG_SCHEME), (".parquet", ".json", ".jsonl", "/")
+    return value.startswith(starts) or value.endswith(ends) or value.count("/") > 1

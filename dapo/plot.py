@@ -1,0 +1,118 @@
+"""The learning curves of runs as a picture: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
+
+In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, the runs
+laid over each other. Needs matplotlib, of the `dev` extra.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.metrics import METRICS, read_metrics
+
+# (title, metric, whether it is measured now and then and shown as points)
+PANELS = (
+    ("held-out accuracy", "eval/accuracy", True),
+    ("accuracy of drawn groups", "rollout/accuracy", False),
+    ("response length (tokens)", "rollout/response_length_mean", False),
+    ("entropy (nats per token)", "actor/entropy", False),
+)
+# Okabe and Ito's colours, which people with colour blindness tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the `dev` extra of dapo"
+
+
+def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric in the order of the steps; the last record of a step wins, NaN is left out."""
+    found = {record["step"]: record[metric] for record in records if not math.isnan(record.get(metric, math.nan))}
+    steps = sorted(found)
+    return steps, [found[step] for step in steps]
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
+    """Writes the picture of `runs`, the records of each by label, to `out`.
+
+    Raises ValueError when matplotlib is missing or `out` cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(2, 2, figsize=(9.0, 5.6), sharex=True, layout="constrained")
+    for axis, (name, metric, points) in zip(axes.flat, PANELS, strict=True):
+        for number, records in enumerate(runs.values()):
+            steps, values = series(records, metric)
+            axis.plot(steps, values, color=COLOURS[number % len(COLOURS)], **_look(points, len(runs)))
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        if "accuracy" in metric:
+            axis.set_ylim(0.0, 1.0)
+        else:
+            axis.set_ylim(bottom=0.0)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    if len(runs) > 1:
+        handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(runs))]
+        figure.legend(handles, list(runs), loc="outside lower center", ncols=min(4, len(runs)), frameon=False)
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--out` ({out}) cannot be written ({error}); give a .png in an existing folder") from error
+    finally:
+        plt.close(figure)
+
+
+def _look(points: bool, num_runs: int) -> dict[str, Any]:
+    # Overlaid runs need thinner lines; held-out points are joined by a line so that the eye can follow them.
+    width = 1.6 if num_runs == 1 else 1.2
+    return {"marker": "o", "markersize": 4.5, "linewidth": width} if points else {"linewidth": width}
+
+
+def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Records by label. The label is the folder's name, with its parent's where two are the same.
+
+    Raises ValueError for a folder without metrics.
+    """
+    names = [folder.absolute().name for folder in folders]
+    runs = {}
+    for folder, name in zip(folders, names, strict=True):
+        path = folder / METRICS
+        if not path.is_file():
+            raise ValueError(f"`RUN_DIR` ({folder}) holds no {METRICS}; give the `trainer.output_dir` of a run")
+        records = read_metrics(path)
+        if not records:
+            raise ValueError(f"{path} is empty; wait for the run's first step")
+        absolute = folder.absolute()
+        label = name if names.count(name) == 1 else f"{absolute.parent.name}/{name}"
+        runs[label if label not in runs else str(absolute)] = records
+    return runs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
+    parser.add_argument("--out", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--title", default="", help="headline of the picture")
+    given = parser.parse_args(arguments)
+    try:
+        draw(load_runs(given.runs), given.out, given.title)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(given.out)
+
+
+if __name__ == "__main__":
+    main()

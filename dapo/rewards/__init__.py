@@ -1,0 +1,1 @@
+"""Reward functions: the rule verifier, the overlong penalty, and the loader of a person's own functions (section 6)."""

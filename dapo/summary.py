@@ -1,0 +1,72 @@
+"""What a step looked like, as metrics: of the groups drawn, of the update, and of the time it took.
+
+In: what the buffer collected, the actors' metrics, seconds per phase. Out: flat names. Everything outside `perf/` is a
+function of the seed alone; `perf/` depends on timing.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapo.buffer import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, Collected
+from dapo.types import Group
+
+MAX_SAMPLE_CHARS = 2000
+
+
+def step_metrics(
+    collected: Collected, update: dict[str, float], seconds: dict[str, float], aborted_tokens: int, rate: float
+) -> dict[str, float]:
+    """All metrics of one step; `actor/*` and `parity/*` come from the actors as they are."""
+    trained = sum(group.num_tokens for group in collected.groups)
+    drawn = sum(group.num_tokens for group in collected.drawn)
+    generated = drawn + aborted_tokens
+    outcomes = collected.outcomes
+    buffer = {
+        "buffer/drawn": len(collected.drawn),
+        "buffer/trained": len(collected.groups),
+        **{f"buffer/{name}": outcomes[name] for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)},
+        "buffer/usable_rate": rate,
+        "buffer/trained_tokens": trained,
+        "buffer/dropped_tokens": drawn - trained,
+    }
+    perf = {f"perf/{phase}_s": value for phase, value in seconds.items()}
+    perf |= {
+        "perf/surplus_draws": len(collected.surplus),
+        "perf/aborted_tokens": aborted_tokens,
+        "perf/goodput": trained / generated,
+        "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
+        "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
+    }
+    values = {**buffer, **_rollout_metrics(collected.drawn), **update, **perf}
+    return {name: float(value) for name, value in values.items()}
+
+
+def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
+    """Of every group up to the last one needed, trained on or not."""
+    scores = [score for group in drawn for score in group.scores]
+    responses = [response for group in drawn for response in group.responses]
+    lengths = np.array([len(response.token_ids) for response in responses])
+    rewards = [score.reward for score in scores if not math.isnan(score.reward)]
+    accuracies = [score.accuracy for score in scores if not math.isnan(score.accuracy)]
+    parts = sorted({name for score in scores for name in score.parts})
+    return {
+        "rollout/accuracy": float(np.mean(accuracies)) if accuracies else math.nan,
+        "rollout/reward_mean": float(np.mean(rewards)) if rewards else math.nan,
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
+        **{f"reward/{name}": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts},
+    }
+
+
+def sample_text(collected: Collected, index: int) -> str:
+    """Prompt, answer and verdict of one trained response, cut to a readable length."""
+    group = collected.groups[index % len(collected.groups)]
+    response, score = group.responses[0], group.scores[0]
+    answer = response.text[-MAX_SAMPLE_CHARS:]
+    return (
+        f"**prompt** {group.draw.prompt.text[-MAX_SAMPLE_CHARS:]}\n\n**answer** {answer}\n\n"
+        f"**accuracy** {score.accuracy:g} · **reward** {score.reward:g} · **truth** {group.draw.prompt.ground_truth}"
+    )

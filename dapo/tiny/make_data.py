@@ -1,0 +1,39 @@
+"""Writes the RL prompts and the held-out prompts of the tiny task: `python -m dapo.tiny.make_data [--out DIR]`.
+
+Out: `train.parquet` (6000 prompts of the `rl` split) and `val.parquet` (512 of `heldout`), DAPO-Math schema.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo.tiny.task import rows
+
+DATA_DIR = Path(__file__).parent / "data"
+NUM_TRAIN, TRAIN_SEED = 6000, 1
+NUM_VAL, VAL_SEED = 512, 2
+
+
+def tables() -> dict[str, list[dict[str, Any]]]:
+    """File name -> rows, exactly as shipped."""
+    return {
+        "train.parquet": rows("rl", NUM_TRAIN, TRAIN_SEED),
+        "val.parquet": rows("heldout", NUM_VAL, VAL_SEED),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to (default: the package's own)")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, table in tables().items():
+        pq.write_table(pa.Table.from_pylist(table), out / name, compression="zstd")
+        print(f"{out / name}: {len(table)} prompts, {(out / name).stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
+
+    collect ──▶ advantages, weights ──▶ update ──▶ sync weights ──▶ evaluate, log, checkpoint
+    (stream,    (batch: TrainBatch)     (actors)   (engines serve
+     buffer)                                        version v + 1)
+
+The trainer knows three protocols and one `sync_weights` callable, so the loop also runs with in-process fakes. The
+policy version is the number of completed updates; it names checkpoints and labels every generated token.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from dapo.batch import build_batch
+from dapo.buffer import Collected, OversamplingBuffer
+from dapo.checkpoint import CheckpointStore, DriverState
+from dapo.clock import PhaseClock
+from dapo.config import Config
+from dapo.data import PromptOrder
+from dapo.evaluate import evaluate
+from dapo.metrics import MetricsLogger, progress_line
+from dapo.stream import GroupStream, RewardPool, RolloutPool, SamplingSettings
+from dapo.summary import sample_text, step_metrics
+from dapo.types import Prompt, TrainBatch
+
+T = TypeVar("T")
+
+
+class ActorPool(Protocol):
+    """What the trainer needs of `workers.actor.ActorPool`."""
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    async def save(self, directory: str) -> None: ...
+
+    async def load(self, directory: str) -> None: ...
+
+    async def export_hf(self, directory: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools:
+    """The compute that the algorithm runs on, composed in `main_ppo.build_pools`."""
+
+    rollouts: RolloutPool
+    rewards: RewardPool
+    actors: ActorPool
+    sync_weights: Callable[[int], Awaitable[None]]
+
+
+class Trainer:
+    """One training run."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        pools: Pools,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        store: CheckpointStore,
+        logger: MetricsLogger,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.version = 0
+        self.clock = PhaseClock()
+        self._cfg = cfg
+        self._pools = pools
+        self._held_out = held_out
+        self._store = store
+        self._logger = logger
+        self._say = say
+        self._saved_version = 0
+        self._buffer = OversamplingBuffer(
+            train_batch_size=cfg.data.train_batch_size,
+            gen_batch_size=cfg.data.gen_batch_size,
+            max_num_gen_batches=cfg.filter_groups.max_num_gen_batches,
+            filter_groups=cfg.filter_groups.enable,
+        )
+        order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
+        self._stream = GroupStream(
+            order,
+            self._buffer,
+            pools.rollouts,
+            pools.rewards,
+            sampling_settings(cfg, cfg.rollout),
+            seed=cfg.trainer.seed,
+            clock=self.clock,
+        )
+
+    async def run(self) -> None:
+        """All steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
+        await self._resume()
+        if self._cfg.eval.before_train and self.version == 0:
+            await self._evaluate()
+        while self.version < self._cfg.trainer.total_steps:
+            await self.step()
+        if self.unsaved:
+            await _finish(self.save())
+
+    async def step(self) -> None:
+        """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync, report."""
+        self.clock.lap()
+        collected = await self._stream.collect(self.version)
+        batch = build_batch(collected.groups, self._cfg, version=self.version)
+        update = await _finish(self._update(batch))
+        self._report(collected, update)
+        if self._is_due(self._cfg.eval.every, self._cfg.eval.after_train):
+            await self._evaluate()
+        if self._is_due(self._cfg.checkpoint.every, False):
+            await _finish(self.save())
+
+    async def _update(self, batch: TrainBatch) -> dict[str, float]:
+        with self.clock("update"):
+            metrics = await self._pools.actors.update(batch)
+        self.version += 1
+        with self.clock("sync"):
+            await self._pools.sync_weights(self.version)
+        return metrics
+
+    def _is_due(self, every: int, at_end: bool) -> bool:
+        if self.version >= self._cfg.trainer.total_steps:
+            return at_end
+        return every > 0 and self.version % every == 0
+
+    async def _evaluate(self) -> None:
+        settings = sampling_settings(self._cfg, self._cfg.eval)
+        pools = self._pools
+        if not self._held_out:
+            return
+        metrics = await evaluate(
+            self._held_out, pools.rollouts, pools.rewards, settings, seed=self._cfg.trainer.seed, clock=self.clock
+        )
+        self._logger.log(self.version, metrics)
+        self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
+
+    def _report(self, collected: Collected, update: dict[str, float]) -> None:
+        metrics = step_metrics(
+            collected, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer.rate.value
+        )
+        self._logger.log(self.version, metrics)
+        for index in range(self._cfg.logging.samples):
+            self._logger.text(self.version, f"sample/{index}", sample_text(collected, index))
+        self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics))
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were trained since the last checkpoint."""
+        return self.version > self._saved_version
+
+    async def save(self) -> None:
+        """Writes a checkpoint of the current version."""
+        with self._store.writing(self.version) as directory:
+            await self._pools.actors.save(str(directory / "actor"))
+            if self._cfg.checkpoint.hf_export:
+                await self._pools.actors.export_hf(str(directory / "hf"))
+            state = DriverState(version=self.version, cursor=self._buffer.cursor, rate=self._buffer.rate.state())
+            state.write(directory)
+        self._saved_version = self.version
+
+    async def _resume(self) -> None:
+        directory: Path | None = self._store.latest()
+        if directory is not None:
+            state = DriverState.read(directory)
+            await self._pools.actors.load(str(directory / "actor"))
+            self.version = self._saved_version = state.version
+            self._buffer.cursor = state.cursor
+            self._buffer.rate.restore(state.rate)
+            self._say(f"resuming from {directory}")
+        self._logger.resume(self.version)
+        # Always, even at version 0: a broken sync shows before any GPU hour is spent.
+        with self.clock("sync"):
+            await self._pools.sync_weights(self.version)
+
+
+def sampling_settings(cfg: Config, source: Any) -> SamplingSettings:
+    """From `cfg.rollout` or `cfg.eval`, which name these settings alike."""
+    return SamplingSettings(
+        n=source.n,
+        temperature=source.temperature,
+        top_p=source.top_p,
+        top_k=source.top_k,
+        max_tokens=cfg.data.max_response_length,
+    )
+
+
+async def _finish(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

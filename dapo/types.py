@@ -1,0 +1,135 @@
+"""The records that flow through a step, in the order in which they are made (DESIGN section 2).
+
+Every record is frozen; a later stage has a later type. Token arrays are numpy, because a step of 512 x 16 responses
+pickles several times faster as arrays than as lists.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One distinct problem. Made by `dapo.data`, consumed by the stream and the reward functions.
+
+    id: position among the distinct prompts kept after filtering.
+    source: `data_source` of the row, handed to the reward function.
+    text: the prompt after the chat template. token_ids: [P], what the engine sees.
+    """
+
+    id: int
+    source: str
+    text: str
+    token_ids: Int32Array
+    ground_truth: str
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """One visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run."""
+
+    index: int
+    epoch: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the engine samples one group. Made by the stream and by evaluation, consumed by `workers.rollout`.
+
+    n: responses per prompt. seeds: one per response (`dapo.stream.response_seed`). max_tokens: cap of a response.
+    """
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
+
+    token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
+    finish_reason: the engine's: "stop", or "length" when the answer was truncated. seconds: from request to end.
+    """
+
+    token_ids: Int32Array
+    rollout_logprobs: Float32Array
+    text: str
+    finish_reason: str
+    policy_versions: tuple[VersionSpan, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The verdict on one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
+
+    accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter looks at.
+    reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
+    prediction: the extracted answer, as the reward function gave it.
+    """
+
+    accuracy: float
+    reward: float
+    parts: dict[str, float]
+    prediction: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """All n responses to one draw with their scores. Made by `dapo.stream`, consumed by the buffer and `dapo.batch`."""
+
+    draw: Draw
+    responses: tuple[Response, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of the group."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSequence:
+    """One prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
+
+    token_ids: [P + R]. rollout_logprobs: [R]. advantage: one number for the whole response.
+    token_weight: weight of each response token in the loss of its mini-batch (`dapo.loss.token_weights`).
+    """
+
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    rollout_logprobs: Float32Array
+    advantage: float
+    token_weight: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """What one call of `actors.update` trains on: a tuple of mini-batches, one optimizer step each.
+
+    version: the policy version that the update starts from.
+    """
+
+    version: int
+    minibatches: tuple[tuple[TrainSequence, ...], ...]

@@ -1,0 +1,199 @@
+"""Checks of the composed configuration before any worker starts (DESIGN section 11).
+
+In: a `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
+"""
+
+import importlib.metadata
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dapo.config import LOSS_AGG_MODES, Config
+from dapo.paths import checked_path
+from dapo.rewards.functions import load_reward_function
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+RESUME = ("auto", "never")
+# Engine arguments that dapo sets itself from other keys.
+OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "logprobs_mode": "nothing: the objective needs processed_logprobs",
+    "worker_extension_cls": "nothing: the weight sync needs its own",
+    "weight_transfer_config": "nothing: the weight sync needs its own",
+}
+
+
+def validate(cfg: Config) -> None:
+    """Raises ValueError with one line per problem."""
+    checks: list[Callable[[Config], Iterator[str]]] = [
+        _numbers,
+        _choices,
+        _batch_shapes,
+        _lengths,
+        _engine_args,
+        _model,
+        _reward_functions,
+        _torchvision,
+    ]
+    problems = [problem for check in checks for problem in check(cfg)]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _numbers(cfg: Config) -> Iterator[str]:
+    """Ranges of single values."""
+    at_least_one = {
+        "data.train_batch_size": cfg.data.train_batch_size,
+        "data.gen_batch_size": cfg.data.gen_batch_size,
+        "data.max_prompt_length": cfg.data.max_prompt_length,
+        "data.max_response_length": cfg.data.max_response_length,
+        "rollout.num_engines": cfg.rollout.num_engines,
+        "rollout.cpu_threads": cfg.rollout.cpu_threads,
+        "eval.n": cfg.eval.n,
+        "reward.num_workers": cfg.reward.num_workers,
+        "actor.num_workers": cfg.actor.num_workers,
+        "actor.cpu_threads": cfg.actor.cpu_threads,
+        "actor.ppo_mini_batch_size": cfg.actor.ppo_mini_batch_size,
+        "trainer.total_steps": cfg.trainer.total_steps,
+        "weight_sync.bucket_bytes": cfg.weight_sync.bucket_bytes,
+    }
+    for key, value in at_least_one.items():
+        if value < 1:
+            yield f"`{key}` ({value}) must be at least 1"
+    if cfg.rollout.n < 2:
+        yield f"`rollout.n` ({cfg.rollout.n}) must be at least 2: the advantage compares the responses of a group"
+    not_negative = {
+        "eval.every": cfg.eval.every,
+        "eval.temperature": cfg.eval.temperature,
+        "filter_groups.max_num_gen_batches": cfg.filter_groups.max_num_gen_batches,
+        "checkpoint.every": cfg.checkpoint.every,
+        "checkpoint.keep": cfg.checkpoint.keep,
+        "logging.samples": cfg.logging.samples,
+        "actor.optim.lr_warmup_steps": cfg.actor.optim.lr_warmup_steps,
+        "actor.optim.weight_decay": cfg.actor.optim.weight_decay,
+        "reward.overlong_buffer.penalty_factor": cfg.reward.overlong_buffer.penalty_factor,
+        "trainer.seed": cfg.trainer.seed,
+    }
+    for key, value in not_negative.items():
+        if value < 0 or not math.isfinite(value):
+            yield f"`{key}` ({value}) must be 0 or more"
+    positive = {
+        "rollout.temperature": cfg.rollout.temperature,
+        "actor.optim.lr": cfg.actor.optim.lr,
+        "actor.optim.grad_clip": cfg.actor.optim.grad_clip,
+        "algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low,
+        "algorithm.clip_ratio_high": cfg.algorithm.clip_ratio_high,
+        "weight_sync.max_mean_logprob_diff": cfg.weight_sync.max_mean_logprob_diff,
+        **{f"{name}.{key}": value for name, section in _sections(cfg) for key, value in section.items()},
+    }
+    for key, value in positive.items():
+        if not value > 0:
+            yield f"`{key}` ({value}) must be greater than 0"
+    for key, value in {"rollout.top_p": cfg.rollout.top_p, "eval.top_p": cfg.eval.top_p}.items():
+        if not 0 < value <= 1:
+            yield f"`{key}` ({value}) must lie in (0, 1]; 1.0 keeps every token"
+    if cfg.algorithm.clip_ratio_low >= 1:
+        yield f"`algorithm.clip_ratio_low` ({cfg.algorithm.clip_ratio_low}) must be below 1: the ratio has no lower bound there"
+    if cfg.algorithm.clip_ratio_c <= 1:
+        yield f"`algorithm.clip_ratio_c` ({cfg.algorithm.clip_ratio_c}) must be above 1; 10.0 is the published value"
+
+
+def _sections(cfg: Config) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every deadline."""
+    for name, section in (("rollout", cfg.rollout), ("actor", cfg.actor)):
+        yield name, {"start_timeout_s": section.start_timeout_s, "timeout_s": section.timeout_s}
+    yield "reward", {"timeout_s": cfg.reward.timeout_s}
+    yield "weight_sync", {"timeout_s": cfg.weight_sync.timeout_s}
+    yield "checkpoint", {"timeout_s": cfg.checkpoint.timeout_s}
+
+
+def _choices(cfg: Config) -> Iterator[str]:
+    """Values out of a fixed set."""
+    choices = {
+        "algorithm.loss_agg_mode": (cfg.algorithm.loss_agg_mode, LOSS_AGG_MODES),
+        "model.dtype": (cfg.model.dtype, DTYPES),
+        "trainer.device": (cfg.trainer.device, DEVICES),
+        "checkpoint.resume": (cfg.checkpoint.resume, RESUME),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            yield f"`{key}` ({value}) must be one of {', '.join(allowed)}"
+
+
+def _batch_shapes(cfg: Config) -> Iterator[str]:
+    batch, mini = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size
+    if mini > 0 and batch % mini:
+        near = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
+        yield (
+            f"`actor.ppo_mini_batch_size` ({mini}) must divide `data.train_batch_size` ({batch}); "
+            f"the next divisor below is {near}"
+        )
+    budget = cfg.filter_groups.max_num_gen_batches * cfg.data.gen_batch_size
+    if 0 < budget < batch:
+        yield (
+            f"`filter_groups.max_num_gen_batches` ({cfg.filter_groups.max_num_gen_batches}) x `data.gen_batch_size` "
+            f"({cfg.data.gen_batch_size}) allows {budget} draws, fewer than `data.train_batch_size` ({batch}); raise one"
+        )
+
+
+def _lengths(cfg: Config) -> Iterator[str]:
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    overlong = cfg.reward.overlong_buffer
+    if overlong.enable and not 0 < overlong.len < response:
+        yield (
+            f"`reward.overlong_buffer.len` ({overlong.len}) must be smaller than `data.max_response_length` ({response}) "
+            "and at least 1; lower the buffer, raise the cap, or set `reward.overlong_buffer.enable=false`"
+        )
+    if cfg.actor.max_tokens_per_gpu < prompt + response:
+        yield (
+            f"`actor.max_tokens_per_gpu` ({cfg.actor.max_tokens_per_gpu}) must hold one sequence of "
+            f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {prompt + response}); "
+            "raise it or lower the lengths"
+        )
+    window = cfg.rollout.vllm.get("max_model_len")
+    if window is not None and window < prompt + response:
+        yield (
+            f"`rollout.vllm.max_model_len` ({window}) must be at least `data.max_prompt_length` + "
+            f"`data.max_response_length` ({prompt + response}); leave it out to get just that"
+        )
+
+
+def _engine_args(cfg: Config) -> Iterator[str]:
+    for name, instead in OWN_ENGINE_ARGS.items():
+        if name in cfg.rollout.vllm:
+            yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    try:
+        path = checked_path(cfg.model.path, key="model.path")
+    except ValueError as error:
+        yield str(error)
+        return
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
+
+
+def _reward_functions(cfg: Config) -> Iterator[str]:
+    if not cfg.reward.functions:
+        yield "`reward.functions` is empty; give at least one function, such as {path: dapo.rewards.math}"
+    for index, spec in enumerate(cfg.reward.functions):
+        try:
+            load_reward_function(spec.path, spec.name, index=index)
+        except ValueError as error:
+            yield str(error)
+
+
+def _torchvision(cfg: Config) -> Iterator[str]:
+    """A torchvision built for CUDA beside a CPU torch breaks `import transformers` with a riddle about nms."""
+    try:
+        vision = importlib.metadata.version("torchvision")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    torch_version = importlib.metadata.version("torch")
+    if "+cpu" in torch_version and "+cpu" not in vision:
+        yield (
+            f"torchvision {vision} is built for CUDA, but torch is {torch_version}; dapo needs no torchvision: "
+            "run `pip uninstall torchvision`"
+        )

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The main job on a laptop: installs once, then trains the tiny model. Arguments go on to Hydra: trainer.seed=2 …
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bash "$root/launch/install.sh"
+cd "$root"
+exec .venv/bin/python -m dapo.main_ppo +experiment=dapo_tiny "$@"

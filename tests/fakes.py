@@ -1,0 +1,109 @@
+"""In-process stand-ins for the remote pools, for tests of the loop; the real ones have `ray` tests of their own."""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dapo.types import Draw, Group, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, VersionSpan
+
+
+def make_prompt(number: int, source: str = "test") -> Prompt:
+    text = f"{number}"
+    ids = np.array([1, 2, 3 + number % 50], dtype=np.int32)
+    return Prompt(id=number, source=source, text=text, token_ids=ids, ground_truth=text, extra_info={})
+
+
+def make_response(length: int = 4, finish_reason: str = "stop", text: str = "", version: int = 0) -> Response:
+    return Response(
+        token_ids=np.arange(length, dtype=np.int32),
+        rollout_logprobs=np.full(length, -1.0, dtype=np.float32),
+        text=text,
+        finish_reason=finish_reason,
+        policy_versions=(VersionSpan(version=version, start=0, end=length),),
+        seconds=0.0,
+    )
+
+
+def make_score(accuracy: float, reward: float | None = None) -> Score:
+    value = 2 * accuracy - 1 if reward is None else reward
+    return Score(accuracy=accuracy, reward=value, parts={"compute_score": value}, prediction="")
+
+
+def make_group(index: int, accuracies: Sequence[float], rewards: Sequence[float] | None = None) -> Group:
+    values: Sequence[float | None] = rewards if rewards is not None else [None] * len(accuracies)
+    return Group(
+        draw=Draw(index=index, epoch=0, prompt=make_prompt(index)),
+        responses=tuple(make_response(4 + sample) for sample in range(len(accuracies))),
+        scores=tuple(make_score(a, r) for a, r in zip(accuracies, values, strict=True)),
+    )
+
+
+class FakeRollouts:
+    """Answers after a random number of event-loop turns; an aborted group returns what it has."""
+
+    capacity = 64
+
+    def __init__(self, seed: int = 0, max_turns: int = 5) -> None:
+        self.seen: list[str] = []
+        self.aborted: list[str] = []
+        self.version = 0
+        self._random = random.Random(seed)
+        self._max_turns = max_turns
+        self._stop: set[str] = set()
+
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+        self.seen.append(key)
+        for _ in range(self._random.randint(1, self._max_turns)):
+            await asyncio.sleep(0)
+            if key in self._stop:
+                return tuple(make_response(2, "abort") for _ in range(sampling.n))
+        # A response depends on its seed alone, as the engine's does.
+        return tuple(make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in sampling.seeds)
+
+    async def abort(self, keys: list[str]) -> None:
+        self.aborted += keys
+        self._stop.update(keys)
+
+
+class FakeRewards:
+    """`verdict(prompt, sample index, response)` gives the accuracy."""
+
+    def __init__(self, verdict: Callable[[Prompt, int, Response], float]) -> None:
+        self._verdict = verdict
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]:
+        await asyncio.sleep(0)
+        verdicts = [self._verdict(prompt, sample, response) for sample, response in enumerate(responses)]
+        return tuple(make_score(v) if not math.isnan(v) else make_score(v, math.nan) for v in verdicts)
+
+
+class FakeActors:
+    """Records the batches it is given."""
+
+    def __init__(self) -> None:
+        self.batches: list[TrainBatch] = []
+        self.saved: list[str] = []
+        self.loaded: list[str] = []
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        self.batches.append(batch)
+        await asyncio.sleep(0)
+        tokens = sum(len(s.rollout_logprobs) for minibatch in batch.minibatches for s in minibatch)
+        return {"actor/loss": 0.0, "actor/response_tokens": float(tokens), "actor/entropy": 1.0, "actor/grad_norm": 1.0}
+
+    async def save(self, directory: str) -> None:
+        import pathlib
+
+        path = pathlib.Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").write_text(str(len(self.batches)))
+        self.saved.append(directory)
+
+    async def load(self, directory: str) -> None:
+        self.loaded.append(directory)
+
+    async def export_hf(self, directory: str) -> None:
+        await self.save(directory)

@@ -1,0 +1,205 @@
+"""A person's reward functions: loading errors by name, weights, accuracy, unscorable responses, and what is refused."""
+
+import math
+import pickle
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo.config import RewardFunctionConfig
+from dapo.rewards.functions import RewardFunctionError, RewardFunctions, load_reward_function
+
+HEAD = "def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    "
+
+
+def spec(folder: Path, body: str, *, name: str = "compute_score", weight: float = 1.0, file: str = "mine.py") -> Any:
+    """A configured reward function whose file holds `body`, the statements of the function."""
+    path = folder / file
+    path.write_text("import math\nimport numpy as np\n" + HEAD.format(name=name) + body + "\n")
+    return RewardFunctionConfig(path=str(path), name=name, weight=weight)
+
+
+def test_the_default_is_the_rule_verifier() -> None:
+    functions = RewardFunctions([RewardFunctionConfig()])
+    right = functions.score("math_dapo", "Answer: 42", "42")
+    assert (right.accuracy, right.reward, right.parts, right.prediction) == (1.0, 1.0, {"compute_score": 1.0}, "42")
+    wrong = functions.score("math_dapo", "Answer: 41", "42")
+    assert (wrong.accuracy, wrong.reward, wrong.prediction) == (0.0, -1.0, "41")
+
+
+def test_the_function_gets_what_verl_gives_it_by_keyword(tmp_path: Path) -> None:
+    file = tmp_path / "swapped.py"
+    file.write_text(
+        "def f(ground_truth, solution_str, extra_info, data_source):\n"
+        "    assert (data_source, solution_str, ground_truth, extra_info) == ('gsm8k', 'text', '42', {'index': 7})\n"
+        "    return 0.25\n"
+    )
+    functions = RewardFunctions([RewardFunctionConfig(path=str(file), name="f")])
+    assert functions.score("gsm8k", "text", "42", {"index": 7}).reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("body", "accuracy", "reward", "prediction"),
+    [
+        pytest.param("return 0.5", 1.0, 0.5, "", id="positive-is-right"),
+        pytest.param("return 0", 0.0, 0.0, "", id="zero-is-wrong"),
+        pytest.param("return True", 1.0, 1.0, "", id="bool"),
+        pytest.param("return np.float32(0.5)", 1.0, 0.5, "", id="numpy-float"),
+        pytest.param("return np.int64(-1)", 0.0, -1.0, "", id="numpy-int"),
+        pytest.param("return np.bool_(True)", 1.0, 1.0, "", id="numpy-bool"),
+        pytest.param("return {'score': -1.0, 'acc': True, 'pred': '42'}", 1.0, -1.0, "42", id="dict"),
+        pytest.param("return {'score': 2.0, 'acc': np.bool_(False)}", 0.0, 2.0, "", id="acc-beats-the-sign"),
+        pytest.param("return {'score': 1.0, 'pred': None, 'steps': []}", 1.0, 1.0, "", id="other-keys-are-its-own"),
+        pytest.param("return {'score': 1.0, 'pred': 42}", 1.0, 1.0, "42", id="prediction-as-number"),
+        pytest.param(
+            "return {'score': 1.0, 'pred': 'a\\x00\\ud800' * 200}", 1.0, 1.0, "a\ufffd\ufffd" * 100, id="storable"
+        ),
+        pytest.param("return None", math.nan, math.nan, "", id="none-is-unscorable"),
+        pytest.param("return math.nan", math.nan, math.nan, "", id="nan-is-unscorable"),
+        pytest.param("return {'score': None, 'acc': True}", math.nan, math.nan, "", id="no-score-though-acc"),
+        pytest.param("return {'score': 1.0, 'acc': None}", math.nan, math.nan, "", id="no-acc-though-score"),
+    ],
+)
+def test_what_a_function_may_return(tmp_path: Path, body: str, accuracy: float, reward: float, prediction: str) -> None:
+    score = RewardFunctions([spec(tmp_path, body)]).score("source", "text", "42")
+    assert [score.accuracy, score.reward] == pytest.approx([accuracy, reward], nan_ok=True)
+    assert score.prediction == prediction
+    assert type(score.accuracy) is float and type(score.reward) is float
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "named"),
+    [
+        pytest.param("return 'SECRET'", TypeError, ["`compute_score`", "str", "score"], id="text-is-not-quoted"),
+        pytest.param("return [1.0]", TypeError, ["[1.0]"], id="list"),
+        pytest.param("return 1j", TypeError, ["1j"], id="complex"),
+        pytest.param("return np.ones(1)", TypeError, ["array([1.])"], id="array"),
+        pytest.param("return {'reward': 1.0}", TypeError, ["`score`", "reward"], id="dict-without-score"),
+        pytest.param("return {'score': 1.0, 'acc': 'SECRET'}", TypeError, ["acc", "str"], id="acc-is-text"),
+        pytest.param("return -math.inf", ValueError, ["infinite score"], id="infinity"),
+        pytest.param("return 10 ** 400", ValueError, ["infinite score"], id="beyond-floats"),
+    ],
+)
+def test_what_a_function_may_not_return(tmp_path: Path, body: str, kind: type, named: list[str]) -> None:
+    with pytest.raises(kind) as error:
+        RewardFunctions([spec(tmp_path, body)]).score("source", "text", "42")
+    assert all(part in str(error.value) for part in ["`compute_score`", *named])
+    assert "SECRET" not in str(error.value)
+
+
+def test_weights_parts_and_the_first_verdict(tmp_path: Path) -> None:
+    functions = RewardFunctions(
+        [
+            spec(tmp_path, "return -1", name="style", weight=0.5, file="a.py"),
+            spec(tmp_path, "return {'score': 2, 'acc': 1, 'pred': 'first'}", name="judge", weight=2.0, file="b.py"),
+            spec(tmp_path, "return {'score': 1, 'acc': 0, 'pred': 'second'}", name="other", weight=-1.0, file="c.py"),
+            spec(tmp_path, "return None", name="watched", weight=0.0, file="d.py"),
+        ]
+    )
+    score = functions.score("source", "text", "42")
+    assert score.parts == pytest.approx({"style": -1.0, "judge": 2.0, "other": 1.0, "watched": math.nan}, nan_ok=True)
+    assert (score.reward, score.accuracy, score.prediction) == (0.5 * -1 + 2.0 * 2 - 1.0, 1.0, "first")
+
+
+def test_one_unscorable_part_makes_the_response_unscorable(tmp_path: Path) -> None:
+    second = spec(tmp_path, "return None", name="second")
+    score = RewardFunctions([RewardFunctionConfig(), second]).score("source", "Answer: 42", "42")
+    assert math.isnan(score.reward) and math.isnan(score.accuracy)
+    assert score.parts["compute_score"] == 1.0
+
+
+def test_functions_of_one_name_are_told_apart_by_their_module(tmp_path: Path) -> None:
+    functions = RewardFunctions([RewardFunctionConfig(), spec(tmp_path, "return 0.5")])
+    assert functions.score("source", "Answer: 42", "42").parts == {
+        "dapo.rewards.math.compute_score": 1.0,
+        "mine.compute_score": 0.5,
+    }
+
+
+def test_a_function_named_like_the_penalty_keeps_its_own_part(tmp_path: Path) -> None:
+    assert RewardFunctions([spec(tmp_path, "return 1", name="overlong")]).labels == ("mine.overlong",)
+
+
+def test_an_exception_names_function_source_and_place(tmp_path: Path) -> None:
+    functions = RewardFunctions([spec(tmp_path, "return float(solution_str)")])
+    with pytest.raises(RewardFunctionError) as error:
+        functions.score("gsm8k", "x\n\x1b[31m" * 1000, "42")
+    message = str(error.value)
+    assert all(part in message for part in ["`compute_score`", "ValueError", "'gsm8k'", "line 4 of mine.py"])
+    assert message.isprintable() and len(message) < 500
+    assert str(pickle.loads(pickle.dumps(error.value))) == message, "it crosses processes"
+
+
+def test_the_memory_limit_is_not_an_exception_of_the_function(tmp_path: Path) -> None:
+    functions = RewardFunctions([spec(tmp_path, "raise MemoryError")])
+    with pytest.raises(MemoryError):
+        functions.score("source", "text", "42")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "named"),
+    [
+        pytest.param(None, "f", ["reward.functions[3].path", "there is no file", "absolute path"], id="no-file"),
+        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError"], id="syntax-error"),
+        pytest.param("import no_such_thing", "f", ["path", "ModuleNotFoundError", "no_such_thing"], id="its-import"),
+        pytest.param("1 / 0", "f", ["reward.functions[3].path", "ZeroDivisionError"], id="raises-at-import"),
+        pytest.param(
+            "raise ValueError('`reward`')", "f", ["functions[3].path", "cannot be imported"], id="value-error"
+        ),
+        pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
+        pytest.param("def score_it(): pass", "scoreit", ["[3].name", "'scoreit'", "mean score_it?"], id="near-name"),
+        pytest.param("x = 1", "f", ["[3].name", "'f'", "no public function"], id="nothing-there"),
+        pytest.param("f = 1", "f", ["reward.functions[3].name", "is a int", "function"], id="not-callable"),
+        pytest.param("async def f(): pass", "f", ["reward.functions[3].name", "async"], id="async"),
+    ],
+)
+def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: list[str]) -> None:
+    file = tmp_path / "mine.py"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError) as error:
+        load_reward_function(str(file), name, index=3)
+    assert all(part in str(error.value) for part in [*named, "mine.py"])
+
+
+def test_a_missing_module_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`reward.functions\[0\].path` \('no_such.module'\) cannot be imported"):
+        load_reward_function("no_such.module", "f")
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        pytest.param([], "`reward.functions` is empty", id="none"),
+        pytest.param([RewardFunctionConfig(weight=math.nan)], r"functions\[0\].weight` \(nan\)", id="weight-nan"),
+        pytest.param([RewardFunctionConfig(), RewardFunctionConfig()], r"functions\[1\].*functions\[0\]", id="twice"),
+    ],
+)
+def test_lists_that_cannot_be_right(specs: list[RewardFunctionConfig], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RewardFunctions(specs)
+
+
+def test_a_file_shadows_no_module_and_may_define_dataclasses(tmp_path: Path) -> None:
+    import json
+
+    file = tmp_path / "json.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport math\n"
+        "@dataclass\nclass Box:\n    value: float\n"
+        "def f(**values):\n    return Box(math.sqrt(4)).value\n"
+    )
+    search_path = list(sys.path)
+    function = load_reward_function(str(file), "f")
+    assert function() == 2.0
+    assert sys.modules["json"] is json and sys.path == search_path
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 2), np.float16(0.5)], ids=["fraction", "half"])
+def test_any_real_number_is_a_score(tmp_path: Path, value: object) -> None:
+    functions = RewardFunctions([spec(tmp_path, "return extra_info")])
+    assert functions.score("source", "text", "42", value).reward == 0.5

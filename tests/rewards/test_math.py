@@ -1,0 +1,218 @@
+"""The rule verifier against handwritten answers, adversarial texts, and a ban on evaluating anything."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dapo.rewards.math as verifier
+from dapo.rewards.math import compute_score
+
+BANNED = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}
+PACKAGE = Path(verifier.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        pytest.param("204", "204", id="integer"),
+        pytest.param("25", "025", id="aime-leading-zero"),
+        pytest.param("025", "25", id="leading-zero-in-the-answer"),
+        pytest.param("1234", "1,234", id="gsm8k-thousands"),
+        pytest.param("1,234,567.50", "1234567.5", id="thousands-and-decimals"),
+        pytest.param("10{,}000", "10000", id="latex-thousands-braces"),
+        pytest.param(r"10\,000", "10000", id="latex-thin-space"),
+        pytest.param(r"10,\!000", "10000", id="latex-negative-space"),
+        pytest.param("-7", "\u22127", id="unicode-minus"),
+        pytest.param("+7", "7", id="plus-sign"),
+        pytest.param("3.0", "3", id="decimal-of-an-integer"),
+        pytest.param(".5", "1/2", id="decimal-of-a-fraction"),
+        pytest.param("42.", "42", id="closing-dot"),
+        pytest.param("2/4", r"\frac{1}{2}", id="fraction-by-value"),
+        pytest.param(r"-\dfrac{1}{2}", "-1/2", id="dfrac-with-sign"),
+        pytest.param(r"\frac{-1}{2}", "-0.5", id="sign-in-the-numerator"),
+        pytest.param(r"\tfrac12", r"\frac{1}{2}", id="frac-without-braces"),
+        pytest.param(r"1\frac{1}{2}", "3/2", id="mixed-number-in-latex"),
+        pytest.param("-1 1/2", "-1.5", id="mixed-number"),
+        pytest.param("$42$", "42", id="dollars"),
+        pytest.param("$$42$$.", "42", id="double-dollars"),
+        pytest.param(r"\(42\)", "42", id="round-delimiters"),
+        pytest.param("\\[\n42\n\\]", "42", id="display-formula-below"),
+        pytest.param(r"\boxed{42}", "42", id="boxed"),
+        pytest.param(r"$\boxed{\frac{3}{4}}$", "0.75", id="boxed-fraction"),
+        pytest.param(r"\boxed{\boxed{42}}", "42", id="boxed-twice"),
+        pytest.param("the number is $42$ indeed", "42", id="formula-in-a-sentence"),
+        pytest.param("** 42**", "42", id="markdown-bold"),
+        pytest.param("`42`", "42", id="markdown-code"),
+        pytest.param("x = 42", "42", id="equation"),
+        pytest.param("n = 40 + 2 = 42", "42", id="chain-of-equations"),
+        pytest.param("x = 1,234", "1234", id="equation-with-thousands"),
+        pytest.param("$18", "18", id="currency"),
+        pytest.param(r"\$18.00", "18", id="escaped-currency"),
+        pytest.param("18 dollars", "18", id="unit-word"),
+        pytest.param(r"18\text{ cm}^2", "18", id="unit-in-latex"),
+        pytest.param("60 miles per hour", "60", id="compound-unit"),
+        pytest.param(r"30^\circ", "30", id="degrees"),
+        pytest.param(r"30^{\circ}", "30", id="degrees-in-braces"),
+        pytest.param(r"50\%", "50", id="percent"),
+        pytest.param(r"\text{(C)}", "(C)", id="text-command"),
+        pytest.param(r"\textbf{\text{no solution}}", "no solution", id="nested-text-commands"),
+        pytest.param(r"2 \sqrt 3", r"2\sqrt{3}", id="root"),
+        pytest.param(r"\left( 1, 2 \right)", "(1,2)", id="pair"),
+        pytest.param(r"\dfrac{\pi}{2}", r"\frac{\pi}{2}", id="symbolic-fraction"),
+        pytest.param("x^{2}+1", "x^2+1", id="exponent-braces"),
+        pytest.param(" 42 \r", "42", id="white-space"),
+        pytest.param("1" + "0" * 200, "1" + "0" * 200, id="a-very-long-integer-as-a-string"),
+    ],
+)
+def test_right_answers(answer: str, truth: str) -> None:
+    verdict = compute_score("math_dapo", f"Some steps.\nAnswer: {answer}", truth)
+    assert (verdict["score"], verdict["acc"]) == (1.0, True), verdict["pred"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        pytest.param("43", "42", id="another-integer"),
+        pytest.param("-42", "42", id="sign"),
+        pytest.param("0.33", "1/3", id="rounded-fraction"),
+        pytest.param("1 2", "12", id="digits-apart"),
+        pytest.param("1,2", "12", id="a-list-is-no-number"),
+        pytest.param("12,34", "1234", id="commas-not-by-thousands"),
+        pytest.param("41 or 42", "42", id="two-guesses"),
+        pytest.param("x = 41 or x = 42", "42", id="two-guesses-as-equations"),
+        pytest.param("x = 41, y = 42", "42", id="two-unknowns"),
+        pytest.param("$42$ or 43", "42", id="a-guess-outside-the-formula"),
+        pytest.param("x >= 42", "42", id="inequality"),
+        pytest.param("42x", "42", id="coefficient"),
+        pytest.param("3m", "3", id="one-letter-is-a-variable"),
+        pytest.param("42 million", "42", id="scale-word"),
+        pytest.param("40 + 2", "42", id="never-calculated"),
+        pytest.param("4e1", "40", id="no-exponents"),
+        pytest.param("1/0", "0", id="division-by-zero"),
+        pytest.param(r"\frac{1}{0}", "0", id="division-by-zero-in-latex"),
+        pytest.param("٤٢", "42", id="other-digits"),
+        pytest.param("", "42", id="empty"),
+        pytest.param("$", "", id="nothing-is-never-right"),
+    ],
+)
+def test_wrong_answers(answer: str, truth: str) -> None:
+    verdict = compute_score("math_dapo", f"Some steps.\nAnswer: {answer}", truth)
+    assert (verdict["score"], verdict["acc"]) == (-1.0, False), verdict["pred"]
+
+
+@pytest.mark.parametrize(
+    ("solution", "prediction"),
+    [
+        pytest.param("Answer: 41\nNo.\nAnswer: 42", "42", id="the-last-answer-counts"),
+        pytest.param("answer : 42", "42", id="case-and-space"),
+        pytest.param("**Answer:** 42\nThat is all.", "42", id="only-its-own-line"),
+        pytest.param("**Answer:**\n\n42", "42", id="next-line-that-holds-something"),
+        pytest.param("Answer: 41\nAnswer:", "", id="the-last-one-is-empty"),
+        pytest.param("The answer is 42", "", id="no-colon"),
+        pytest.param(r"\boxed{42}", "", id="no-answer-line"),
+        pytest.param("Answer: 42" + " " * 290, "42", id="just-within-the-tail"),
+        pytest.param("Answer: 42" + " " * 291, "", id="just-outside-the-tail"),
+        pytest.param("Answer: 12\x00\ud800", "12\ufffd\ufffd", id="unprintable-is-replaced"),
+        pytest.param("", "", id="nothing-at-all"),
+    ],
+)
+def test_where_the_answer_is_read(solution: str, prediction: str) -> None:
+    assert compute_score("math_dapo", solution, "42")["pred"] == prediction
+
+
+@pytest.mark.timeout(20)  # a hang guard: each takes milliseconds
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param("1e999999999", id="huge-exponent"),
+        pytest.param("1E+999999999", id="huge-signed-exponent"),
+        pytest.param("9**9**9**9", id="power-tower"),
+        pytest.param("9^{9^{9^{9}}}", id="power-tower-in-latex"),
+        pytest.param("100000000!", id="factorial"),
+        pytest.param("1/1e-999999999", id="exponent-in-a-fraction"),
+        pytest.param("9" * 280, id="digits-without-end"),
+        pytest.param("1," + "000," * 60, id="thousands-without-end"),
+        pytest.param("0." + "0" * 150 + "1/3", id="long-decimal-fraction"),
+        pytest.param("(" * 60 + "42" + ")" * 60, id="nested-parentheses"),
+        pytest.param("{" * 140 + "42" + "}" * 140, id="nested-braces"),
+        pytest.param(r"\boxed{" * 40, id="open-boxes"),
+        pytest.param(r"\text{" * 40 + "42" + "}" * 40, id="nested-text-commands"),
+        pytest.param(r"\frac{1}{" * 30 + "42" + "}" * 30, id="nested-fractions"),
+        pytest.param("=" * 280, id="equals-signs"),
+        pytest.param("$ " * 140, id="dollar-signs"),
+        pytest.param("5" + " hours" * 45 + "!", id="units-that-end-otherwise"),
+        pytest.param("hours " * 45, id="units-of-nothing"),
+        pytest.param(r"\operatorname{eye}(30000)", id="huge-matrix"),
+        pytest.param('__import__("os").system("true")', id="code"),
+        pytest.param("{0.__class__}%s%n", id="format-string"),
+        pytest.param("4\x002", id="null-byte-inside"),
+        pytest.param("\x0042", id="null-byte-before"),
+        pytest.param("42\ud800", id="lone-surrogate"),
+        pytest.param("4\u200b2", id="zero-width-space-inside"),
+        pytest.param("\u202e24", id="right-to-left-override"),
+        pytest.param("４２", id="full-width-digits"),
+        pytest.param("\ufdfa" * 280, id="letters-that-expand-when-normalised"),
+        pytest.param("42\u0301" * 90, id="combining-marks"),
+        pytest.param("nan", id="not-a-number"),
+        pytest.param("inf", id="infinity"),
+    ],
+)
+def test_adversarial_answers_are_wrong_and_do_not_raise(answer: str) -> None:
+    verdict = compute_score("math_dapo", f"Answer: {answer}", "42")
+    assert (verdict["score"], verdict["acc"]) == (-1.0, False)
+    assert verdict["pred"].isprintable() and len(verdict["pred"]) <= 2 * verifier.TAIL_CHARS
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("unit", ["9", "(", "{", "answer:", "\n", "$ ", "\\"], ids=ascii)
+def test_a_long_text_is_read_only_at_its_end(unit: str) -> None:
+    text = unit * 1_000_000
+    assert compute_score("math_dapo", text, "42")["acc"] is False
+    assert compute_score("math_dapo", text + "\nAnswer: 42", "42")["acc"] is True
+
+
+def test_a_ground_truth_beyond_what_python_converts_is_no_number() -> None:
+    assert compute_score("math_dapo", "Answer: 42", "9" * 5000)["acc"] is False
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(), max_size=60), st.integers(-(10**6), 10**6))
+def test_any_text_gets_a_verdict(answer: str, truth: int) -> None:
+    verdict = compute_score("math_dapo", f"Answer: {answer}", str(truth))
+    assert verdict["score"] == (1.0 if verdict["acc"] else -1.0)
+    assert compute_score("math_dapo", f"{answer}\nAnswer: {truth:,}", str(truth))["acc"]
+
+
+def banned_names(source: str) -> set[str]:
+    """The banned names that the source imports or mentions; `re.compile` evaluates nothing."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and node.attr != "compile":
+            names.add(node.attr)
+        elif isinstance(node, ast.alias):
+            names.update(node.name.split("."))
+    return names & BANNED
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.glob("*.py")), ids=lambda file: file.name)
+def test_nothing_in_rewards_evaluates_text(file: Path) -> None:
+    assert banned_names(file.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        pytest.param("eval('1')", "eval", id="call"),
+        pytest.param("import builtins; builtins.exec('1')", "exec", id="attribute"),
+        pytest.param("run = compile", "compile", id="alias"),
+        pytest.param("from sympy import *; sympify('1')", "sympify", id="star-import"),
+        pytest.param("from sympy.parsing import parse_expr as p", "parse_expr", id="import"),
+    ],
+)
+def test_the_ban_sees_each_spelling(line: str, name: str) -> None:
+    assert name in banned_names(line)

@@ -1,0 +1,285 @@
+"""Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from dapo.data import DataReport, PromptOrder, fingerprint, load_prompts
+from dapo.paths import checked_path, resolve_path
+from dapo.types import Prompt
+
+KEY = "data.train_files"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; it adds a BOS of its own whenever special tokens are asked for, as Llama's does."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<end>", *map(chr, range(32, 127))])}
+    model = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    model.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<bos>", eos_token="<end>")
+    made.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return made
+
+
+def row(question: Any = "1+1", truth: Any = "2", **changes: Any) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    made = {
+        "data_source": "sums",
+        "prompt": prompt,
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 7},
+    }
+    return {key: value for key, value in (made | changes).items() if value is not ...}
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
+
+
+def write_json(path: Path, rows: list[Any]) -> str:
+    path.write_text(json.dumps(rows, indent=1))
+    return str(path)
+
+
+def load(
+    name: str, tokenizer: PreTrainedTokenizerFast, max_prompt_length: int = 100
+) -> tuple[list[Prompt], DataReport]:
+    return load_prompts([name], tokenizer, max_prompt_length=max_prompt_length, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        pytest.param("a.parquet", write_parquet, id="parquet"),
+        pytest.param("a.jsonl", write_jsonl, id="jsonl"),
+        pytest.param("a.json", write_jsonl, id="json-holding-lines"),
+        pytest.param("a.json", write_json, id="json-array"),
+    ],
+)
+def test_every_format_gives_the_same_prompts(
+    name: str, write: Callable[..., str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [row("1+1"), row("2+2", "4"), row("1+1"), row("3" * 90, "0"), row("5+5", "10", data_source="other")] * 3
+    prompts, report = load(write(tmp_path / name, rows), tokenizer, max_prompt_length=20)
+    assert report == DataReport(rows=15, duplicates=11, too_long=1, kept=3)
+    assert [(p.id, p.source, p.ground_truth) for p in prompts] == [
+        (0, "sums", "2"),
+        (1, "sums", "4"),
+        (2, "other", "10"),
+    ]
+    assert prompts[0].text == "<bos>u:1+1<end>a:"
+    assert prompts[0].extra_info == {"index": 7}
+    assert prompts[0].token_ids.dtype == np.int32
+
+
+def test_tokens_are_those_of_the_chat_template_without_a_second_bos(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", [row(messages)]), tokenizer)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert prompts[0].token_ids.tolist() == expected
+    assert expected.count(tokenizer.bos_token_id) == 1
+
+
+def test_optional_columns_may_be_missing_or_empty(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [row("1", ability=..., extra_info=...), row("2", extra_info=None)]
+    prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+    assert [prompt.extra_info for prompt in prompts] == [{}, {}]
+
+
+def test_duplicates_collapse_across_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    files = [write_jsonl(tmp_path / "a.jsonl", [row("1")]), write_parquet(tmp_path / "b.parquet", [row("1"), row("2")])]
+    prompts, report = load_prompts(files, tokenizer, max_prompt_length=100, key=KEY)
+    assert report == DataReport(rows=3, duplicates=1, too_long=0, kept=2)
+    assert [prompt.id for prompt in prompts] == [0, 1]
+
+
+def test_a_file_longer_than_a_chunk_keeps_its_row_numbers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [row(str(i % 100)) for i in range(9000)]
+    name = write_parquet(tmp_path / "a.parquet", rows)
+    assert load(name, tokenizer)[1] == DataReport(rows=9000, duplicates=8900, too_long=0, kept=100)
+    with pytest.raises(ValueError, match=r"row 8999 \(counted from 0\).*ground_truth` is empty"):
+        load(write_parquet(tmp_path / "b.parquet", rows[:-1] + [row("9", "")]), tokenizer)
+
+
+BAD_ROWS = [
+    pytest.param(row(truth=""), "row 1 .*`reward_model.ground_truth` is empty", id="truth-empty"),
+    pytest.param(row(truth=" "), "row 1 .*`reward_model.ground_truth` is empty", id="truth-blank"),
+    pytest.param(row(truth=None), "row 1 .*`reward_model.ground_truth` is empty", id="truth-none"),
+    pytest.param(row(truth=2), "row 1 .*must be text, not int 2", id="truth-number"),
+    pytest.param(
+        row(reward_model={"style": "rule"}), "row 1 .*`reward_model.ground_truth` is empty", id="truth-absent"
+    ),
+    pytest.param(row(reward_model='{"ground_truth": "2"}'), "row 1 .*must be a struct .* not as JSON", id="truth-json"),
+    pytest.param(row(reward_model=None), "row 1 .*`reward_model` must be a struct", id="reward-model-none"),
+    pytest.param(row([]), "row 1 .*column `prompt` is empty", id="prompt-no-messages"),
+    pytest.param(row("  "), "row 1 .*column `prompt` is empty", id="prompt-blank"),
+    pytest.param(row(prompt="1+1"), r"row 1 .*`prompt` must be a list of .*not str '1\+1'", id="prompt-text"),
+    pytest.param(row(prompt=None), "row 1 .*`prompt` must be a list", id="prompt-none"),
+    pytest.param(row([{"role": "user"}]), "row 1 .*`prompt` must be a list", id="prompt-without-content"),
+    pytest.param(row([{"role": "user", "content": [1]}]), "row 1 .*`prompt` must be a list", id="prompt-content-list"),
+    pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
+    pytest.param(row(data_source=None), "row 1 .*`data_source` must be text", id="source-none"),
+    pytest.param(row(extra_info="x"), "row 1 .*`extra_info` must be a struct", id="extra-text"),
+    pytest.param(row("0+1", "5"), "row 1 .*same prompt as .*row 0 .*'5' here and '1' there", id="truths-differ"),
+    pytest.param(row(prompt=...), "row 1 .*`prompt` is missing .found: data_source, ability", id="column-missing"),
+    pytest.param([1], "row 1 .*must be an object", id="row-list"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_ROWS)
+def test_a_bad_row_is_named(bad: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    name = write_jsonl(tmp_path / "bad.jsonl", [row("0+1", "1"), bad])
+    with pytest.raises(ValueError, match=f"`data.train_files`: {name}, {message}"):
+        load(name, tokenizer)
+
+
+def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    name = write_parquet(tmp_path / "a.parquet", [{"question": "1+1", "answer": "2", "data_source": "x"}])
+    with pytest.raises(ValueError, match=r"`prompt`, `reward_model` is missing \(found: question, answer, data_source"):
+        load(name, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("a.parquet", b"PAR1 but no more", "a.parquet cannot be read as Parquet", id="parquet-broken"),
+        pytest.param("a.jsonl", b'{"a": 1}\n', "row 0 .*missing", id="jsonl-other-schema"),
+        pytest.param("a.jsonl", b"{not json\n", "row 0 .*not valid JSON", id="jsonl-broken"),
+        pytest.param("a.json", b"\xff\xfe", "cannot be read as UTF-8", id="json-binary"),
+        pytest.param("a.jsonl", b"", "has no rows", id="jsonl-empty"),
+        pytest.param("a.csv", b"a,b\n", "is neither .parquet nor .json", id="csv"),
+    ],
+)
+def test_an_unreadable_file_is_named(
+    name: str, content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load(str(tmp_path / name), tokenizer)
+    assert f"`{KEY}`: {tmp_path / name}" in str(error.value)
+
+
+def test_no_prompt_left_gives_counts_lengths_and_the_key(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1" * 10), row("1" * 10), row("2" * 30)])
+    with pytest.raises(ValueError, match="3 rows: the 2 distinct ones have 16 to 36 tokens and .*is 9;"):
+        load(name, tokenizer, max_prompt_length=9)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="`model.path`: its tokenizer has no chat template"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row()]), bare)
+
+
+def test_a_folder_goes_through_datasets(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same call as for a hub name, with real files and no network."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    write_parquet(folder / "train-00000.parquet", [row("1"), row("1"), row("2")])
+    prompts, report = load(str(folder), tokenizer)
+    assert report == DataReport(rows=3, duplicates=1, too_long=0, kept=2)
+    assert prompts[1].text == "<bos>u:2<end>a:"
+    write_parquet(folder / "test-00000.parquet", [row("3")])
+    with pytest.raises(ValueError, match="has the splits test, train; name one, as in .*/sums:test"):
+        load(str(folder), tokenizer)
+
+
+def test_a_name_that_no_hub_knows(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(name: str, split: str | None) -> None:
+        raise FileNotFoundError(f"{name} and {split}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"`data.train_files`: a/b:test is no local file .*a/b and test"):
+        load("a/b:test", tokenizer)
+
+
+def test_paths_resolve_or_stay_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert resolve_path("model") == str(tmp_path / "model")
+    assert resolve_path("pkg://dapo/types.py") == str(Path(resolve_path("pkg://dapo/config.py")).with_name("types.py"))
+    assert Path(resolve_path("pkg://dapo/types.py")).is_absolute()
+    for name in ("gpt2", "Qwen/Qwen2.5-32B", "open-r1/DAPO-Math-17k-Processed:train"):
+        assert checked_path(name, key="model.path") == name
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        pytest.param("data/trian.parquet", "did you mean data/train.parquet", id="file-misspelt"),
+        pytest.param("./other.jsonl", "give an existing path", id="nothing-near"),
+        pytest.param("nowhere/a.jsonl", "nor does its folder .*/nowhere", id="no-folder"),
+        pytest.param("runs/a/checkpoints", "nor does its folder", id="two-slashes"),
+        pytest.param("/nowhere/model", "nor does its folder /nowhere", id="absolute"),
+        pytest.param("~/no-such-model-here", "does not exist in", id="home"),
+        pytest.param("pkg://dapo/type.py", "did you mean pkg://dapo/types.py", id="package-file"),
+        pytest.param("pkg://dapoo/types.py", "the package is not installed", id="package"),
+    ],
+)
+def test_a_path_that_does_not_exist(value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").touch()
+    with pytest.raises(ValueError, match=message) as error:
+        checked_path(value, key="model.path")
+    assert f"`model.path` ({value})" in str(error.value)
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    ids = np.zeros(1, dtype=np.int32)
+    return [Prompt(id=i, source="s", text=str(i), token_ids=ids, ground_truth="1", extra_info={}) for i in range(count)]
+
+
+def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> None:
+    prompts = prompts_of(50)
+    order = PromptOrder(prompts, seed=3, shuffle=True)
+    visits = [order.draw(index).prompt.id for index in range(150)]
+    epochs = [visits[:50], visits[50:100], visits[100:]]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
+    again = PromptOrder(prompts, seed=3, shuffle=True)
+    for index in (149, 0, 75, 74, 149):
+        draw = again.draw(index)
+        assert (draw.index, draw.epoch, draw.prompt.id) == (index, index // 50, visits[index])
+    other = PromptOrder(prompts, seed=4, shuffle=True)
+    assert [other.draw(index).prompt.id for index in range(50)] != epochs[0]
+
+
+def test_order_without_shuffle_is_the_order_of_the_file() -> None:
+    order = PromptOrder(prompts_of(3), seed=0, shuffle=False)
+    assert [order.draw(index).prompt.id for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_fingerprint_depends_on_content_and_order() -> None:
+    first, second = prompts_of(2)
+    assert fingerprint([first, second]) == fingerprint(prompts_of(2))
+    assert len({fingerprint(each) for each in ([first, second], [second, first], [first], [])}) == 4

@@ -1,0 +1,188 @@
+"""Bad configuration: every problem is named with key, value and remedy before anything starts."""
+
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dapo import main_ppo, validate
+from dapo.config import Config
+from dapo.main_ppo import to_config
+from dapo.overrides import checked_overrides, config_dir, experiments, known_keys
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+        return compose("dapo", overrides=checked_overrides(overrides))
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_composes_and_validates(name):
+    cfg = to_config(composed(f"+experiment={name}"))
+    assert isinstance(cfg, Config)
+    assert cfg.trainer.output_dir.endswith(f"outputs/{name}")
+
+
+def test_the_named_experiments_are_there():
+    assert {"dapo_tiny", "dapo_qwen32b", "dapo_qwen7b", "grpo_tiny", "dr_grpo_tiny"} <= set(experiments())
+
+
+def test_the_objectives_of_the_tiny_experiments():
+    settings = {}
+    for name in ("dapo_tiny", "grpo_tiny", "dr_grpo_tiny"):
+        cfg = to_config(composed(f"+experiment={name}"))
+        algorithm = cfg.algorithm
+        settings[name] = (
+            algorithm.loss_agg_mode,
+            algorithm.advantage.normalize_by_std,
+            algorithm.clip_ratio_high,
+            cfg.filter_groups.enable,
+        )
+    assert settings == {
+        "dapo_tiny": ("token-mean", True, 0.28, True),
+        "grpo_tiny": ("seq-mean-token-mean", True, 0.2, False),
+        "dr_grpo_tiny": ("seq-mean-token-sum-norm", False, 0.2, False),
+    }
+
+
+def test_qwen32b_has_the_published_numbers():
+    cfg = to_config(composed("+experiment=dapo_qwen32b"))
+    assert (cfg.data.train_batch_size, cfg.rollout.n, cfg.actor.ppo_mini_batch_size) == (512, 16, 32)
+    assert (cfg.data.max_prompt_length, cfg.data.max_response_length) == (2048, 20480)
+    assert (cfg.reward.overlong_buffer.len, cfg.reward.overlong_buffer.penalty_factor) == (4096, 1.0)
+    assert cfg.rollout.num_engines * cfg.rollout.vllm["tensor_parallel_size"] + cfg.actor.num_workers == 128
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        pytest.param(
+            ["reward.overlong_buffer.len=128"],
+            ["reward.overlong_buffer.len", "128", "data.max_response_length", "lower the buffer"],
+            id="overlong buffer as long as the cap",
+        ),
+        pytest.param(
+            ["actor.ppo_mini_batch_size=6"],
+            ["actor.ppo_mini_batch_size", "6", "data.train_batch_size", "16", "next divisor below is 4"],
+            id="mini-batch does not divide",
+        ),
+        pytest.param(
+            ["model.path=/no/such/model"], ["model.path", "/no/such/model", "does not exist"], id="model path missing"
+        ),
+        pytest.param(
+            ["model.path=pkg://dapo.tiny/bsae"],
+            ["model.path", "did you mean pkg://dapo.tiny/base"],
+            id="model misspelt",
+        ),
+        pytest.param(["algorithm.loss_agg_mode=tokenmean"], ["loss_agg_mode", "token-mean"], id="unknown mode"),
+        pytest.param(["rollout.n=1"], ["rollout.n", "at least 2"], id="groups of one"),
+        pytest.param(["rollout.temperature=0"], ["rollout.temperature", "greater than 0"], id="greedy training"),
+        pytest.param(["rollout.top_p=1.5"], ["rollout.top_p", "(0, 1]"], id="top_p above 1"),
+        pytest.param(["actor.max_tokens_per_gpu=100"], ["actor.max_tokens_per_gpu", "64 + 128 = 192"], id="no room"),
+        pytest.param(["rollout.vllm.max_model_len=100"], ["rollout.vllm.max_model_len", "192"], id="window too short"),
+        pytest.param(
+            ["rollout.vllm.logprobs_mode=raw"], ["rollout.vllm.logprobs_mode", "dapo itself"], id="own argument"
+        ),
+        pytest.param(["trainer.device=tpu"], ["trainer.device", "tpu", "auto, cpu, cuda"], id="unknown device"),
+        pytest.param(
+            ["data.gen_batch_size=1", "filter_groups.max_num_gen_batches=2"],
+            ["filter_groups.max_num_gen_batches", "2 draws", "train_batch_size"],
+            id="budget below a batch",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: dapo.rewards.math, name: compute_scores}]"],
+            ["reward.functions[0].name", "compute_score"],
+            id="reward function misspelt",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: /no/such.py, name: f}]"],
+            ["reward.functions[0].path", "/no/such.py"],
+            id="no file",
+        ),
+    ],
+)
+def test_bad_values_are_named(overrides, parts):
+    with pytest.raises(ValueError) as error:
+        to_config(composed("+experiment=dapo_tiny", *overrides))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ValueError) as error:
+        to_config(composed("+experiment=dapo_tiny", "rollout.n=1", "trainer.device=tpu"))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_without_experiment_the_missing_values_are_named():
+    with pytest.raises(ValueError, match="model.path"):
+        to_config(composed())
+
+
+def test_torchvision_built_for_cuda_beside_a_cpu_torch(monkeypatch):
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    (problem,) = validate._torchvision(Config())
+    assert "torchvision 0.28.0" in problem and "pip uninstall torchvision" in problem
+    versions["torchvision"] = "0.28.0+cpu"
+    assert list(validate._torchvision(Config())) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        pytest.param("+experiment=dapo_tinny", "did you mean `dapo_tiny`", id="experiment"),
+        pytest.param("data.trian_files=[x]", "did you mean `data.train_files`", id="key"),
+        pytest.param("+data.trian_files=[x]", "did you mean `data.train_files`", id="added key"),
+        pytest.param("rolout.n=8", "did you mean `rollout.n`", id="section"),
+        pytest.param("clip_ratio_high=0.3", "did you mean `algorithm.clip_ratio_high`", id="section left out"),
+        pytest.param("lr=1e-4", "did you mean `actor.optim.lr`", id="deep key"),
+    ],
+)
+def test_unknown_names_get_the_nearest(argument, hint):
+    with pytest.raises(ValueError) as error:
+        checked_overrides([argument])
+    assert hint in str(error.value)
+
+
+def test_known_names_pass():
+    checked_overrides(["+experiment=dapo_tiny", "+rollout.vllm.foo.bar=1", "--cfg", "job"])
+    assert checked_overrides(["rollout.vllm.max_num_seqs=3"]) == ["++rollout.vllm.max_num_seqs=3"]
+    checked_overrides(["hydra.run.dir=.", "reward.functions=[]", "data=null"])
+
+
+def test_every_key_of_the_tree_is_known():
+    def leaves(tree: Any, prefix: str = "") -> list[str]:
+        found = []
+        for key, value in tree.items():
+            found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+        return found
+
+    tree = OmegaConf.to_container(OmegaConf.structured(Config))
+    assert set(leaves(tree)) <= set(known_keys())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["+experiment=dapo_tinny"], "unknown experiment `dapo_tinny`", id="experiment"),
+        pytest.param(["+experiment=dapo_tiny", "rollout.n=many"], "rollout.n", id="wrong type"),
+        pytest.param(["+experiment=dapo_tiny", "rollout.n=1"], "`rollout.n` (1)", id="validation"),
+    ],
+)
+def test_the_program_ends_with_one_message(arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo.main_ppo", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 8
+
+
+def test_main_module_composes_in_one_place():
+    assert callable(main_ppo.build_pools)

@@ -1,0 +1,222 @@
+"""The actors on one and two gloo ranks against plain transformers and plain torch."""
+
+import asyncio
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from dapo.config import Config
+from dapo.types import TrainBatch, TrainSequence
+from workers.actor import ActorPool, RankWork, split_batch
+from workers.remote import RemoteError, wait
+
+pytestmark = pytest.mark.ray
+
+VOCABULARY = 64
+TEMPERATURE = 0.7
+LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (4, 4), (6, 11), (3, 8))  # (prompt, response)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: make_model(tmp_path_factory.mktemp(name), tied=tied) for name, tied in (("tied", True), ("untied", False))
+    }
+
+
+def make_model(directory: Path, *, tied: bool) -> Path:
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        attention_dropout=0.5,  # must not act
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norms are constants otherwise
+    model.save_pretrained(directory)
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_config(model: Path, **actor: Any) -> Config:
+    cfg = Config()
+    cfg.model.path = str(model)
+    cfg.model.dtype = "float32"
+    cfg.model.gradient_checkpointing = False
+    cfg.rollout.temperature = TEMPERATURE
+    cfg.actor = dataclasses.replace(cfg.actor, max_tokens_per_gpu=64, **actor)
+    cfg.actor.optim.lr = 3e-3
+    cfg.actor.optim.eps = 1e-3  # Adam's first step is else the sign of the gradient, rounding included
+    cfg.actor.optim.grad_clip = 0.05
+    return cfg
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A running pool and the checkpoint of its first state."""
+
+    pool: ActorPool
+    cfg: Config
+    initial: str
+
+
+@pytest.fixture(scope="module")
+def pools(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
+    """pools(model, ranks): started once per module, reset to the first state at each call."""
+    started: dict[tuple[str, int], Started] = {}
+
+    def get(model: str, ranks: int) -> Started:
+        if (model, ranks) not in started:
+            cfg = make_config(model_dirs[model], num_workers=ranks, reshard_after_forward=model == "tied")
+            cfg.model.gradient_checkpointing = model == "tied"
+            pool = start_pool(cfg)
+            initial = str(tmp_path_factory.mktemp("initial") / "state")
+            asyncio.run(pool.save(initial))
+            started[model, ranks] = Started(pool, cfg, initial)
+        asyncio.run(started[model, ranks].pool.load(started[model, ranks].initial))
+        return started[model, ranks]
+
+    yield get
+    for one in started.values():
+        one.pool.close()
+
+
+def start_pool(cfg: Config) -> ActorPool:
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    pool = ActorPool(cfg, "cpu", [options] * cfg.actor.num_workers)
+    asyncio.run(pool.start())
+    return pool
+
+
+def on_all(pool: ActorPool, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+    """function(worker, *args of the rank) on every rank."""
+    refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._workers, *args, strict=True)]
+    return asyncio.run(wait(refs, 60, "a test", "none"))
+
+
+def reference(model_dir: Path) -> Qwen2ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def plain_logprobs(model: Qwen2ForCausalLM, sequence: TrainSequence) -> torch.Tensor:
+    """[R] of one sequence on its own."""
+    tokens = torch.from_numpy(sequence.token_ids).long()
+    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
+
+
+def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[TrainSequence, ...]:
+    """Random sequences whose rollout log-probabilities are the model's own."""
+    rng = np.random.default_rng(seed)
+    model = reference(model_dir)
+    total = sum(response for _, response in lengths)
+    sequences = []
+    for prompt, response in lengths:
+        draft = TrainSequence(
+            token_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
+            num_prompt_tokens=prompt,
+            rollout_logprobs=np.zeros(response, np.float32),
+            advantage=float(rng.normal()),
+            token_weight=1 / total,
+        )
+        with torch.no_grad():
+            own = plain_logprobs(model, draft).numpy()
+        sequences.append(dataclasses.replace(draft, rollout_logprobs=own))
+    return tuple(sequences)
+
+
+def plain_loss(
+    model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence], old: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """DAPO's objective, written out again; `old` are log-probabilities per sequence."""
+    loss = torch.zeros(())
+    for i, sequence in enumerate(sequences):
+        logprobs = plain_logprobs(model, sequence)
+        ratio = torch.exp(logprobs - (logprobs.detach() if old is None else old[i]))
+        surrogate = torch.minimum(ratio * sequence.advantage, ratio.clamp(0.8, 1.28) * sequence.advantage)
+        loss = loss - sequence.token_weight * surrogate.sum()
+    return loss
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of what is wanted, over all tensors."""
+    assert found.keys() == wanted.keys()
+    difference = math.fsum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    return math.sqrt(difference / math.fsum(float(t.double().square().sum()) for t in wanted.values()))
+
+
+def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
+    """Runs on a rank: the gradient that one optimizer step would use."""
+    from workers.policy import collate
+
+    batches = [collate(sequences, torch.device("cpu")) for sequences in work.minibatches[0]]
+    worker._updater._forward_backward(batches, None)
+    gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
+    worker._optimizer.zero_grad()
+    return gradients
+
+
+def full_weights(worker: Any) -> dict[str, torch.Tensor]:
+    return dict(worker.named_full_parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "micro_batches"),
+    [
+        pytest.param(LENGTHS, 96, {1: 1, 2: 1}, id="one_micro_batch"),
+        pytest.param(LENGTHS, 25, {1: 4, 2: 2}, id="several_micro_batches"),
+        pytest.param(LENGTHS[:1], 96, {1: 1, 2: 1}, id="one_sequence_so_a_rank_has_none"),
+        pytest.param(LENGTHS[:3], 21, {1: 2, 2: 1}, id="three_sequences"),
+    ],
+)
+def test_gradient_is_that_of_plain_transformers(
+    pools: Callable[..., Started],
+    model_dirs: dict[str, Path],
+    model: str,
+    ranks: int,
+    lengths: Sequence[tuple[int, int]],
+    max_tokens: int,
+    micro_batches: dict[int, int],
+) -> None:
+    sequences = make_sequences(model_dirs[model], lengths)
+    plain = reference(model_dirs[model])
+    plain_loss(plain, sequences).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    batch = TrainBatch(version=0, minibatches=(sequences,))
+    works = split_batch(batch, ranks, max_tokens)
+    assert [len(work.minibatches[0]) for work in works] == [micro_batches[ranks]] * ranks
+    for found in on_all(pools(model, ranks).pool, full_gradients, works):
+        assert distance(found, wanted) <= 1e-5

@@ -1,0 +1,168 @@
+"""The actors: FSDP2 ranks that train the policy, and the driver-side pool that speaks for all of them.
+
+In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines. The
+pool needs no torch; the ranks import it when they start (DESIGN section 7).
+"""
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from dapo.config import Config
+from dapo.packing import pack
+from dapo.types import TrainBatch, TrainSequence
+from workers.remote import wait
+from workers.weight_sync import Bucket, export_buckets
+
+if TYPE_CHECKING:
+    import torch
+
+MicroBatches = tuple[tuple[TrainSequence, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """One rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
+
+    minibatches: per optimizer step this rank's micro-batches; the same number on all ranks, missing ones empty.
+    """
+
+    version: int
+    minibatches: tuple[MicroBatches, ...]
+
+
+def split_batch(batch: TrainBatch, num_ranks: int, max_tokens: int) -> list[RankWork]:
+    """Pack each mini-batch over the ranks (`dapo.packing`). Raises ValueError for a sequence beyond `max_tokens`."""
+    shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
+    for sequences in batch.minibatches:
+        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens)
+        for share, micro_batches in zip(shares, packed, strict=True):
+            share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
+    return [RankWork(version=batch.version, minibatches=tuple(share)) for share in shares]
+
+
+class ActorWorker:
+    """One FSDP rank; a Ray actor in the pool. Every method but `free_address` is a collective over all ranks."""
+
+    def __init__(self, cfg: Config, device: str) -> None:
+        self._cfg = cfg
+        self._device = device
+
+    def free_address(self) -> tuple[str, int]:
+        """An address of this node and a free port on it, for the process group."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as server:
+            server.bind(("", 0))
+            return address, server.getsockname()[1]
+
+    def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        """Join the process group, load and shard the model, build the optimizer."""
+        import torch
+
+        from workers import fsdp
+        from workers.update import Updater
+
+        if self._device == "cpu":
+            torch.set_num_threads(self._cfg.actor.cpu_threads)
+        self._rank = rank
+        self._fsdp = fsdp
+        self._mesh = fsdp.init_mesh(
+            self._device,
+            rank=rank,
+            world_size=world_size,
+            address=master_addr,
+            port=master_port,
+            timeout_s=self._cfg.actor.timeout_s,
+        )
+        self._policy = fsdp.load_policy(self._cfg, self._mesh)
+        self._optimizer = fsdp.build_optimizer(self._policy, self._cfg)
+        self._updater = Updater(self._policy, self._optimizer, self._cfg, torch.device(self._device))
+
+    def update(self, work: RankWork) -> dict[str, float]:
+        """Train on this rank's share; the metrics are those of all ranks."""
+        return self._updater.update(work.version, work.minibatches)
+
+    def named_full_parameters(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(Hugging Face name, full float32 tensor) one by one; tied weights once, under the name of the embedding."""
+        return self._fsdp.full_parameters(self._policy, self._mesh)
+
+    def export_weights(self) -> list[Bucket]:
+        """All weights as buckets in the object store; an empty list on all ranks but 0."""
+        bucket_bytes = self._cfg.weight_sync.bucket_bytes
+        return export_buckets(self.named_full_parameters(), bucket_bytes, is_sender=self._rank == 0)
+
+    def save(self, directory: str) -> None:
+        """Model and optimizer into `directory`. The actors draw no random number and hold no other state."""
+        self._fsdp.save_state(self._policy, self._optimizer, directory)
+
+    def load(self, directory: str) -> None:
+        """What `save` wrote, on this or another number of ranks."""
+        self._fsdp.load_state(self._policy, self._optimizer, directory)
+
+    def export_hf(self, directory: str) -> None:
+        """Configuration, tokenizer and safetensors, written by rank 0."""
+        self._fsdp.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+
+    def checksum(self) -> str:
+        """sha256 of all parameters."""
+        return self._fsdp.checksum(self._policy, self._mesh)
+
+
+class ActorPool:
+    """All FSDP ranks as one. Every call waits at most as long as the configuration says, and says for what."""
+
+    def __init__(self, cfg: Config, device: str, options: Sequence[dict[str, Any]]) -> None:
+        """options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
+        self._cfg = cfg
+        remote = ray.remote(ActorWorker)
+        self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
+
+    async def start(self) -> None:
+        """Load the model on all ranks. Raises RemoteError, as every method does when a rank fails or keeps silent."""
+        timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
+        [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
+        refs = [
+            worker.start.remote(rank, len(self._workers), address, port) for rank, worker in enumerate(self._workers)
+        ]
+        await wait(refs, timeout_s, "the actors to load the model", key)
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Train on a batch, one optimizer step per mini-batch; returns metrics over all ranks and mini-batches."""
+        works = split_batch(batch, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
+        refs = [worker.update.remote(work) for worker, work in zip(self._workers, works, strict=True)]
+        what = f"the update that starts from policy version {batch.version}"
+        return (await wait(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
+
+    async def export_weights(self) -> list[Bucket]:
+        """All weights as buckets in Ray's object store."""
+        refs = [worker.export_weights.remote() for worker in self._workers]
+        timeout_s = self._cfg.weight_sync.timeout_s
+        return (await wait(refs, timeout_s, "the actors to export their weights", "weight_sync.timeout_s"))[0]
+
+    async def save(self, directory: str) -> None:
+        """Model and optimizer into `directory`, which all ranks must see."""
+        await self._checkpoint([worker.save.remote(directory) for worker in self._workers], f"saving {directory}")
+
+    async def load(self, directory: str) -> None:
+        """What `save` wrote, also by another number of ranks."""
+        await self._checkpoint([worker.load.remote(directory) for worker in self._workers], f"loading {directory}")
+
+    async def export_hf(self, directory: str) -> None:
+        """The model as transformers and vLLM load it."""
+        refs = [worker.export_hf.remote(directory) for worker in self._workers]
+        await self._checkpoint(refs, f"the export to {directory}")
+
+    async def checksum(self) -> str:
+        """sha256 of all parameters."""
+        return (await self._checkpoint([worker.checksum.remote() for worker in self._workers], "a checksum"))[0]
+
+    def close(self) -> None:
+        """Kill the ranks; they hold nothing that is not on disk or on the driver."""
+        for worker in self._workers:
+            ray.kill(worker)
+
+    async def _checkpoint(self, refs: Sequence[Any], what: str) -> list[Any]:
+        return await wait(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

@@ -1,0 +1,188 @@
+"""vLLM engines as Ray actors and their driver-side pool (DESIGN section 8).
+
+In: one prompt and a `Sampling` per group. Out: n `Response` records with the engine's own log-probabilities. Each
+response is one engine request with its own seed, so that a result depends on neither batch, order nor restart.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from dapo.types import Int32Array, Response, Sampling, VersionSpan
+from workers.remote import wait
+from workers.weight_sync import BACKEND, Bucket
+
+
+class RolloutWorker:
+    """One engine. Every method runs on the actor's event loop; `start` comes first."""
+
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> int:
+        """Loads the model and returns the number of sequences that the engine runs at once."""
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            model=model_path,
+            logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
+            worker_extension_cls="workers.weight_receiver.WeightReceiverExtension",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            **engine_args,
+        )
+        self._engine = AsyncLLM.from_engine_args(args)
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest())
+        await self._engine.update_weight_version("0")
+        self._decode = self._engine.get_tokenizer().decode
+        self._running: dict[str, list[str]] = {}
+        return self._engine.vllm_config.scheduler_config.max_num_seqs
+
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> list[Response]:
+        """n responses to one prompt [P]. After `abort(key)` the unfinished ones come back with reason "abort"."""
+        self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
+        token_ids = prompt.tolist()
+        try:
+            requests = zip(self._running[key], sampling.seeds, strict=True)
+            return await asyncio.gather(*[self._generate_one(name, token_ids, sampling, s) for name, s in requests])
+        finally:
+            del self._running[key]
+
+    async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            detokenize=False,  # once at the end is far cheaper than token by token
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        began = time.monotonic()
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
+            completion = output.outputs[0]
+        return Response(
+            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+            rollout_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+            text=self._decode(completion.token_ids, skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            policy_versions=tuple(
+                VersionSpan(version=int(span.version), start=span.start, end=span.end)
+                for span in completion.weight_versions or ()
+            ),
+            seconds=time.monotonic() - began,
+        )
+
+    async def abort(self, keys: list[str]) -> None:
+        """Ends the named groups; their `generate` calls return what was sampled so far."""
+        await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
+
+    async def receive_weights(self, version: int, buckets: list[Bucket]) -> None:
+        """Replaces the weights and labels all later tokens with `version`.
+
+        The buckets pass through files in shared memory, because vLLM's worker processes are not Ray's and cannot read
+        the object store. Running requests would keep stale keys and values: `clear_cache` recomputes them.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._engine
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        await engine.start_weight_update()
+        for index, bucket in enumerate(buckets):
+            path = Path("/dev/shm") / f"dapo-weights-{os.getpid()}-{index}"
+            image = await asyncio.wait_for(bucket.ref, timeout=300)
+            try:
+                path.write_bytes(image)
+                update = {"path": str(path), "digest": bucket.digest}
+                await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+            finally:
+                path.unlink(missing_ok=True)
+        await engine.finish_weight_update(weight_version=str(version))
+        await engine.resume_generation()
+
+    async def weight_digests(self) -> list[str]:
+        """Digest of the parameters in each of the engine's worker processes, for tests."""
+        return await self._engine.collective_rpc("weight_digest")
+
+    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
+        """Seconds that the bare engine takes for these groups at once: the floor that `dapo.bench` compares with."""
+        began = time.monotonic()
+        await asyncio.gather(*[self.generate(f"alone-{i}", *request) for i, request in enumerate(requests)])
+        return time.monotonic() - began
+
+    async def stop(self) -> None:
+        """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""
+        self._engine.shutdown(timeout=0.5)
+
+
+class RolloutPool:
+    """All engines, seen from the driver. A group goes to the engine with the fewest running responses."""
+
+    def __init__(self, options: list[dict[str, Any]], *, start_timeout_s: float, timeout_s: float) -> None:
+        """options: Ray options of each engine, from `workers.cluster`."""
+        worker = ray.remote(RolloutWorker)
+        self._workers = [worker.options(max_concurrency=4096, **each).remote() for each in options]
+        self._load = [0] * len(self._workers)
+        self._home: dict[str, int] = {}
+        self._start_timeout_s = start_timeout_s
+        self._timeout_s = timeout_s
+        self.capacity = 0  # responses that all engines together run at once
+
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
+        """Starts all engines side by side."""
+        refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
+        sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
+        self.capacity = sum(sizes)
+
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+        """n responses to one prompt; `key` names the group for `abort`."""
+        home = self._load.index(min(self._load))
+        self._load[home] += sampling.n
+        self._home[key] = home
+        try:
+            ref = self._workers[home].generate.remote(key, prompt, sampling)
+            (responses,) = await wait([ref], self._timeout_s, f"group {key} from engine {home}", "rollout.timeout_s")
+            return tuple(responses)
+        finally:
+            self._load[home] -= sampling.n
+            del self._home[key]
+
+    async def abort(self, keys: list[str]) -> None:
+        """Ends the named groups wherever they run."""
+        refs = []
+        for index, worker in enumerate(self._workers):
+            here = [key for key in keys if self._home.get(key) == index]
+            if here:
+                refs.append(worker.abort.remote(here))
+        await wait(refs, self._timeout_s, "the engines to abort surplus groups", "rollout.timeout_s")
+
+    async def receive_weights(self, version: int, buckets: list[Bucket], timeout_s: float) -> None:
+        """All engines load the buckets; afterwards they serve `version`."""
+        refs = [worker.receive_weights.remote(version, buckets) for worker in self._workers]
+        await wait(refs, timeout_s, f"the engines to load weights of version {version}", "weight_sync.timeout_s")
+
+    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
+        """The floor of generation: the requests dealt out to the engines at once; the slowest engine's seconds."""
+        count = len(self._workers)
+        refs = [worker.generate_alone.remote(requests[i::count]) for i, worker in enumerate(self._workers)]
+        return max(await wait(refs, self._timeout_s, "the engines alone (benchmark)", "rollout.timeout_s"))
+
+    async def weight_digests(self) -> list[list[str]]:
+        """Per engine and worker process, for tests."""
+        refs = [worker.weight_digests.remote() for worker in self._workers]
+        return await wait(refs, self._timeout_s, "weight digests", "rollout.timeout_s")
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the engines end their processes for `grace_s`, then kills what is left."""
+        await asyncio.wait([asyncio.ensure_future(worker.stop.remote()) for worker in self._workers], timeout=grace_s)
+        for worker in self._workers:
+            ray.kill(worker)
