@@ -94,7 +94,7 @@ class FilterGroupsConfig:
 
 @dataclass(slots=True)
 class RewardFunctionConfig:
-    """A function with verl's signature: path = a Python file or a dotted module, name = the function, weight = factor."""
+    """A function with verl's signature. path: a Python file or a dotted module. weight: factor of its score."""
 
     path: str = "dapo.rewards.math"
     name: str = "compute_score"

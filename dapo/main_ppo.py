@@ -7,13 +7,14 @@ Ctrl-C, a failure anywhere), what was trained is saved, all processes are stoppe
 """
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -25,12 +26,15 @@ from dapo.config import Config
 from dapo.data import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
+from dapo.paths import resolve_path
 from dapo.run_dir import RunDirectory, claim_output_dir
 from dapo.trainer import Pools, Trainer
 from dapo.types import Prompt
 from dapo.validate import validate
 
 STOP_GRACE_S = 3.0
+EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
+EXIT_RESUMABLE = 85  # SIGTERM or SIGUSR1 (Slurm, spot machines): saved, to be continued
 
 ConfigStore.instance().store(name="dapo_schema", node=Config)
 
@@ -40,23 +44,30 @@ def main() -> None:
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
-        sys.exit(f"dapo: {error}")
+        end(str(error), 1)
     _hydra_main()
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
 def _hydra_main(tree: DictConfig) -> None:
     try:
-        cfg = to_config(tree)
-        asyncio.run(train(cfg))
+        asyncio.run(train(to_config(tree)))
     except KeyboardInterrupt:
-        sys.exit("dapo: interrupted")
+        end("interrupted", EXIT_INTERRUPTED)
+    except asyncio.CancelledError:
+        end("stopped by a signal; the same command continues the run", EXIT_RESUMABLE)
     except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"dapo: {error}")
+        end(str(error), 1)
+
+
+def end(message: str, code: int) -> NoReturn:
+    """Leaves the program with one message."""
+    print(f"dapo: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def to_config(tree: DictConfig) -> Config:
-    """The typed, validated configuration, with paths made absolute: remote workers run in another directory.
+    """The typed, validated configuration.
 
     Raises:
         ValueError: a value is missing, or the checks of `dapo.validate` found problems.
@@ -71,17 +82,22 @@ def to_config(tree: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ValueError(f"configuration: {error}") from error
     validate(cfg)
-    cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir).expanduser().absolute())
+    return cfg
+
+
+def make_paths_absolute(cfg: Config) -> None:
+    """Remote workers run in a directory of Ray's, where a relative path means nothing."""
+    cfg.model.path = resolve_path(cfg.model.path)
     for spec in cfg.reward.functions:
         if spec.path.endswith(".py"):
             spec.path = str(Path(spec.path).expanduser().absolute())
-    return cfg
 
 
 async def train(cfg: Config) -> None:
     """One run: from checked input to stopped processes."""
     began = time.monotonic()
     run_dir = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
+    make_paths_absolute(cfg)
     try:
         prompts, held_out = load_data(cfg)
         run_dir.check_data(fingerprint(prompts))
@@ -149,6 +165,7 @@ async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
     from workers.weight_sync import WeightSync
 
     connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    cancel_on_signals()
     try:
         device = resolve_device(cfg.trainer.device)
         placement = Placement(cfg, device)
@@ -165,7 +182,7 @@ async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
             timeout_s=cfg.reward.timeout_s,
         )
         try:
-            await all_or_first_error(
+            await asyncio.gather(
                 rollouts.start(cfg.model.path, engine_args(cfg, device)),
                 actors.start(),
                 rewards.start(cfg.rollout.start_timeout_s),
@@ -180,11 +197,12 @@ async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
         ray.shutdown()
 
 
-async def all_or_first_error(*work: Any) -> None:
-    """Waits for all, or ends the wait at the first failure."""
-    async with asyncio.TaskGroup() as group:
-        for each in work:
-            group.create_task(each)
+def cancel_on_signals() -> None:
+    """SIGTERM and SIGUSR1 cancel the run, as Ctrl-C does; after `ray.init`, which installs a handler of its own."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 if __name__ == "__main__":

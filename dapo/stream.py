@@ -121,9 +121,9 @@ class GroupStream:
             for task in running:
                 task.cancel()
 
-    def _group(self, index: int, key: str, version: int):  # noqa: ANN202
+    async def _group(self, index: int, key: str, version: int) -> Group:
         sampling = self._settings.at(self._seed, index, version)
-        return scored_group(self._order.draw(index), key, sampling, self._rollouts, self._rewards, self._clock)
+        return await scored_group(self._order.draw(index), key, sampling, self._rollouts, self._rewards, self._clock)
 
     async def _abort(self, running: dict[asyncio.Task[Group], str]) -> None:
         """Ends the surplus draws and counts what they had generated."""

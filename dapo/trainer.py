@@ -101,17 +101,18 @@ class Trainer:
         if self.unsaved:
             await _finish(self.save())
 
-    async def step(self) -> None:
-        """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync, report."""
+    async def step(self) -> dict[str, float]:
+        """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
         self.clock.lap()
         collected = await self._stream.collect(self.version)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
         update = await _finish(self._update(batch))
-        self._report(collected, update)
+        metrics = self._report(collected, update)
         if self._is_due(self._cfg.eval.every, self._cfg.eval.after_train):
             await self._evaluate()
         if self._is_due(self._cfg.checkpoint.every, False):
             await _finish(self.save())
+        return metrics
 
     async def _update(self, batch: TrainBatch) -> dict[str, float]:
         with self.clock("update"):
@@ -137,7 +138,7 @@ class Trainer:
         self._logger.log(self.version, metrics)
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
-    def _report(self, collected: Collected, update: dict[str, float]) -> None:
+    def _report(self, collected: Collected, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(
             collected, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer.rate.value
         )
@@ -145,6 +146,7 @@ class Trainer:
         for index in range(self._cfg.logging.samples):
             self._logger.text(self.version, f"sample/{index}", sample_text(collected, index))
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics))
+        return metrics
 
     @property
     def unsaved(self) -> bool:

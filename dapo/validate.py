@@ -42,8 +42,39 @@ def validate(cfg: Config) -> None:
 
 
 def _numbers(cfg: Config) -> Iterator[str]:
-    """Ranges of single values."""
-    at_least_one = {
+    """Ranges of single values: (bound in words, test, values by key)."""
+    ranges: list[tuple[str, Callable[[float], bool], dict[str, float]]] = [
+        ("at least 1", lambda value: value >= 1, _counts(cfg)),
+        ("at least 2: the advantage compares the responses of a group", lambda v: v >= 2, {"rollout.n": cfg.rollout.n}),
+        ("0 or more", lambda value: 0 <= value < math.inf, _not_negative(cfg)),
+        ("greater than 0", lambda value: 0 < value < math.inf, _positive(cfg)),
+        (
+            "in (0, 1]; 1.0 keeps every token",
+            lambda value: 0 < value <= 1,
+            {"rollout.top_p": cfg.rollout.top_p, "eval.top_p": cfg.eval.top_p},
+        ),
+        (
+            "between 0 and 1; 0.2 is the published value",
+            lambda value: 0 < value < 1,
+            {"algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low},
+        ),
+        (
+            "above 1; 10.0 is the published value",
+            lambda value: value > 1,
+            {"algorithm.clip_ratio_c": cfg.algorithm.clip_ratio_c},
+        ),
+    ]
+    for words, holds, values in ranges:
+        for key, value in values.items():
+            if not holds(value):
+                yield f"`{key}` ({value}) must be {words}"
+    betas = cfg.actor.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"`actor.optim.betas` ({betas}) must be two numbers in [0, 1)"
+
+
+def _counts(cfg: Config) -> dict[str, float]:
+    return {
         "data.train_batch_size": cfg.data.train_batch_size,
         "data.gen_batch_size": cfg.data.gen_batch_size,
         "data.max_prompt_length": cfg.data.max_prompt_length,
@@ -58,12 +89,10 @@ def _numbers(cfg: Config) -> Iterator[str]:
         "trainer.total_steps": cfg.trainer.total_steps,
         "weight_sync.bucket_bytes": cfg.weight_sync.bucket_bytes,
     }
-    for key, value in at_least_one.items():
-        if value < 1:
-            yield f"`{key}` ({value}) must be at least 1"
-    if cfg.rollout.n < 2:
-        yield f"`rollout.n` ({cfg.rollout.n}) must be at least 2: the advantage compares the responses of a group"
-    not_negative = {
+
+
+def _not_negative(cfg: Config) -> dict[str, float]:
+    return {
         "eval.every": cfg.eval.every,
         "eval.temperature": cfg.eval.temperature,
         "filter_groups.max_num_gen_batches": cfg.filter_groups.max_num_gen_batches,
@@ -75,37 +104,24 @@ def _numbers(cfg: Config) -> Iterator[str]:
         "reward.overlong_buffer.penalty_factor": cfg.reward.overlong_buffer.penalty_factor,
         "trainer.seed": cfg.trainer.seed,
     }
-    for key, value in not_negative.items():
-        if value < 0 or not math.isfinite(value):
-            yield f"`{key}` ({value}) must be 0 or more"
-    positive = {
+
+
+def _positive(cfg: Config) -> dict[str, float]:
+    return {
         "rollout.temperature": cfg.rollout.temperature,
+        "rollout.start_timeout_s": cfg.rollout.start_timeout_s,
+        "rollout.timeout_s": cfg.rollout.timeout_s,
+        "reward.timeout_s": cfg.reward.timeout_s,
+        "actor.start_timeout_s": cfg.actor.start_timeout_s,
+        "actor.timeout_s": cfg.actor.timeout_s,
         "actor.optim.lr": cfg.actor.optim.lr,
+        "actor.optim.eps": cfg.actor.optim.eps,
         "actor.optim.grad_clip": cfg.actor.optim.grad_clip,
-        "algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low,
         "algorithm.clip_ratio_high": cfg.algorithm.clip_ratio_high,
         "weight_sync.max_mean_logprob_diff": cfg.weight_sync.max_mean_logprob_diff,
-        **{f"{name}.{key}": value for name, section in _sections(cfg) for key, value in section.items()},
+        "weight_sync.timeout_s": cfg.weight_sync.timeout_s,
+        "checkpoint.timeout_s": cfg.checkpoint.timeout_s,
     }
-    for key, value in positive.items():
-        if not value > 0:
-            yield f"`{key}` ({value}) must be greater than 0"
-    for key, value in {"rollout.top_p": cfg.rollout.top_p, "eval.top_p": cfg.eval.top_p}.items():
-        if not 0 < value <= 1:
-            yield f"`{key}` ({value}) must lie in (0, 1]; 1.0 keeps every token"
-    if cfg.algorithm.clip_ratio_low >= 1:
-        yield f"`algorithm.clip_ratio_low` ({cfg.algorithm.clip_ratio_low}) must be below 1: the ratio has no lower bound there"
-    if cfg.algorithm.clip_ratio_c <= 1:
-        yield f"`algorithm.clip_ratio_c` ({cfg.algorithm.clip_ratio_c}) must be above 1; 10.0 is the published value"
-
-
-def _sections(cfg: Config) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every deadline."""
-    for name, section in (("rollout", cfg.rollout), ("actor", cfg.actor)):
-        yield name, {"start_timeout_s": section.start_timeout_s, "timeout_s": section.timeout_s}
-    yield "reward", {"timeout_s": cfg.reward.timeout_s}
-    yield "weight_sync", {"timeout_s": cfg.weight_sync.timeout_s}
-    yield "checkpoint", {"timeout_s": cfg.checkpoint.timeout_s}
 
 
 def _choices(cfg: Config) -> Iterator[str]:
@@ -133,7 +149,7 @@ def _batch_shapes(cfg: Config) -> Iterator[str]:
     if 0 < budget < batch:
         yield (
             f"`filter_groups.max_num_gen_batches` ({cfg.filter_groups.max_num_gen_batches}) x `data.gen_batch_size` "
-            f"({cfg.data.gen_batch_size}) allows {budget} draws, fewer than `data.train_batch_size` ({batch}); raise one"
+            f"({cfg.data.gen_batch_size}) allows {budget} draws, below `data.train_batch_size` ({batch}); raise one"
         )
 
 
@@ -142,8 +158,9 @@ def _lengths(cfg: Config) -> Iterator[str]:
     overlong = cfg.reward.overlong_buffer
     if overlong.enable and not 0 < overlong.len < response:
         yield (
-            f"`reward.overlong_buffer.len` ({overlong.len}) must be smaller than `data.max_response_length` ({response}) "
-            "and at least 1; lower the buffer, raise the cap, or set `reward.overlong_buffer.enable=false`"
+            f"`reward.overlong_buffer.len` ({overlong.len}) must be at least 1 and smaller than "
+            f"`data.max_response_length` ({response}); lower the buffer, raise the cap, or switch it off "
+            "(`reward.overlong_buffer.enable=false`)"
         )
     if cfg.actor.max_tokens_per_gpu < prompt + response:
         yield (

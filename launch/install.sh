@@ -128,7 +128,7 @@ install_all() {
   [[ $python == "$venv/bin/python" ]] || "$python" -m venv --clear "$venv"
   rm -f "$stamp"
   drop_unfinished
-  echo "install.sh: $(grep -c == "$lock") packages into $venv (2.4 GB; one to three minutes)" >&2
+  echo "install.sh: $(grep -c == "$lock") packages into $venv (new: 2.4 GB, one to three minutes)" >&2
   install_torch
   "$venv/bin/pip" install -q --no-deps -r "$lock"
   "$venv/bin/pip" install -q --no-deps --no-build-isolation -e "$root"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on a laptop: installs once, then trains the tiny model. Arguments go on to Hydra: trainer.seed=2 …
+# The main job on a laptop: installs once, then trains the tiny model. Arguments go on to Hydra: key=value …
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/launch/install.sh"

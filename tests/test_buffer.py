@@ -4,7 +4,6 @@ import math
 import random
 
 import pytest
-from tests.fakes import make_group
 
 from dapo.buffer import (
     ALL_CORRECT,
@@ -17,6 +16,7 @@ from dapo.buffer import (
     UsableRate,
     classify,
 )
+from tests.fakes import make_group
 
 NAN = math.nan
 

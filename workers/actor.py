@@ -4,6 +4,7 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 pool needs no torch; the ranks import it when they start (DESIGN section 7).
 """
 
+import asyncio
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -127,20 +128,20 @@ class ActorPool:
         refs = [
             worker.start.remote(rank, len(self._workers), address, port) for rank, worker in enumerate(self._workers)
         ]
-        await wait(refs, timeout_s, "the actors to load the model", key)
+        await _wait_all(refs, timeout_s, "loading the model", key)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on a batch, one optimizer step per mini-batch; returns metrics over all ranks and mini-batches."""
         works = split_batch(batch, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
         refs = [worker.update.remote(work) for worker, work in zip(self._workers, works, strict=True)]
-        what = f"the update that starts from policy version {batch.version}"
-        return (await wait(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
+        what = f"the update from policy version {batch.version}"
+        return (await _wait_all(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
 
     async def export_weights(self) -> list[Bucket]:
         """All weights as buckets in Ray's object store."""
         refs = [worker.export_weights.remote() for worker in self._workers]
         timeout_s = self._cfg.weight_sync.timeout_s
-        return (await wait(refs, timeout_s, "the actors to export their weights", "weight_sync.timeout_s"))[0]
+        return (await _wait_all(refs, timeout_s, "the weight export", "weight_sync.timeout_s"))[0]
 
     async def save(self, directory: str) -> None:
         """Model and optimizer into `directory`, which all ranks must see."""
@@ -165,4 +166,10 @@ class ActorPool:
             ray.kill(worker)
 
     async def _checkpoint(self, refs: Sequence[Any], what: str) -> list[Any]:
-        return await wait(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")
+        return await _wait_all(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")
+
+
+async def _wait_all(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
+    """Results in rank order. The first rank that fails ends the wait, though the others may hang in a collective."""
+    waits = [wait([ref], timeout_s, f"actor rank {rank} ({what})", key) for rank, ref in enumerate(refs)]
+    return [result for [result] in await asyncio.gather(*waits)]

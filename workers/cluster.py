@@ -54,7 +54,7 @@ def check_gpus(cfg: Config, available: int) -> None:
     if engines + actors > available:
         raise ValueError(
             f"asked for {engines + actors} GPUs but the Ray cluster has {available}: "
-            f"{engines} for rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {gpus_per_engine(cfg)} per engine) "
+            f"{engines} for rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {gpus_per_engine(cfg)} each) "
             f"and {actors} for the actors (`actor.num_workers`); lower them, add nodes, or set `trainer.device=cpu`"
         )
 
@@ -76,7 +76,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "max_num_batched_tokens": max(window, 8192),
         }
         if gpus_per_engine(cfg) == 1:
-            args["distributed_executor_backend"] = "uni"  # the default, mp, adds a process and a hop per token
+            args["distributed_executor_backend"] = "uni"
     return args | cfg.rollout.vllm
 
 
@@ -112,6 +112,8 @@ class Placement:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._cfg.rollout.cpu_threads),
                 "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
+                # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         gpus = gpus_per_engine(self._cfg)
         return [self._options(i, gpus, env) for i in range(self._cfg.rollout.num_engines)]

@@ -4,6 +4,7 @@ In: the configuration and a rank. Out: a sharded `PackedPolicy` with float32 mas
 Every public function is a collective: all ranks call it in the same order (DESIGN section 7).
 """
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
 
 from dapo.config import Config, ModelConfig
 from workers.attention import PACKED_ATTENTION
@@ -38,6 +40,7 @@ def init_mesh(device: str, *, rank: int, world_size: int, address: str, port: in
 
 def load_policy(cfg: Config, mesh: DeviceMesh) -> PackedPolicy:
     """The model of `cfg.model.path`, sharded per decoder layer. Rank 0 reads the files; the others get its weights."""
+    disable_progress_bar()
     model = _read_model(cfg.model) if mesh.get_rank() == 0 else _empty_model(cfg.model)
     full = {name: parameter.detach() for name, parameter in model.named_parameters()}
     policy = PackedPolicy(model, cfg.rollout.temperature).train()  # training mode: transformers checkpoints only in it
@@ -113,7 +116,7 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
     """AdamW over the shards; the fused kernel exists on CPU and GPU."""
     optim = cfg.actor.optim
     beta1, beta2 = optim.betas
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=optim.lr,
         betas=(beta1, beta2),
@@ -121,6 +124,15 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
         weight_decay=optim.weight_decay,
         fused=True,
     )
+    # The state that AdamW would make in its first step. Without it torch.distributed.checkpoint makes one when it saves
+    # or loads, by an empty step that the bias correction then counts.
+    for parameter in policy.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
 
 
 def reshard(policy: PackedPolicy) -> None:
@@ -171,7 +183,9 @@ def export_hf(policy: PackedPolicy, mesh: DeviceMesh, cfg: ModelConfig, director
         if mesh.get_rank() == 0:
             state[name] = tensor.to("cpu", dtype)
     if mesh.get_rank() == 0:
-        policy.model.config.dtype = dtype
         policy.model.save_pretrained(directory, state_dict=state)
+        config = copy.deepcopy(policy.model.config)
+        config.dtype = dtype  # transformers wrote the type of the master weights
+        config.save_pretrained(directory)
         AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(directory)
     dist.barrier()

@@ -21,14 +21,12 @@ from workers.remote import RemoteError, wait
 
 
 class RewardWorker:
-    """Scores responses in a process of its own."""
+    """Scores responses in a process of its own; `start` comes first, because Ray hides a constructor's error."""
 
-    def __init__(
-        self,
-        functions: list[RewardFunctionConfig],
-        overlong: OverlongBufferConfig,
-        max_response_length: int,
+    def start(
+        self, functions: list[RewardFunctionConfig], overlong: OverlongBufferConfig, max_response_length: int
     ) -> None:
+        """Loads the reward functions. Raises ValueError: see `dapo.rewards.functions`."""
         self._functions = RewardFunctions(functions)
         self._overlong = overlong
         self._max_response_length = max_response_length
@@ -76,16 +74,14 @@ class RewardPool:
         timeout_s: float,
     ) -> None:
         """options: Ray options of every worker, from `workers.cluster`."""
-        self._worker_class = ray.remote(RewardWorker).options(**options)
+        worker: Any = ray.remote(RewardWorker)
+        self._worker_class = worker.options(**options)
         self._arguments = (functions, overlong, max_response_length)
-        self._workers = [self._spawn() for _ in range(num_workers)]
+        self._workers = [self._worker_class.remote() for _ in range(num_workers)]
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._timeout_s = timeout_s
         self.respawned = 0
         self.unscorable_groups = 0
-
-    def _spawn(self) -> Any:
-        return self._worker_class.remote(*self._arguments)
 
     async def start(self, start_timeout_s: float) -> None:
         """Waits until every worker has loaded the reward functions.
@@ -93,7 +89,7 @@ class RewardPool:
         Raises:
             RemoteError: a reward function cannot be loaded, and why.
         """
-        refs = [worker.score.remote("", "", {}, []) for worker in self._workers]
+        refs = [worker.start.remote(*self._arguments) for worker in self._workers]
         await wait(refs, start_timeout_s, "the reward workers to start", "rollout.start_timeout_s")
         for index in range(len(self._workers)):
             self._free.put_nowait(index)
@@ -112,7 +108,8 @@ class RewardPool:
                 return tuple(await asyncio.wait_for(ref, self._timeout_s))
             except (TimeoutError, GetTimeoutError, RayActorError):
                 ray.kill(self._workers[index])
-                self._workers[index] = self._spawn()
+                self._workers[index] = self._worker_class.remote()
+                self._workers[index].start.remote(*self._arguments)  # its calls run in order: the next one waits for it
                 self.respawned += 1
             except ray.exceptions.RayTaskError as error:
                 raise RemoteError(f"reward function failed on prompt {prompt.id}: {error.cause}") from error.cause

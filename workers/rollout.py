@@ -129,7 +129,7 @@ class RolloutPool:
 
     def __init__(self, options: list[dict[str, Any]], *, start_timeout_s: float, timeout_s: float) -> None:
         """options: Ray options of each engine, from `workers.cluster`."""
-        worker = ray.remote(RolloutWorker)
+        worker: Any = ray.remote(RolloutWorker)
         self._workers = [worker.options(max_concurrency=4096, **each).remote() for each in options]
         self._load = [0] * len(self._workers)
         self._home: dict[str, int] = {}

@@ -21,18 +21,19 @@ from dapo.tiny.tokenizer import make_tokenizer
 BASE_DIR = Path(__file__).parent / "base"
 # 256 bytes and five turn markers, rounded up to a multiple of eight.
 VOCAB_SIZE = 264
-ERROR_RATE = 0.29
+ERROR_RATE = 0.25
 CLEAN_SHARE = 0.6  # of the steps, before the errors begin: adding is learnt several times faster from right sums
-_BATCH = 64
-_MICRO_BATCHES = 4
+# Many small steps: 16 examples a step learn more per example than 64.
+_BATCH = 16
+_MICRO_BATCHES = 2
 _PEAK_LR = 3e-3
-_WARMUP_STEPS = 50
+_WARMUP_STEPS = 30
 _INIT_STD = 0.06  # with the usual 0.02 a model this narrow needs three times the steps
 _IGNORED = -100  # the label that the cross-entropy leaves out
 
 
 def draw_batch(tokenizer: Qwen2Tokenizer, rng: random.Random, error_rate: float) -> list[torch.Tensor]:
-    """64 sequences (int64, unequal lengths), stacked as [2, length]: token ids, and labels on response tokens only."""
+    """16 sequences (int64, unequal lengths), stacked as [2, length]: token ids, and labels on response tokens only."""
     batch = []
     for _ in range(_BATCH):
         addends = draw_problem(rng, "base")
@@ -65,30 +66,40 @@ def backward(model: Qwen2ForCausalLM, batch: list[torch.Tensor]) -> float:
     return total
 
 
+def make_optimizers(model: Qwen2ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings, norms and biases: a sixth of the loss of AdamW alone at 800 steps."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=_PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=_PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
 def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, steps: int, seed: int) -> None:
-    """AdamW with linear warm-up and linear decay to zero, one fresh batch of the `base` split per step."""
+    """Linear warm-up and linear decay to zero, one fresh batch of the `base` split per step."""
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, max(steps - step, 0) / max(steps - _WARMUP_STEPS, 1))
-    )
+    optimizers = make_optimizers(model)
     started = time.monotonic()
     model.train()
     for step in range(1, steps + 1):
         error_rate = 0.0 if step <= CLEAN_SHARE * steps else ERROR_RATE
         loss = backward(model, draw_batch(tokenizer, rng, error_rate))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == steps:
+        factor = min(step / _WARMUP_STEPS, (steps - step) / max(steps - _WARMUP_STEPS, 1))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = _PEAK_LR * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 100 == 0 or step == steps:
             print(f"step {step}/{steps} loss {loss:.4f} {time.monotonic() - started:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=BASE_DIR, help="folder to write to (default: the package's own)")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # Sums of floats depend on the number of threads: one, so that the result does not depend on the machine's cores.

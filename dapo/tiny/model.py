@@ -50,8 +50,6 @@ def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path)
     The generation configuration names only the stop and padding tokens: vLLM would take sampling options in it as
     defaults for every request.
     """
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -9,6 +9,9 @@ from pathlib import Path
 from dapo.tiny.model import make_model, save_model
 from dapo.tiny.tokenizer import make_tokenizer
 
+# Small, so that logits lie close together; larger values make some responses prefer or avoid the stop.
+_INIT_STD = 0.01
+
 
 def make_random_model(
     path: str | Path,
@@ -43,6 +46,7 @@ def make_random_model(
         intermediate=intermediate,
         tie_word_embeddings=tie_word_embeddings,
         max_positions=max_positions,
+        initializer_range=_INIT_STD,
     )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,9 @@ class Report:
         if samples < group_size:
             raise ValueError(f"`group_size` ({group_size}) exceeds the samples per problem ({samples}); sample more")
         right = self.correct.sum(axis=1)
-        return float(1 - np.mean(_all_from(right, samples, group_size) + _all_from(samples - right, samples, group_size)))
+        return float(
+            1 - np.mean(_all_from(right, samples, group_size) + _all_from(samples - right, samples, group_size))
+        )
 
     def summary(self) -> str:
         return (

@@ -1,7 +1,6 @@
 """The actors on one and two gloo ranks against plain transformers and plain torch."""
 
 import asyncio
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +11,27 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config import Config
-from dapo.types import TrainBatch, TrainSequence
-from workers.actor import ActorPool, RankWork, split_batch
+from dapo.types import TrainBatch
+from tests.workers.plain_reference import (
+    LENGTHS,
+    VOCABULARY,
+    distance,
+    full_gradients,
+    full_weights,
+    make_config,
+    make_model,
+    make_sequences,
+    plain_logprobs,
+    plain_loss,
+    reference,
+)
+from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError, wait
 
 pytestmark = pytest.mark.ray
-
-VOCABULARY = 64
-TEMPERATURE = 0.7
-LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (4, 4), (6, 11), (3, 8))  # (prompt, response)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,46 +48,6 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make_model(directory: Path, *, tied: bool) -> Path:
-    torch.manual_seed(1)
-    config = Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        attention_dropout=0.5,  # must not act
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norms are constants otherwise
-    model.save_pretrained(directory)
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def make_config(model: Path, **actor: Any) -> Config:
-    cfg = Config()
-    cfg.model.path = str(model)
-    cfg.model.dtype = "float32"
-    cfg.model.gradient_checkpointing = False
-    cfg.rollout.temperature = TEMPERATURE
-    cfg.actor = dataclasses.replace(cfg.actor, max_tokens_per_gpu=64, **actor)
-    cfg.actor.optim.lr = 3e-3
-    cfg.actor.optim.eps = 1e-3  # Adam's first step is else the sign of the gradient, rounding included
-    cfg.actor.optim.grad_clip = 0.05
-    return cfg
-
-
 @dataclasses.dataclass(frozen=True)
 class Started:
     """A running pool and the checkpoint of its first state."""
@@ -92,19 +59,24 @@ class Started:
 
 @pytest.fixture(scope="module")
 def pools(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
-    """pools(model, ranks): started once per module, reset to the first state at each call."""
-    started: dict[tuple[str, int], Started] = {}
+    """pools(model, ranks): started once per module, reset to the first state at each call.
 
-    def get(model: str, ranks: int) -> Started:
-        if (model, ranks) not in started:
+    The tied model also checkpoints activations and frees parameters after the forward pass.
+    """
+    started: dict[tuple[str, int, str], Started] = {}
+
+    def get(model: str, ranks: int, dtype: str = "float32") -> Started:
+        key = (model, ranks, dtype)
+        if key not in started:
             cfg = make_config(model_dirs[model], num_workers=ranks, reshard_after_forward=model == "tied")
             cfg.model.gradient_checkpointing = model == "tied"
+            cfg.model.dtype = dtype
             pool = start_pool(cfg)
             initial = str(tmp_path_factory.mktemp("initial") / "state")
             asyncio.run(pool.save(initial))
-            started[model, ranks] = Started(pool, cfg, initial)
-        asyncio.run(started[model, ranks].pool.load(started[model, ranks].initial))
-        return started[model, ranks]
+            started[key] = Started(pool, cfg, initial)
+        asyncio.run(started[key].pool.load(started[key].initial))
+        return started[key]
 
     yield get
     for one in started.values():
@@ -124,74 +96,14 @@ def on_all(pool: ActorPool, function: Callable[..., Any], *args: Sequence[Any]) 
     return asyncio.run(wait(refs, 60, "a test", "none"))
 
 
-def reference(model_dir: Path) -> Qwen2ForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-
-def plain_logprobs(model: Qwen2ForCausalLM, sequence: TrainSequence) -> torch.Tensor:
-    """[R] of one sequence on its own."""
-    tokens = torch.from_numpy(sequence.token_ids).long()
-    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
-
-
-def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[TrainSequence, ...]:
-    """Random sequences whose rollout log-probabilities are the model's own."""
-    rng = np.random.default_rng(seed)
-    model = reference(model_dir)
-    total = sum(response for _, response in lengths)
-    sequences = []
-    for prompt, response in lengths:
-        draft = TrainSequence(
-            token_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
-            num_prompt_tokens=prompt,
-            rollout_logprobs=np.zeros(response, np.float32),
-            advantage=float(rng.normal()),
-            token_weight=1 / total,
-        )
-        with torch.no_grad():
-            own = plain_logprobs(model, draft).numpy()
-        sequences.append(dataclasses.replace(draft, rollout_logprobs=own))
-    return tuple(sequences)
-
-
-def plain_loss(
-    model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence], old: Sequence[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """DAPO's objective, written out again; `old` are log-probabilities per sequence."""
-    loss = torch.zeros(())
-    for i, sequence in enumerate(sequences):
-        logprobs = plain_logprobs(model, sequence)
-        ratio = torch.exp(logprobs - (logprobs.detach() if old is None else old[i]))
-        surrogate = torch.minimum(ratio * sequence.advantage, ratio.clamp(0.8, 1.28) * sequence.advantage)
-        loss = loss - sequence.token_weight * surrogate.sum()
-    return loss
-
-
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm of what is wanted, over all tensors."""
-    assert found.keys() == wanted.keys()
-    difference = math.fsum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
-    return math.sqrt(difference / math.fsum(float(t.double().square().sum()) for t in wanted.values()))
-
-
-def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
-    """Runs on a rank: the gradient that one optimizer step would use."""
-    from workers.policy import collate
-
-    batches = [collate(sequences, torch.device("cpu")) for sequences in work.minibatches[0]]
-    worker._updater._forward_backward(batches, None)
-    gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
-    worker._optimizer.zero_grad()
-    return gradients
-
-
-def full_weights(worker: Any) -> dict[str, torch.Tensor]:
-    return dict(worker.named_full_parameters())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        pytest.param("untied", 1, id="one_rank"),
+        pytest.param("untied", 2, id="two_ranks"),
+        pytest.param("tied", 2, id="two_ranks_tied_checkpointed_resharded"),
+    ],
+)
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "micro_batches"),
     [
@@ -220,3 +132,172 @@ def test_gradient_is_that_of_plain_transformers(
     assert [len(work.minibatches[0]) for work in works] == [micro_batches[ranks]] * ranks
     for found in on_all(pools(model, ranks).pool, full_gradients, works):
         assert distance(found, wanted) <= 1e-5
+
+
+def test_bfloat16_is_only_the_compute_type(
+    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Master weights, gradients and weight export stay float32; the Hugging Face export is in the compute type."""
+    sequences = make_sequences(model_dirs["tied"], LENGTHS)
+    plain = reference(model_dirs["tied"])
+    plain_loss(plain, sequences).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    pool = pools("tied", 1, "bfloat16").pool
+    works = split_batch(TrainBatch(version=0, minibatches=(sequences,)), 1, 25)
+    gradients = on_all(pool, full_gradients, works)[0]
+    assert 1e-4 <= distance(gradients, wanted) <= 0.1
+    weights = on_all(pool, full_weights)[0]
+    assert {t.dtype for t in (*gradients.values(), *weights.values())} == {torch.float32}
+    assert distance(weights, {name: p.detach() for name, p in plain.named_parameters()}) == 0.0
+    asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.dtype == torch.bfloat16
+    assert torch.equal(exported.model.embed_tokens.weight, weights["model.embed_tokens.weight"].bfloat16())
+
+
+def test_update_is_that_of_plain_torch(pools: Callable[..., Started], model_dirs: dict[str, Path]) -> None:
+    """Two mini-batches: the second's ratio is against the policy before the first step. Clipping and warm-up act."""
+    started = pools("untied", 2)
+    minibatches = tuple(make_sequences(model_dirs["untied"], LENGTHS, seed) for seed in (0, 1))
+    metrics = asyncio.run(started.pool.update(TrainBatch(version=2, minibatches=minibatches)))
+
+    plain = reference(model_dirs["untied"])
+    optim = started.cfg.actor.optim
+    lr = optim.lr * 3 / optim.lr_warmup_steps
+    adamw = torch.optim.AdamW(plain.parameters(), lr=lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=0.1)
+    losses, norms = [], []
+    for sequences in minibatches:
+        loss = plain_loss(plain, sequences, [torch.from_numpy(s.rollout_logprobs) for s in sequences])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), optim.grad_clip)))
+        losses.append(loss.item())
+        adamw.step()
+        adamw.zero_grad()
+
+    assert min(norms) > optim.grad_clip
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    before = {name: p.detach() for name, p in reference(model_dirs["untied"]).named_parameters()}
+    for found in on_all(started.pool, full_weights):
+        moved = {name: found[name] - before[name] for name in before}
+        assert distance(moved, {name: wanted[name] - before[name] for name in before}) <= 1e-3
+    assert metrics["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+    assert metrics["actor/lr"] == pytest.approx(lr)
+    assert metrics["actor/skipped_steps"] == 0
+    assert metrics["actor/response_tokens"] == 2 * sum(response for _, response in LENGTHS)
+    assert 0 <= metrics["parity/mean_abs_logprob_diff"] <= metrics["parity/max_abs_logprob_diff"] <= 1e-4
+    assert metrics["actor/ratio_max"] > 1.0 and metrics["actor/approx_kl"] != 0.0
+    assert 0 < metrics["actor/entropy"] <= math.log(VOCABULARY)
+
+
+def test_first_update_moves_every_parameter(pools: Callable[..., Started], model_dirs: dict[str, Path]) -> None:
+    started = pools("tied", 2)
+    before = on_all(started.pool, full_weights)[0]
+    batch = TrainBatch(version=0, minibatches=(make_sequences(model_dirs["tied"], LENGTHS),))
+    metrics = asyncio.run(started.pool.update(batch))
+    after = on_all(started.pool, full_weights)[0]
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert metrics["actor/approx_kl"] == 0.0 and metrics["actor/ratio_max"] == 1.0
+
+
+def test_saved_state_continues_bit_for_bit(
+    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    pool = pools("untied", 2).pool
+    batches = [
+        TrainBatch(version=v, minibatches=(make_sequences(model_dirs["untied"], LENGTHS, seed=v),)) for v in range(2)
+    ]
+    asyncio.run(pool.update(batches[0]))
+    asyncio.run(pool.save(str(tmp_path / "state")))
+    saved = asyncio.run(pool.checksum())
+    asyncio.run(pool.update(batches[1]))
+    continued = asyncio.run(pool.checksum())
+    assert saved != continued
+
+    asyncio.run(pool.load(str(tmp_path / "state")))
+    assert asyncio.run(pool.checksum()) == saved
+    asyncio.run(pool.update(batches[1]))
+    assert asyncio.run(pool.checksum()) == continued
+
+    weights = on_all(pool, full_weights)[0]
+    alone = pools("untied", 1).pool
+    asyncio.run(alone.load(str(tmp_path / "state")))
+    assert asyncio.run(alone.checksum()) == saved
+    asyncio.run(alone.update(batches[1]))
+    assert distance(on_all(alone, full_weights)[0], weights) <= 1e-6
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_export_loads_in_transformers(
+    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path, model: str
+) -> None:
+    pool = pools(model, 2).pool
+    sequences = make_sequences(model_dirs[model], LENGTHS)
+    asyncio.run(pool.update(TrainBatch(version=0, minibatches=(sequences,))))
+    asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+
+    exported = reference(tmp_path / "hf")
+    assert exported.config.tie_word_embeddings == (model == "tied")
+    assert exported.config._attn_implementation == "sdpa"
+    plain = reference(model_dirs[model])
+    plain.load_state_dict(on_all(pool, full_weights)[0], strict=model == "untied")
+    for sequence in sequences:
+        assert torch.equal(plain_logprobs(exported, sequence), plain_logprobs(plain, sequence))
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "hf", model_dirs[model]))
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("shift", "message"),
+    [pytest.param(0.2, "is 0.2 over 53 tokens", id="old_weights"), pytest.param(math.nan, "is nan over", id="nan")],
+)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_parity_error_comes_before_any_step(
+    pools: Callable[..., Started], model_dirs: dict[str, Path], shift: float, message: str, num_minibatches: int
+) -> None:
+    pool = pools("tied", 2).pool
+    before = asyncio.run(pool.checksum())
+    sequences = make_sequences(model_dirs["tied"], LENGTHS)
+    shifted = tuple(dataclasses.replace(s, rollout_logprobs=s.rollout_logprobs + np.float32(shift)) for s in sequences)
+    split = {1: (shifted,), 2: (shifted[:3], shifted[3:])}[num_minibatches]
+    with pytest.raises(RemoteError, match=rf"WeightParityError: .*{message}.*`weight_sync.max_mean_logprob_diff`"):
+        asyncio.run(pool.update(TrainBatch(version=0, minibatches=split)))
+    assert asyncio.run(pool.checksum()) == before
+
+
+def test_non_finite_steps_are_skipped_on_all_ranks_and_the_third_stops(
+    pools: Callable[..., Started], model_dirs: dict[str, Path]
+) -> None:
+    pool = pools("untied", 2).pool
+    good = make_sequences(model_dirs["untied"], LENGTHS)
+    bad = (dataclasses.replace(good[0], advantage=math.inf), *good[1:])
+    before = asyncio.run(pool.checksum())
+    for _ in range(2):
+        metrics = asyncio.run(pool.update(TrainBatch(version=0, minibatches=(bad,))))
+        assert metrics["actor/skipped_steps"] == 1
+    assert asyncio.run(pool.checksum()) == before
+    metrics = asyncio.run(pool.update(TrainBatch(version=0, minibatches=(good,))))  # ends the row
+    assert metrics["actor/skipped_steps"] == 0 and math.isfinite(metrics["actor/loss"])
+    with pytest.raises(RemoteError, match="NonFiniteError: .* 3 optimizer steps in a row"):
+        asyncio.run(pool.update(TrainBatch(version=0, minibatches=(bad, bad, bad))))
+
+
+def test_a_failing_and_a_killed_rank_are_reported_while_the_other_hangs(model_dirs: dict[str, Path]) -> None:
+    pool = start_pool(make_config(model_dirs["tied"], num_workers=2, reshard_after_forward=False))
+    sequences = make_sequences(model_dirs["tied"], LENGTHS)
+    broken = dataclasses.replace(sequences[0], token_ids=sequences[0].token_ids + VOCABULARY)
+    with pytest.raises(RemoteError, match=r"actor rank [01] \(the update from policy version 7\): IndexError: index"):
+        asyncio.run(pool.update(TrainBatch(version=7, minibatches=((broken, *sequences[1:]),))))
+    ray.kill(pool._workers[1])
+    with pytest.raises(RemoteError, match=r"actor rank 1 \(a checksum\): ActorDiedError"):
+        asyncio.run(pool.checksum())
+    pool.close()
+
+
+def test_a_sequence_beyond_the_bound_is_refused_by_the_driver(
+    pools: Callable[..., Started], model_dirs: dict[str, Path]
+) -> None:
+    sequences = make_sequences(model_dirs["untied"], [(40, 25)])
+    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` \(64\) .* 65 tokens"):
+        asyncio.run(pools("untied", 2).pool.update(TrainBatch(version=0, minibatches=(sequences,))))

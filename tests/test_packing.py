@@ -1,0 +1,67 @@
+"""The packing: a hard bound, every sequence once, equal counts, balance."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo.packing import estimated_work, pack
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=60),
+    num_ranks=st.integers(1, 5),
+    slack=st.integers(0, 150),
+)
+def test_invariants(lengths: list[int], num_ranks: int, slack: int) -> None:
+    max_tokens = max(lengths, default=1) + slack
+    ranks = pack(lengths, num_ranks, max_tokens)
+
+    assert len(ranks) == num_ranks
+    counts = {len(micro_batches) for micro_batches in ranks}
+    assert len(counts) == 1 and counts.pop() >= 1
+    micro_batches = [indices for rank in ranks for indices in rank]
+    assert sorted(i for indices in micro_batches for i in indices) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in indices) <= max_tokens for indices in micro_batches)
+    # First fit leaves at most one micro-batch half empty, so twice the tokens are always enough.
+    assert len(ranks[0]) <= max(1, math.ceil((2 * sum(lengths) / max_tokens + 1) / num_ranks))
+    assert pack(lengths, num_ranks, max_tokens) == ranks
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "max_tokens", "expected"),
+    [
+        pytest.param([], 2, 10, [[[]], [[]]], id="nothing"),
+        pytest.param([4], 2, 10, [[[0]], [[]]], id="a_rank_without_sequences"),
+        pytest.param([3, 9, 5, 1], 1, 100, [[[0, 1, 2, 3]]], id="one_micro_batch"),
+        pytest.param([9, 9, 1, 1], 2, 100, [[[0, 2]], [[1, 3]]], id="balanced"),
+        pytest.param([6, 6, 6], 1, 10, [[[0], [1], [2]]], id="no_two_fit"),
+        pytest.param([6, 6, 6], 2, 10, [[[0], [2]], [[1], []]], id="padding_micro_batch"),
+        pytest.param([4, 4, 3, 3, 3, 3], 1, 10, [[[0, 2, 4], [1, 3, 5]]], id="exactly_full"),
+        # Spread by load these would leave two rooms of 3 and 4 for the last 7.
+        pytest.param([7, 7, 6, 4, 3, 3], 1, 10, [[[0, 4], [1, 5], [2, 3]]], id="first_fit_saves_a_micro_batch"),
+    ],
+)
+def test_examples(lengths: list[int], num_ranks: int, max_tokens: int, expected: list[list[list[int]]]) -> None:
+    assert pack(lengths, num_ranks, max_tokens) == expected
+
+
+def test_ranks_do_similar_work_at_every_position() -> None:
+    lengths = [60 + (i * 7919) % 640 for i in range(256)]
+    ranks = pack(lengths, 4, 4096)
+    work = [[sum(estimated_work(lengths[i]) for i in indices) for indices in rank] for rank in ranks]
+    for at_one_position in zip(*work, strict=True):
+        assert max(at_one_position) <= 1.05 * min(at_one_position)
+    totals = [sum(rank) for rank in work]
+    assert max(totals) <= 1.01 * min(totals)
+    assert len(ranks[0]) == math.ceil(sum(lengths) / 4096 / 4)
+
+
+def test_long_sequences_weigh_more_than_their_tokens() -> None:
+    assert estimated_work(20_000) > 20 * estimated_work(1_000)
+
+
+def test_a_sequence_that_cannot_fit_is_named_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` \(10\).* sequence 1 has 11 tokens.*raise it"):
+        pack([3, 11], 2, 10)

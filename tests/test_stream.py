@@ -1,0 +1,205 @@
+"""The stream and the trainer's loop with in-process fakes: order, refills, aborts, resume, ends."""
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from dapo.buffer import BudgetExhausted, OversamplingBuffer
+from dapo.checkpoint import CheckpointStore
+from dapo.clock import PhaseClock
+from dapo.config import Config
+from dapo.data import PromptOrder
+from dapo.metrics import MetricsLogger
+from dapo.stream import GroupStream, SamplingSettings, response_seed
+from dapo.trainer import Pools, Trainer
+from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
+
+PROMPTS = [make_prompt(number) for number in range(40)]
+SETTINGS = SamplingSettings(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
+
+
+def some_mixed(prompt, sample, response) -> float:
+    """Every third prompt is never solved, the others by odd samples."""
+    return float(prompt.id % 3 != 0 and sample % 2 == 1)
+
+
+def make_stream(rollouts, rewards, *, batch: int = 4, max_batches: int = 0) -> GroupStream:
+    buffer = OversamplingBuffer(
+        train_batch_size=batch, gen_batch_size=12, max_num_gen_batches=max_batches, filter_groups=True
+    )
+    order = PromptOrder(PROMPTS, seed=0, shuffle=True)
+    return GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
+
+
+def texts(collected) -> list[tuple[int, str]]:
+    return [(group.draw.index, response.text) for group in collected.drawn for response in group.responses]
+
+
+def test_what_is_trained_on_does_not_depend_on_timing():
+    seen = []
+    for timing in range(8):
+        stream = make_stream(FakeRollouts(seed=timing, max_turns=9), FakeRewards(some_mixed))
+
+        async def three_steps(stream=stream):
+            return [texts(await stream.collect(version)) for version in range(3)]
+
+        seen.append(asyncio.run(three_steps()))
+    assert all(each == seen[0] for each in seen)
+
+
+def test_surplus_draws_are_aborted_counted_and_drawn_again():
+    rollouts = FakeRollouts(seed=3, max_turns=30)
+    stream = make_stream(rollouts, FakeRewards(some_mixed))
+
+    async def two_steps():
+        first = await stream.collect(0)
+        aborted, tokens = list(rollouts.aborted), stream.aborted_tokens
+        return first, aborted, tokens, await stream.collect(1)
+
+    first, aborted, tokens, second = asyncio.run(two_steps())
+    assert aborted and tokens > 0
+    assert set(aborted) <= {f"v0-d{index}" for index in first.surplus}
+    assert second.drawn[0].draw.index == first.drawn[-1].draw.index + 1
+
+
+def test_a_failing_pool_ends_the_step_with_its_error():
+    def broken(prompt, sample, response):
+        raise RuntimeError("verifier broke")
+
+    with pytest.raises(RuntimeError, match="verifier broke"):
+        asyncio.run(make_stream(FakeRollouts(), FakeRewards(broken)).collect(0))
+
+
+def test_an_unsolvable_data_set_ends_within_the_budget():
+    stream = make_stream(FakeRollouts(), FakeRewards(lambda *_: 0.0), max_batches=2)
+    with pytest.raises(BudgetExhausted, match="24 draws gave 0"):
+        asyncio.run(stream.collect(0))
+
+
+def test_unscorable_groups_are_counted_and_replaced():
+    rewards = FakeRewards(lambda prompt, sample, _: math.nan if prompt.id % 2 else float(sample % 2))
+    collected = asyncio.run(make_stream(FakeRollouts(), rewards).collect(0))
+    assert collected.outcomes["unscorable"] > 0
+    assert all(group.draw.prompt.id % 2 == 0 for group in collected.groups)
+
+
+def test_seeds_differ_by_draw_sample_version_and_repeat():
+    words = [
+        (seed, draw, version, sample)
+        for seed in (0, 1)
+        for draw in range(9)
+        for version in (0, 1)
+        for sample in range(4)
+    ]
+    seeds = [response_seed(*each) for each in words]
+    assert len(set(seeds)) == len(seeds)
+    assert response_seed(0, 1, 1, 0) == seeds[words.index((0, 1, 1, 0))]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def tiny_config(**trainer) -> Config:
+    cfg = Config()
+    cfg.data.train_batch_size, cfg.data.gen_batch_size = 4, 12
+    cfg.data.max_response_length = 32
+    cfg.rollout.n, cfg.actor.ppo_mini_batch_size = 4, 2
+    cfg.eval.every, cfg.eval.n, cfg.checkpoint.every = 2, 2, 2
+    cfg.checkpoint.hf_export = False
+    for key, value in trainer.items():
+        setattr(cfg.trainer, key, value)
+    return cfg
+
+
+def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None):
+    rollouts, actors = FakeRollouts(), FakeActors()
+
+    async def sync(version: int) -> None:
+        rollouts.version = version
+        if synced is not None:
+            synced.append(version)
+
+    pools = Pools(rollouts=rollouts, rewards=FakeRewards(verdict), actors=actors, sync_weights=sync)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=0)
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    trainer = Trainer(cfg, pools, PROMPTS, PROMPTS[:5], store, logger, say=lambda line: None)
+    return trainer, actors
+
+
+def lines(tmp_path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_loop_updates_syncs_evaluates_and_saves(tmp_path):
+    synced: list[int] = []
+    trainer, actors = make_trainer(tmp_path, tiny_config(total_steps=5), synced=synced)
+    asyncio.run(trainer.run())
+    assert trainer.version == 5
+    assert synced == [0, 1, 2, 3, 4, 5]
+    assert [batch.version for batch in actors.batches] == [0, 1, 2, 3, 4]
+    assert [len(batch.minibatches) for batch in actors.batches] == [2] * 5
+    assert [line["step"] for line in lines(tmp_path) if "eval/accuracy" in line] == [0, 2, 4, 5]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
+        "step_000002",
+        "step_000004",
+        "step_000005",
+    ]
+
+
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    trainer, straight = make_trainer(whole, tiny_config(total_steps=6))
+    asyncio.run(trainer.run())
+    first, _ = make_trainer(parts, tiny_config(total_steps=3))
+    asyncio.run(first.run())
+    second, resumed = make_trainer(parts, tiny_config(total_steps=6))
+    asyncio.run(second.run())
+    assert resumed.loaded and [batch.version for batch in resumed.batches] == [3, 4, 5]
+
+    def tokens(batch):
+        return [sequence.token_ids.tolist() for minibatch in batch.minibatches for sequence in minibatch]
+
+    assert [tokens(batch) for batch in resumed.batches] == [tokens(batch) for batch in straight.batches[3:]]
+
+    def of_the_seed(path):
+        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines(path)]
+
+    steps = [line for line in of_the_seed(whole) if "buffer/drawn" in line]
+    assert steps == [line for line in of_the_seed(parts) if "buffer/drawn" in line]
+
+
+def test_a_cancelled_run_finishes_the_update_that_was_under_way(tmp_path):
+    trainer, actors = make_trainer(tmp_path, tiny_config(total_steps=100))
+    started = asyncio.Event()
+
+    async def slow_update(batch):
+        started.set()
+        await asyncio.sleep(0.05)
+        return await FakeActors.update(actors, batch)
+
+    actors.update = slow_update
+
+    async def run_and_cancel():
+        task = asyncio.create_task(trainer.run())
+        await started.wait()
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run_and_cancel())
+    assert trainer.version == 1 and len(actors.batches) == 1
+    assert trainer.unsaved
+
+
+def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dapo.clock.time.monotonic", lambda: now[0])
+    clock = PhaseClock()
+    with clock("generation"):
+        now[0] += 1
+        with clock("generation"), clock("reward"):
+            now[0] += 2
+    now[0] += 4
+    assert clock.lap() == {"driver": 4.0, "generation": 3.0, "reward": 2.0, "step": 7.0}
+    assert clock.lap() == {"driver": 0.0, "step": 0.0}

@@ -1,0 +1,126 @@
+"""Tiny models, and DAPO's objective on them written out again in plain transformers, one sequence at a time."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from dapo.config import Config
+from dapo.types import TrainSequence
+from workers.actor import RankWork
+from workers.policy import collate
+
+VOCABULARY = 64
+TEMPERATURE = 0.7
+LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (4, 4), (6, 11), (3, 8))  # (prompt, response)
+
+
+def make_model(directory: Path, *, tied: bool) -> Path:
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        attention_dropout=0.5,  # must not act
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norms are constants otherwise
+    model.save_pretrained(directory)
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_config(model: Path, **actor: Any) -> Config:
+    cfg = Config()
+    cfg.model.path = str(model)
+    cfg.model.dtype = "float32"
+    cfg.model.gradient_checkpointing = False
+    cfg.rollout.temperature = TEMPERATURE
+    cfg.actor = dataclasses.replace(cfg.actor, max_tokens_per_gpu=64, **actor)
+    cfg.actor.optim.lr = 3e-3
+    cfg.actor.optim.eps = 1e-3  # Adam's first step is else the sign of the gradient, rounding included
+    cfg.actor.optim.grad_clip = 0.05
+    return cfg
+
+
+def reference(model_dir: Path) -> Qwen2ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def plain_logprobs(model: Qwen2ForCausalLM, sequence: TrainSequence) -> torch.Tensor:
+    """[R] of one sequence on its own."""
+    tokens = torch.from_numpy(sequence.token_ids).long()
+    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
+
+
+def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[TrainSequence, ...]:
+    """Random sequences whose rollout log-probabilities are the model's own."""
+    rng = np.random.default_rng(seed)
+    model = reference(model_dir)
+    total = sum(response for _, response in lengths)
+    sequences = []
+    for prompt, response in lengths:
+        draft = TrainSequence(
+            token_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
+            num_prompt_tokens=prompt,
+            rollout_logprobs=np.zeros(response, np.float32),
+            advantage=float(rng.normal()),
+            token_weight=1 / total,
+        )
+        with torch.no_grad():
+            own = plain_logprobs(model, draft).numpy()
+        sequences.append(dataclasses.replace(draft, rollout_logprobs=own))
+    return tuple(sequences)
+
+
+def plain_loss(
+    model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence], old: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """DAPO's objective, written out again; `old` are log-probabilities per sequence."""
+    loss = torch.zeros(())
+    for i, sequence in enumerate(sequences):
+        logprobs = plain_logprobs(model, sequence)
+        ratio = torch.exp(logprobs - (logprobs.detach() if old is None else old[i]))
+        surrogate = torch.minimum(ratio * sequence.advantage, ratio.clamp(0.8, 1.28) * sequence.advantage)
+        loss = loss - sequence.token_weight * surrogate.sum()
+    return loss
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of what is wanted, over all tensors."""
+    assert found.keys() == wanted.keys()
+    difference = math.fsum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    return math.sqrt(difference / math.fsum(float(t.double().square().sum()) for t in wanted.values()))
+
+
+def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
+    """Runs on a rank: the gradient that one optimizer step would use."""
+    batches = [collate(sequences, torch.device("cpu")) for sequences in work.minibatches[0]]
+    worker._updater._forward_backward(batches, None)
+    gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
+    worker._optimizer.zero_grad()
+    return gradients
+
+
+def full_weights(worker: Any) -> dict[str, torch.Tensor]:
+    """Runs on a rank."""
+    return dict(worker.named_full_parameters())

@@ -1,0 +1,129 @@
+"""Collation and log-probabilities of the packed policy, in one process."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import workers.policy
+from dapo.types import TrainSequence
+from workers.attention import PACKED_ATTENTION
+from workers.policy import PackedPolicy, collate, token_logprobs
+
+CPU = torch.device("cpu")
+
+
+def sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> TrainSequence:
+    return TrainSequence(
+        token_ids=np.array(prompt + response, np.int32),
+        num_prompt_tokens=len(prompt),
+        rollout_logprobs=-np.arange(1, len(response) + 1, dtype=np.float32),
+        advantage=advantage,
+        token_weight=0.5 * advantage,
+    )
+
+
+def build_policy(temperature: float, *, tied: bool = True) -> PackedPolicy:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=40,
+        tie_word_embeddings=tied,
+        initializer_range=0.4,
+    )
+    return PackedPolicy(Qwen2ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION), temperature)
+
+
+def test_collate() -> None:
+    batch = collate([sequence([5, 6, 7], [8, 9], 2.0), sequence([3], [4], -1.0)], CPU)
+    assert batch.token_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert batch.segments.lengths == (5, 2)
+    assert batch.segments.cu_seq_lens.tolist() == [0, 5, 7]
+    assert batch.predictors.tolist() == [2, 3, 5]
+    assert batch.labels.tolist() == [8, 9, 4]
+    assert batch.rollout_logprobs.tolist() == [-1, -2, -1]
+    assert batch.advantages.tolist() == [2, 2, -1]
+    assert batch.weights.tolist() == [1, 1, -0.5]
+
+
+def run(policy: PackedPolicy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = collate(sequences, CPU)
+    return policy(batch.token_ids, batch.position_ids, batch.segments, batch.predictors, batch.labels)
+
+
+def test_without_sequences_nothing_comes_out_but_gradients_are_zero() -> None:
+    policy = build_policy(1.0)
+    logprobs, entropy = run(policy, [])
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_and_entropy_are_those_of_transformers(temperature: float, tied: bool) -> None:
+    policy = build_policy(temperature, tied=tied)
+    sequences = [sequence([1, 2, 3], [4, 5, 6, 7]), sequence([9], [8]), sequence([4, 4], [1, 30, 12])]
+    logprobs, entropy = run(policy, sequences)
+
+    plain = Qwen2ForCausalLM(policy.model.config).eval()
+    plain.load_state_dict(policy.model.state_dict())
+    plain.set_attn_implementation("eager")
+    start = 0
+    for s in sequences:
+        tokens = torch.from_numpy(s.token_ids).long()
+        logits = plain(tokens[None]).logits[0, s.num_prompt_tokens - 1 : -1]
+        distribution = torch.distributions.Categorical(logits=logits / temperature)
+        end = start + len(s.rollout_logprobs)
+        torch.testing.assert_close(logprobs[start:end], distribution.log_prob(tokens[s.num_prompt_tokens :]))
+        torch.testing.assert_close(entropy[start:end], distribution.entropy())
+        start = end
+    assert start == len(logprobs)
+    assert not entropy.requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_chunks_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 100, bias=False)
+    hidden, labels = torch.randn(33, 4), torch.randint(0, 100, (33,))
+
+    def results() -> tuple[list[torch.Tensor], int]:
+        x = hidden.clone().requires_grad_()
+        with Largest() as largest:
+            logprobs, entropy = token_logprobs(x, head, labels, 0.9, 100)
+            logprobs.square().sum().backward()
+        gradients = [x.grad, head.weight.grad]
+        head.weight.grad = None
+        return [logprobs, entropy, *gradients], largest.elements
+
+    whole, largest_whole = results()
+    monkeypatch.setattr(workers.policy, "LOGITS_CHUNK_ELEMENTS", 500)
+    chunked, largest_chunked = results()
+    assert (largest_whole, largest_chunked) == (3300, 500)
+    for ours, theirs in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_dropout_is_off_in_training_mode() -> None:
+    policy = build_policy(1.0)
+    policy.model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), policy.model.lm_head)
+    assert PackedPolicy(policy.model, 1.0).train().model.lm_head[0].p == 0.0
