@@ -21,13 +21,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dapo.checkpoint import CheckpointStore
+from dapo.checkpoint import CheckpointStore, step_of
 from dapo.config import Config
 from dapo.data import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
 from dapo.paths import resolve_path
-from dapo.run_dir import RunDirectory, claim_output_dir
+from dapo.run_dir import claim_output_dir
 from dapo.trainer import Pools, Trainer
 from dapo.types import Prompt
 from dapo.validate import validate
@@ -98,23 +98,24 @@ async def train(cfg: Config) -> None:
     began = time.monotonic()
     run_dir = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     make_paths_absolute(cfg)
+    store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
     try:
+        newest = store.latest()
+        if newest is not None and step_of(newest) >= cfg.trainer.total_steps:
+            print(f"complete: {newest}; raise `trainer.total_steps` or give another `trainer.output_dir`", flush=True)
+            return
         prompts, held_out = load_data(cfg)
         run_dir.check_data(fingerprint(prompts))
         async with build_pools(cfg) as pools:
             print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-            await run_steps(cfg, pools, prompts, held_out, run_dir)
+            logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
+            await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger), logger)
     finally:
         run_dir.release()
 
 
-async def run_steps(
-    cfg: Config, pools: Pools, prompts: list[Prompt], held_out: list[Prompt], run_dir: RunDirectory
-) -> None:
+async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
     """Trains; however that ends, what was trained is saved."""
-    store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
-    logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
-    trainer = Trainer(cfg, pools, prompts, held_out, store, logger)
     try:
         await trainer.run()
     except BaseException:
@@ -125,7 +126,7 @@ async def run_steps(
         logger.close()
 
 
-async def save_what_was_trained(trainer: Any) -> None:
+async def save_what_was_trained(trainer: Trainer) -> None:
     """The last act of a failed or interrupted run. A failure here is told and does not hide the first one."""
     try:
         await trainer.save()

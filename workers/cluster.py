@@ -87,6 +87,10 @@ class Placement:
         self._cfg = cfg
         self._device = device
         self._group: PlacementGroup | None = None
+        if device == "cpu" and cfg.actor.offload:
+            raise ValueError(
+                "`actor.offload` (true) moves state from GPU to host memory, and `trainer.device` is cpu; unset it"
+            )
         if device == "cuda":
             check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)))
             engines = [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines

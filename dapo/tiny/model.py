@@ -52,4 +52,6 @@ def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path)
     """
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
+    # safetensors writes for the owner only; a package or an image is read by other users.
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,60 @@
+"""What each role asks of Ray, and the error when the cluster cannot give it."""
+
+import pytest
+
+from dapo.config import Config
+from workers.cluster import Placement, check_gpus, engine_args
+
+
+def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
+    cfg = Config()
+    cfg.rollout.num_engines, cfg.actor.num_workers = engines, actors
+    cfg.rollout.vllm = {"tensor_parallel_size": tensor_parallel}
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("engines", "tensor_parallel", "actors", "available"),
+    [
+        pytest.param(16, 4, 64, 128, id="the published fleet"),
+        pytest.param(4, 1, 4, 8, id="one node"),
+    ],
+)
+def test_enough_gpus(engines, tensor_parallel, actors, available):
+    check_gpus(make_config(engines, tensor_parallel, actors), available)
+    with pytest.raises(ValueError):
+        check_gpus(make_config(engines, tensor_parallel, actors), available - 1)
+
+
+def test_too_few_gpus_names_what_was_asked_what_is_there_and_the_pools():
+    with pytest.raises(ValueError) as error:
+        check_gpus(make_config(16, 4, 64), 8)
+    for part in ("asked for 128 GPUs", "has 8", "64 for rollout", "`rollout.num_engines` 16 x 4", "64 for the actors"):
+        assert part in str(error.value)
+
+
+def test_engine_arguments_of_a_person_win():
+    cfg = make_config(1, 1, 1)
+    cfg.rollout.vllm |= {"max_num_seqs": 7, "enforce_eager": False}
+    args = engine_args(cfg, "cpu")
+    assert args["max_num_seqs"] == 7 and args["enforce_eager"] is False
+    assert args["enable_chunked_prefill"] is False
+    assert args["max_model_len"] == cfg.data.max_prompt_length + cfg.data.max_response_length
+    assert "enforce_eager" not in engine_args(make_config(1, 1, 1), "cuda")
+
+
+def test_cpu_roles_reserve_nothing_and_set_thread_counts():
+    cfg = make_config(2, 1, 3)
+    cfg.actor.cpu_threads = 5
+    placement = Placement(cfg, "cpu")
+    assert len(placement.rollout()) == 2 and len(placement.actors()) == 3
+    for options in (*placement.rollout(), *placement.actors(), placement.rewards()):
+        assert options["num_cpus"] == 0 and "num_gpus" not in options
+    assert {each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placement.actors()} == {"5"}
+
+
+def test_offload_without_a_gpu_is_refused():
+    cfg = make_config(1, 1, 1)
+    cfg.actor.offload = True
+    with pytest.raises(ValueError, match="actor.offload"):
+        Placement(cfg, "cpu")
