@@ -156,7 +156,8 @@ class ActorConfig:
 
     max_tokens_per_gpu: hard bound on the tokens of one packed micro-batch. offload: parameters, gradients and optimizer
     state live in host memory between uses. cpu_threads: threads of one rank without GPU. timeout_s: longest update.
-    reshard_after_forward: free gathered parameters after the forward pass (saves memory, costs a second gather).
+    reshard_after_forward: free gathered parameters after the forward pass and reduce gradients in every micro-batch;
+    false keeps both until the last micro-batch: fewer collectives, for models that fit.
     """
 
     num_workers: int = 1

@@ -28,6 +28,7 @@ def validate(cfg: Config) -> None:
     """Raises ValueError with one line per problem."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         _numbers,
+        _sampling,
         _choices,
         _batch_shapes,
         _lengths,
@@ -122,6 +123,14 @@ def _positive(cfg: Config) -> dict[str, float]:
         "weight_sync.timeout_s": cfg.weight_sync.timeout_s,
         "checkpoint.timeout_s": cfg.checkpoint.timeout_s,
     }
+
+
+def _sampling(cfg: Config) -> Iterator[str]:
+    """The actors compute the whole distribution; an engine that cuts it off would report other probabilities."""
+    if cfg.rollout.top_p < 1:
+        yield f"`rollout.top_p` ({cfg.rollout.top_p}) must be 1.0 in training (`eval.top_p` may be lower)"
+    if cfg.rollout.top_k > 0:
+        yield f"`rollout.top_k` ({cfg.rollout.top_k}) must be -1, all tokens, in training (`eval.top_k` may cut)"
 
 
 def _choices(cfg: Config) -> Iterator[str]:

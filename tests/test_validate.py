@@ -81,6 +81,7 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(["algorithm.loss_agg_mode=tokenmean"], ["loss_agg_mode", "token-mean"], id="unknown mode"),
         pytest.param(["rollout.n=1"], ["rollout.n", "at least 2"], id="groups of one"),
         pytest.param(["rollout.temperature=0"], ["rollout.temperature", "greater than 0"], id="greedy training"),
+        pytest.param(["rollout.top_p=0.9"], ["rollout.top_p", "must be 1.0"], id="cut distribution"),
         pytest.param(["rollout.top_p=1.5"], ["rollout.top_p", "(0, 1]"], id="top_p above 1"),
         pytest.param(["actor.max_tokens_per_gpu=100"], ["actor.max_tokens_per_gpu", "64 + 128 = 192"], id="no room"),
         pytest.param(["rollout.vllm.max_model_len=100"], ["rollout.vllm.max_model_len", "192"], id="window too short"),

@@ -92,6 +92,8 @@ class Placement:
                 "`actor.offload` (true) moves state from GPU to host memory, and `trainer.device` is cpu; unset it"
             )
         if device == "cuda":
+            if cfg.model.dtype == "float32":
+                raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
             check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)))
             engines = [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines
             actors = [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
