@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 
 from dapo.checkpoint import CheckpointStore
 from dapo.config import Config
-from dapo.main_ppo import build_pools, load_data, make_paths_absolute, to_config
+from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
 from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
 from dapo.tiny.random_model import make_random_model
@@ -125,51 +125,48 @@ async def bare_update(ranks: Sequence[Any], batch: TrainBatch, cfg: Config) -> f
 
 
 async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]:
-    """One row of metrics per step; the first two steps warm up and are left out."""
+    """One row of seconds and sizes per step; the first two steps warm up and are left out."""
     make_paths_absolute(cfg)
     prompts, _ = load_data(cfg)
-    rows: list[dict[str, float]] = []
     output_dir = Path(cfg.trainer.output_dir)
-    async with build_pools(cfg) as pools:
-        assert isinstance(pools.rollouts, RolloutPool)
-        rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
+    logger = MetricsLogger(output_dir, tensorboard=False)
+    store = CheckpointStore(output_dir / "checkpoints", keep=1)
+    rows: list[dict[str, float]] = []
+    with ray_cluster(cfg):
         remote: Any = ray.remote(num_cpus=0)(BareRank)
         ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
-        logger = MetricsLogger(output_dir, tensorboard=False)
-        recorded = Pools(rollouts=rollouts, rewards=pools.rewards, actors=actors, sync_weights=pools.sync_weights)
-        store = CheckpointStore(output_dir / "checkpoints", keep=1)
-        trainer = Trainer(cfg, recorded, prompts, [], store, logger, say=lambda line: None)
-        await pools.sync_weights(0)
-        for step in range(steps + 2):
-            rollouts.requests.clear()
-            metrics = await trainer.step()
-            alone = await pools.rollouts.generate_alone(list(rollouts.requests.values()))
-            bare = await bare_update(ranks, actors.batch, cfg)
-            row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in COLUMNS[:6]}
-            row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
-            row |= {
-                name: metrics[f"perf/{name}"] for name in ("generation_tokens_per_s", "update_tokens_per_s", "goodput")
-            }
-            row |= {
-                "length": metrics["rollout/response_length_mean"],
-                "longest": metrics["rollout/response_length_max"],
-            }
-            if step >= 2:
-                rows.append(row)
-                print(
-                    f"{shape} step {step - 1}: " + "  ".join(f"{name} {row[name]:.2f}" for name in COLUMNS), flush=True
-                )
-        for rank in ranks:
-            ray.kill(rank)
-        logger.close()
+        async with build_pools(cfg) as pools:
+            assert isinstance(pools.rollouts, RolloutPool)
+            rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
+            recorded = Pools(rollouts=rollouts, rewards=pools.rewards, actors=actors, sync_weights=pools.sync_weights)
+            trainer = Trainer(cfg, recorded, prompts, [], store, logger, say=lambda line: None)
+            await pools.sync_weights(0)
+            for step in range(steps + 2):
+                rollouts.requests.clear()
+                metrics = await trainer.step()
+                alone = await pools.rollouts.generate_alone(list(rollouts.requests.values()))
+                bare = await bare_update(ranks, actors.batch, cfg)
+                if step >= 2:
+                    rows.append(row_of(metrics, alone, bare))
+                    seconds = "  ".join(f"{name} {rows[-1][name]:.2f}" for name in COLUMNS)
+                    print(f"{shape} step {step - 1}: {seconds}", flush=True)
+    logger.close()
     return rows
+
+
+def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, float]:
+    """What the table shows of one step."""
+    row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in COLUMNS[:6]}
+    row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
+    row |= {name: metrics[f"perf/{name}"] for name in ("generation_tokens_per_s", "update_tokens_per_s", "goodput")}
+    return row | {name: metrics[f"rollout/response_length_{name}"] for name in ("mean", "max")}
 
 
 def report(shape: str, rows: Sequence[dict[str, float]]) -> str:
     """A Markdown table of medians."""
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     lines = [
-        f"{shape}: {len(rows)} steps, mean length {median['length']:.0f}, longest {median['longest']:.0f} (medians)",
+        f"{shape}: {len(rows)} steps, mean length {median['mean']:.0f}, longest {median['max']:.0f} (medians)",
         "| " + " | ".join(f"{name} s" if name != "ratio" else name for name in COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
         "| " + " | ".join(f"{median[name]:.2f}" for name in COLUMNS) + " |",

@@ -10,8 +10,8 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,12 +104,14 @@ async def train(cfg: Config) -> None:
         if newest is not None and step_of(newest) >= cfg.trainer.total_steps:
             print(f"complete: {newest}; raise `trainer.total_steps` or give another `trainer.output_dir`", flush=True)
             return
-        prompts, held_out = load_data(cfg)
-        run_dir.check_data(fingerprint(prompts))
-        async with build_pools(cfg) as pools:
-            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-            logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
-            await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger), logger)
+        loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
+        with ray_cluster(cfg):
+            prompts, held_out = await loading
+            run_dir.check_data(fingerprint(prompts))
+            async with build_pools(cfg) as pools:
+                print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+                logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
+                await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger), logger)
     finally:
         run_dir.release()
 
@@ -154,48 +156,56 @@ def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
     return loaded[0], loaded[1]
 
 
-@asynccontextmanager
-async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
-    """The one place that composes: joins or starts Ray, starts all workers side by side, and stops them at the end."""
+@contextmanager
+def ray_cluster(cfg: Config) -> Iterator[None]:
+    """Joins or starts Ray, and leaves or ends it."""
     import ray
 
+    from workers.cluster import connect
+
+    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    try:
+        cancel_on_signals()
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
+    """The one place that composes: starts all workers side by side, and stops them at the end."""
     from workers.actor import ActorPool
-    from workers.cluster import Placement, connect, engine_args, resolve_device
+    from workers.cluster import Placement, engine_args, resolve_device
     from workers.reward import RewardPool
     from workers.rollout import RolloutPool
     from workers.weight_sync import WeightSync
 
-    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
-    cancel_on_signals()
+    device = resolve_device(cfg.trainer.device)
+    placement = Placement(cfg, device)
+    rollouts = RolloutPool(
+        placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
+    )
+    actors = ActorPool(cfg, device, placement.actors())
+    rewards = RewardPool(
+        placement.rewards(),
+        num_workers=cfg.reward.num_workers,
+        functions=cfg.reward.functions,
+        overlong=cfg.reward.overlong_buffer,
+        max_response_length=cfg.data.max_response_length,
+        timeout_s=cfg.reward.timeout_s,
+    )
     try:
-        device = resolve_device(cfg.trainer.device)
-        placement = Placement(cfg, device)
-        rollouts = RolloutPool(
-            placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
+        await asyncio.gather(
+            rollouts.start(cfg.model.path, engine_args(cfg, device)),
+            actors.start(),
+            rewards.start(cfg.rollout.start_timeout_s),
         )
-        actors = ActorPool(cfg, device, placement.actors())
-        rewards = RewardPool(
-            placement.rewards(),
-            num_workers=cfg.reward.num_workers,
-            functions=cfg.reward.functions,
-            overlong=cfg.reward.overlong_buffer,
-            max_response_length=cfg.data.max_response_length,
-            timeout_s=cfg.reward.timeout_s,
-        )
-        try:
-            await asyncio.gather(
-                rollouts.start(cfg.model.path, engine_args(cfg, device)),
-                actors.start(),
-                rewards.start(cfg.rollout.start_timeout_s),
-            )
-            sync = WeightSync(actors, rollouts, cfg.weight_sync)
-            yield Pools(rollouts=rollouts, rewards=rewards, actors=actors, sync_weights=sync)
-        finally:
-            actors.close()
-            rewards.stop()
-            await rollouts.stop(STOP_GRACE_S)
+        sync = WeightSync(actors, rollouts, cfg.weight_sync)
+        yield Pools(rollouts=rollouts, rewards=rewards, actors=actors, sync_weights=sync)
     finally:
-        ray.shutdown()
+        actors.close()
+        rewards.stop()
+        await rollouts.stop(STOP_GRACE_S)
 
 
 def cancel_on_signals() -> None:

@@ -65,8 +65,12 @@ def sample_text(collected: Collected, index: int) -> str:
     """Prompt, answer and verdict of one trained response, cut to a readable length."""
     group = collected.groups[index % len(collected.groups)]
     response, score = group.responses[0], group.scores[0]
-    answer = response.text[-MAX_SAMPLE_CHARS:]
     return (
-        f"**prompt** {group.draw.prompt.text[-MAX_SAMPLE_CHARS:]}\n\n**answer** {answer}\n\n"
+        f"**prompt**\n{_fenced(group.draw.prompt.text)}\n\n**answer**\n{_fenced(response.text)}\n\n"
         f"**accuracy** {score.accuracy:g} · **reward** {score.reward:g} · **truth** {group.draw.prompt.ground_truth}"
     )
+
+
+def _fenced(text: str) -> str:
+    """The end of a text as a Markdown block that the text itself cannot close."""
+    return "```\n" + text[-MAX_SAMPLE_CHARS:].replace("```", "'''") + "\n```"

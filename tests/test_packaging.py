@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "config/experiment").glob("*.yaml"))
-SOURCES = ["dapo", "workers", "config", "pyproject.toml", "LICENSE"]
+SOURCES = ["dapo", "workers", "config", "pyproject.toml", "README.md", "LICENSE"]
 
 
 def pip(*args: str) -> None:

@@ -21,7 +21,7 @@ from dapo.tiny.tokenizer import make_tokenizer
 BASE_DIR = Path(__file__).parent / "base"
 # 256 bytes and five turn markers, rounded up to a multiple of eight.
 VOCAB_SIZE = 264
-ERROR_RATE = 0.25
+ERROR_RATE = 0.3
 CLEAN_SHARE = 0.6  # of the steps, before the errors begin: adding is learnt several times faster from right sums
 # Many small steps: 16 examples a step learn more per example than 64.
 _BATCH = 16
@@ -67,7 +67,7 @@ def backward(model: Qwen2ForCausalLM, batch: list[torch.Tensor]) -> float:
 
 
 def make_optimizers(model: Qwen2ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for embeddings, norms and biases: a sixth of the loss of AdamW alone at 800 steps."""
+    """Muon for the matrices, AdamW for the rest; at 800 clean steps a seventh of the loss of AdamW alone."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -99,7 +99,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, steps: int, see
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=BASE_DIR, help="folder to write to (default: the package's own)")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # Sums of floats depend on the number of threads: one, so that the result does not depend on the machine's cores.
