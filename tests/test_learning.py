@@ -1,4 +1,4 @@
-"""DAPO learns: sixty steps of the tiny experiment lift held-out accuracy well beyond noise."""
+"""DAPO learns: sixty steps of the tiny experiment, with half its responses, lift held-out accuracy beyond noise."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def test_sixty_steps_lift_held_out_accuracy(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", f"trainer.output_dir={tmp_path / 'run'}"),
-            *(f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=0"),
+            *("rollout.n=8", f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=0"),
         ],
         capture_output=True,
         text=True,

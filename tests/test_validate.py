@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dapo import main_ppo, validate
+from dapo import validate
 from dapo.config import Config
 from dapo.main_ppo import to_config
 from dapo.overrides import checked_overrides, config_dir, experiments, known_keys
@@ -183,7 +183,3 @@ def test_the_program_ends_with_one_message(arguments, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 8
-
-
-def test_main_module_composes_in_one_place():
-    assert callable(main_ppo.build_pools)
