@@ -22,8 +22,9 @@ from dapo.config import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
 from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
+from dapo.pools import Pools
 from dapo.tiny.random_model import make_random_model
-from dapo.trainer import Pools, Trainer
+from dapo.trainer import Trainer
 from dapo.types import Int32Array, Response, Sampling, TrainBatch
 from workers.actor import RankWork, split_batch
 from workers.remote import wait

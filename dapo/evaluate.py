@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo.clock import PhaseClock
-from dapo.stream import RewardPool, RolloutPool, SamplingSettings, scored_group
+from dapo.pools import RewardPool, RolloutPool
+from dapo.stream import SamplingSettings, scored_group
 from dapo.types import Draw, Group, Prompt
 
 

@@ -27,8 +27,9 @@ from dapo.data import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
 from dapo.paths import resolve_path
+from dapo.pools import Pools
 from dapo.run_dir import claim_output_dir
-from dapo.trainer import Pools, Trainer
+from dapo.trainer import Trainer
 from dapo.types import Prompt
 from dapo.validate import validate
 
@@ -58,6 +59,11 @@ def _hydra_main(tree: DictConfig) -> None:
         end("stopped by a signal; the same command continues the run", EXIT_RESUMABLE)
     except (ValueError, RuntimeError, OSError) as error:
         end(str(error), 1)
+
+
+def say(line: str) -> None:
+    """One line for a person, at once also where the output is a file."""
+    print(line, flush=True)
 
 
 def end(message: str, code: int) -> NoReturn:
@@ -102,16 +108,16 @@ async def train(cfg: Config) -> None:
     try:
         newest = store.latest()
         if newest is not None and step_of(newest) >= cfg.trainer.total_steps:
-            print(f"complete: {newest}; raise `trainer.total_steps` or give another `trainer.output_dir`", flush=True)
+            say(f"complete: {newest}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
         loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
         with ray_cluster(cfg):
             prompts, held_out = await loading
             run_dir.check_data(fingerprint(prompts))
             async with build_pools(cfg) as pools:
-                print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+                say(f"ready after {time.monotonic() - began:.0f} s")
                 logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
-                await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger), logger)
+                await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger, say=say), logger)
     finally:
         run_dir.release()
 
@@ -132,7 +138,7 @@ async def save_what_was_trained(trainer: Trainer) -> None:
     """The last act of a failed or interrupted run. A failure here is told and does not hide the first one."""
     try:
         await trainer.save()
-        print(f"saved step {trainer.version}", flush=True)
+        say(f"saved step {trainer.version}")
     except Exception as error:
         print(f"step {trainer.version} could not be saved: {error}", file=sys.stderr, flush=True)
 
@@ -147,10 +153,9 @@ def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
         prompts: list[Prompt] = []
         if files:
             prompts, report = load_prompts(files, tokenizer, max_prompt_length=cfg.data.max_prompt_length, key=key)
-            print(
+            say(
                 f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.too_long} longer than "
-                f"`data.max_prompt_length`, {report.kept} prompts",
-                flush=True,
+                f"`data.max_prompt_length`, {report.kept} prompts"
             )
         loaded.append(prompts)
     return loaded[0], loaded[1]

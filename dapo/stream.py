@@ -6,30 +6,13 @@ each is scored when its own responses are complete, and the buffer refills at on
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from dapo.buffer import Collected, OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.data import PromptOrder
-from dapo.types import Draw, Group, Int32Array, Prompt, Response, Sampling, Score
-
-
-class RolloutPool(Protocol):
-    """What the stream needs of `workers.rollout.RolloutPool`. capacity: responses that the engines run at once."""
-
-    capacity: int
-
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]: ...
-
-    async def abort(self, keys: list[str]) -> None: ...
-
-
-class RewardPool(Protocol):
-    """What the stream needs of `workers.reward.RewardPool`."""
-
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+from dapo.pools import RewardPool, RolloutPool
+from dapo.types import Draw, Group, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

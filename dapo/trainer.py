@@ -9,10 +9,9 @@ policy version is the number of completed updates; it names checkpoints and labe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dapo.batch import build_batch
 from dapo.buffer import Collected, OversamplingBuffer
@@ -22,33 +21,12 @@ from dapo.config import Config
 from dapo.data import PromptOrder
 from dapo.evaluate import evaluate
 from dapo.metrics import MetricsLogger, progress_line
-from dapo.stream import GroupStream, RewardPool, RolloutPool, SamplingSettings
+from dapo.pools import Pools
+from dapo.stream import GroupStream, SamplingSettings
 from dapo.summary import sample_text, step_metrics
 from dapo.types import Prompt, TrainBatch
 
 T = TypeVar("T")
-
-
-class ActorPool(Protocol):
-    """What the trainer needs of `workers.actor.ActorPool`."""
-
-    async def update(self, batch: TrainBatch) -> dict[str, float]: ...
-
-    async def save(self, directory: str) -> None: ...
-
-    async def load(self, directory: str) -> None: ...
-
-    async def export_hf(self, directory: str) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pools:
-    """The compute that the algorithm runs on, composed in `main_ppo.build_pools`."""
-
-    rollouts: RolloutPool
-    rewards: RewardPool
-    actors: ActorPool
-    sync_weights: Callable[[int], Awaitable[None]]
 
 
 class Trainer:
@@ -63,7 +41,7 @@ class Trainer:
         store: CheckpointStore,
         logger: MetricsLogger,
         *,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None],
     ) -> None:
         self.version = 0
         self.clock = PhaseClock()

@@ -12,8 +12,9 @@ from dapo.clock import PhaseClock
 from dapo.config import Config
 from dapo.data import PromptOrder
 from dapo.metrics import MetricsLogger
+from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings, response_seed
-from dapo.trainer import Pools, Trainer
+from dapo.trainer import Trainer
 from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
 
 PROMPTS = [make_prompt(number) for number in range(40)]

@@ -1,0 +1,48 @@
+"""What the algorithm needs of the compute: three protocols and one callable (DESIGN section 1).
+
+`workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dapo.types import Int32Array, Prompt, Response, Sampling, Score, TrainBatch
+
+
+class RolloutPool(Protocol):
+    """The engines. capacity: responses that they run at once."""
+
+    capacity: int
+
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]: ...
+
+    async def abort(self, keys: list[str]) -> None: ...
+
+
+class RewardPool(Protocol):
+    """The reward workers."""
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+
+
+class ActorPool(Protocol):
+    """The FSDP ranks as one."""
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    async def save(self, directory: str) -> None: ...
+
+    async def load(self, directory: str) -> None: ...
+
+    async def export_hf(self, directory: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools:
+    """The compute of a run, composed in `main_ppo.build_pools`. sync_weights(version): the engines serve `version`."""
+
+    rollouts: RolloutPool
+    rewards: RewardPool
+    actors: ActorPool
+    sync_weights: Callable[[int], Awaitable[None]]
