@@ -9,7 +9,7 @@ from dapo.config import OverlongBufferConfig, RewardFunctionConfig
 from tests.fakes import make_prompt, make_response
 from workers.remote import RemoteError
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 
 FUNCTIONS = """
 import time
@@ -24,17 +24,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def length(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    import ray
-
-    from workers.cluster import connect
-
-    connect("local", worker_logs=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from dapo.config import Config
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Sampling
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 PROMPT = np.array([20, 21, 22, 23, 24, 25], dtype=np.int32)
 VERSION_1 = 1
@@ -31,17 +31,6 @@ def make_config(path: str, engines: int) -> Config:
     return cfg
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    import ray
-
-    from workers.cluster import connect
-
-    connect("local", worker_logs=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module")
 def loop():
     runner = asyncio.Runner()
@@ -50,7 +39,7 @@ def loop():
 
 
 @pytest.fixture(scope="module", params=[pytest.param((True, 2), id="tied-2"), pytest.param((False, 1), id="untied-1")])
-def engines(request, tmp_path_factory, loop):
+def engines(request, ray_cluster, tmp_path_factory, loop):
     """(pool, the same model in transformers, number of engines)."""
     from workers.cluster import Placement, engine_args
     from workers.rollout import RolloutPool
