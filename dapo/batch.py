@@ -4,6 +4,7 @@ In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_
 are computed over each mini-batch, because that is what one optimizer step sums over.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,41 +12,119 @@ import torch
 
 from dapo.advantage import group_advantages
 from dapo.config import Config
-from dapo.loss import token_weights
-from dapo.types import Group, TrainBatch, TrainSequence
+from dapo.loss import kl_penalty, token_weights
+from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
+
+TRUNCATED = "length"  # the engine's finish reason of a response that ran into the cap
 
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
-    """One mini-batch per `actor.ppo_mini_batch_size` groups, in draw order."""
+    """Whole groups dealt to the mini-batches; with `actor.shuffle` by a permutation that run seed and version give.
+
+    Responses that overlong filtering takes out of the loss are not among the sequences: nothing is computed for them.
+    """
+    rng = np.random.default_rng((cfg.trainer.seed, version))
     size = cfg.actor.ppo_mini_batch_size
-    starts = range(0, len(groups), size)
-    return TrainBatch(
-        version=version, minibatches=tuple(_minibatch(groups[start : start + size], cfg) for start in starts)
+    count = -(-len(groups) // size)
+    shuffle = cfg.actor.shuffle and count > 1
+    dealt = rng.permutation(len(groups)) if shuffle else np.arange(len(groups))
+    advantages = advantages_of(groups, cfg)
+    minibatches = []
+    for start in range(0, len(groups), size):
+        chosen = sorted(dealt[start : start + size].tolist())
+        minibatches.append(_minibatch([groups[i] for i in chosen], [advantages[i] for i in chosen], cfg, version))
+    orders = [rng.permutation(count) if shuffle else np.arange(count) for _ in range(cfg.actor.ppo_epochs)]
+    return TrainBatch(version=version, minibatches=tuple(minibatches), order=tuple(np.concatenate(orders).tolist()))
+
+
+def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
+    """Per group and response, 0 for an unscorable one. Groups may differ in size.
+
+    A truncated response counts in its group's baseline unless overlong filtering takes it out there too. Whitening
+    (`algorithm.advantage.whiten`) is over all responses of the step that have an advantage.
+    """
+    size = max(len(group.responses) for group in groups)
+    rewards = torch.full((len(groups), size), torch.nan, dtype=torch.float64)
+    for row, group in zip(rewards, groups, strict=True):
+        row[: len(group.scores)] = torch.tensor([score.reward for score in group.scores], dtype=torch.float64)
+        if not cfg.reward.overlong_filtering.in_baseline:
+            row[: len(group.scores)][torch.tensor(filtered(group, cfg))] = torch.nan
+    advantages = group_advantages(rewards, normalize_by_std=cfg.algorithm.advantage.normalize_by_std)
+    if cfg.algorithm.advantage.whiten:
+        scored = advantages[~rewards.isnan()]
+        advantages = torch.where(rewards.isnan(), 0.0, (advantages - scored.mean()) / (scored.std(correction=0) + 1e-6))
+    return [row[: len(group.responses)].tolist() for row, group in zip(advantages, groups, strict=True)]
+
+
+def filtered(group: Group, cfg: Config) -> list[bool]:
+    """Which responses overlong filtering takes out of the loss."""
+    enable = cfg.reward.overlong_filtering.enable
+    return [enable and response.finish_reason == TRUNCATED for response in group.responses]
+
+
+def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
+    """All responses in order, for their log-probabilities alone: no advantage and no weight yet."""
+    return tuple(
+        _sequence(group.draw.prompt, response, version, advantage=0.0, token_weight=0.0)
+        for group in groups
+        for response in group.responses
     )
 
 
-def advantages_of(groups: Sequence[Group], *, normalize_by_std: bool) -> torch.Tensor:
-    """float64 [G, n] (Eq. 9); a NaN reward marks an unscorable response."""
-    rewards = torch.tensor([[score.reward for score in group.scores] for group in groups], dtype=torch.float64)
-    return group_advantages(rewards, normalize_by_std=normalize_by_std)
+def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:
+    """The groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
+
+    ref_logprobs: one [R] per response, in the order of `reference_batch`. KL is the sum over a response's tokens of the
+    estimate for the policy that sampled them; accuracies stay as they are.
+    """
+    kl, remaining = cfg.algorithm.kl, iter(ref_logprobs)
+    penalized = []
+    for group in groups:
+        scores = []
+        for response, score in zip(group.responses, group.scores, strict=True):
+            own, reference = torch.from_numpy(response.rollout_logprobs), torch.from_numpy(next(remaining))
+            penalty = -kl.reward_coeff * float(kl_penalty(own.double(), reference.double(), kl.estimator).sum())
+            parts = score.parts | {"kl_penalty": penalty}
+            scores.append(dataclasses.replace(score, reward=score.reward + penalty, parts=parts))
+        penalized.append(dataclasses.replace(group, scores=tuple(scores)))
+    return tuple(penalized)
 
 
-def _minibatch(groups: Sequence[Group], cfg: Config) -> tuple[TrainSequence, ...]:
-    advantages = advantages_of(groups, normalize_by_std=cfg.algorithm.advantage.normalize_by_std).flatten().tolist()
+def _minibatch(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], cfg: Config, version: int
+) -> tuple[TrainSequence, ...]:
     responses = [(group.draw.prompt, response) for group in groups for response in group.responses]
+    masked = [is_filtered for group in groups for is_filtered in filtered(group, cfg)]
+    lengths = [0 if m else len(response.token_ids) for (_, response), m in zip(responses, masked, strict=True)]
     weights = token_weights(
-        torch.tensor([len(response.token_ids) for _, response in responses]),
+        torch.tensor(lengths),
         cfg.algorithm.loss_agg_mode,
         group_sizes=[len(group.responses) for group in groups],
         max_response_length=cfg.data.max_response_length,
     ).tolist()
+    flat = [advantage for row in advantages for advantage in row]
     return tuple(
-        TrainSequence(
-            token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
-            num_prompt_tokens=len(prompt.token_ids),
-            rollout_logprobs=response.rollout_logprobs,
-            advantage=advantage,
-            token_weight=weight,
-        )
-        for (prompt, response), advantage, weight in zip(responses, advantages, weights, strict=True)
+        _sequence(prompt, response, version, advantage=advantage, token_weight=weight)
+        for (prompt, response), advantage, weight, length in zip(responses, flat, weights, lengths, strict=True)
+        if length > 0
     )
+
+
+def _sequence(
+    prompt: Prompt, response: Response, version: int, *, advantage: float, token_weight: float
+) -> TrainSequence:
+    return TrainSequence(
+        token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
+        num_prompt_tokens=len(prompt.token_ids),
+        rollout_logprobs=response.rollout_logprobs,
+        advantage=advantage,
+        token_weight=token_weight,
+        staleness=_staleness(response, version),
+    )
+
+
+def _staleness(response: Response, version: int) -> Int32Array:
+    staleness = np.zeros(len(response.token_ids), dtype=np.int32)
+    for span in response.policy_versions:
+        staleness[span.start : span.end] = version - span.version
+    return staleness

@@ -74,7 +74,7 @@ class RecordingActors:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self.batch = TrainBatch(version=0, minibatches=())
+        self.batch = TrainBatch(version=0, minibatches=(), order=())
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         self.batch = batch

@@ -7,13 +7,20 @@ any worker starts. Durations end in `_s`, sizes in `_bytes` or `_tokens`. This m
 from dataclasses import dataclass, field
 from typing import Any
 
-LOSS_AGG_MODES = (
-    "token-mean",
-    "group-token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
+from dapo.algorithm_config import AlgorithmConfig
+
+LR_SCHEDULERS = (  # names of transformers' get_scheduler
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
 )
+LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 
 
@@ -111,6 +118,17 @@ class OverlongBufferConfig:
 
 
 @dataclass(slots=True)
+class OverlongFilteringConfig:
+    """Overlong filtering (section 3.4 of the paper): truncated responses leave the loss, numerator and denominator.
+
+    in_baseline: their rewards stay in the group's mean and standard deviation; false takes them out there too.
+    """
+
+    enable: bool = False
+    in_baseline: bool = True
+
+
+@dataclass(slots=True)
 class RewardConfig:
     """timeout_s: longest wait for the verdicts on one group; then the worker is replaced and the group tried again."""
 
@@ -118,29 +136,16 @@ class RewardConfig:
     num_workers: int = 8
     timeout_s: float = 60.0
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-
-
-@dataclass(slots=True)
-class AdvantageConfig:
-    """normalize_by_std: divide by the group's standard deviation (Eq. 9); false is Dr. GRPO."""
-
-    normalize_by_std: bool = True
-
-
-@dataclass(slots=True)
-class AlgorithmConfig:
-    """Clip bounds: Eqs. 8-10; clip_ratio_c: dual clip. loss_agg_mode: one of `LOSS_AGG_MODES`."""
-
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    clip_ratio_c: float = 10.0
-    loss_agg_mode: str = "token-mean"
+    overlong_filtering: OverlongFilteringConfig = field(default_factory=OverlongFilteringConfig)
 
 
 @dataclass(slots=True)
 class OptimConfig:
-    """AdamW. lr_warmup_steps counts trainer (rollout) steps: step k of N runs at lr * k / N, constant afterwards."""
+    """AdamW. lr_scheduler: one of `LR_SCHEDULERS`; lr_scheduler_kwargs: what `get_scheduler` of transformers takes.
+
+    It counts rollout steps or optimizer steps (lr_scheduler_unit), as do lr_warmup_steps and the total, which is
+    `trainer.total_steps`. Step k of a warm-up of N runs at lr * k / N, so that the first update moves the weights.
+    """
 
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -148,11 +153,16 @@ class OptimConfig:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     lr_warmup_steps: int = 10
+    lr_scheduler: str = "constant_with_warmup"
+    lr_scheduler_unit: str = "rollout_step"
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ActorConfig:
-    """num_workers: FSDP ranks (one GPU each). ppo_mini_batch_size: prompts per optimizer step.
+    """num_workers: FSDP ranks (one GPU each). ppo_mini_batch_size: prompts per optimizer step. ppo_epochs: how often an
+    update goes over its batch. shuffle: deal the groups to the mini-batches by a seeded permutation, and take the
+    mini-batches in another order in each epoch; false keeps the order of the draws.
 
     max_tokens_per_gpu: hard bound on the tokens of one packed micro-batch. offload: parameters, gradients and optimizer
     state live in host memory between uses. cpu_threads: threads of one rank without GPU. timeout_s: longest update.
@@ -162,6 +172,8 @@ class ActorConfig:
 
     num_workers: int = 1
     ppo_mini_batch_size: int = 32
+    ppo_epochs: int = 1
+    shuffle: bool = True
     max_tokens_per_gpu: int = 22528
     reshard_after_forward: bool = True
     offload: bool = False

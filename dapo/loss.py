@@ -1,8 +1,8 @@
-"""The policy objective per token, and the weight of each token in the loss of one optimizer step (DAPO Eqs. 8-12).
+"""Policy losses and KL penalties per token, and the weight of each token in one optimizer step (DAPO Eqs. 8-12).
 
 In: log-probabilities and advantages of tokens, or lengths of responses; out: tensors of the same shape. The loss of a
-step is the sum of weight x loss over its tokens: the weights are made once on the driver over the whole step, so that
-neither packing nor micro-batches nor the number of ranks changes the gradient.
+step is the sum of weight x loss over its tokens (`dapo.objective`): the weights are made once on the driver over the
+whole step, so that neither packing nor micro-batches nor the number of ranks changes the gradient.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dapo.config import LOSS_AGG_MODES
+from dapo.algorithm_config import KL_ESTIMATORS, LOSS_AGG_MODES
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond any clip bound, and still finite in bfloat16 and float32
+MAX_KL = 10.0  # bound on one token's k3, as in verl
 
 
 def policy_loss(
@@ -34,7 +35,7 @@ def policy_loss(
     strictly larger), "dual_clipped" (bool: the cap of c binds), "approx_kl" (float: old - new log-probability,
     clamped). Raises ValueError when the shapes do not fit.
     """
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = clamped_difference(logprobs, old_logprobs)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -42,18 +43,105 @@ def policy_loss(
     cap = -advantages * clip_ratio_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, cap), pessimistic)
-    if loss.shape != logprobs.shape:
-        # Broadcasting [N] against [N, 1] would quietly train on every pair.
-        raise ValueError(
-            f"`old_logprobs` {tuple(old_logprobs.shape)} and `advantages` {tuple(advantages.shape)} must fit "
-            f"`logprobs` {tuple(logprobs.shape)}; give one advantage per token"
-        )
     stats = {
         "clipped": clipped > unclipped,
         "dual_clipped": negative & (pessimistic > cap),
         "approx_kl": -log_ratio.detach(),
     }
-    return loss, stats
+    return _checked(loss, logprobs, old_logprobs, advantages), stats
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO (arXiv 2507.18071, Eqs. 5-7): one ratio per response, s = exp(mean over its tokens of logp - old_logp).
+
+    All tensors are [R], the response tokens of whole responses laid end to end; segment_ids: int [R], the response that
+    a token belongs to, counted from 0. Every token of a response gets the response's loss
+    max(-A s, -A clip(s, 1 - low, 1 + high)), so that `seq-mean-token-mean` weights give Eq. 5. The bounds
+    are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false everywhere.
+    """
+    log_ratio = clamped_difference(logprobs, old_logprobs)
+    lengths = segment_sum(torch.ones_like(log_ratio), segment_ids)
+    ratio = (segment_sum(log_ratio, segment_ids) / lengths).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    loss = torch.maximum(unclipped, clipped)
+    stats = {
+        "clipped": clipped > unclipped,
+        "dual_clipped": torch.zeros_like(loss, dtype=torch.bool),
+        "approx_kl": -log_ratio.detach(),
+    }
+    return _checked(loss, logprobs, old_logprobs, advantages), stats
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses its gradient.
+
+    The paper bounds the weight from above only: clip_ratio_low 1 does that. Shapes and second value as in
+    `policy_loss`; "clipped": the weight is not the ratio; "dual_clipped" is false everywhere.
+    """
+    log_ratio = clamped_difference(logprobs.detach(), old_logprobs)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    loss = -advantages * weight * logprobs
+    stats = {
+        "clipped": weight != ratio,
+        "dual_clipped": torch.zeros_like(loss, dtype=torch.bool),
+        "approx_kl": -log_ratio,
+    }
+    return _checked(loss, logprobs, old_logprobs, advantages), stats
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy || reference) per token, from tokens that the policy sampled, in nats; any shape.
+
+    With d = ref - logp, clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, clamped to +-10 (the estimators of
+    "Approximating KL Divergence", 2020). The gradient is k2's for all three, straight-through: its mean is the gradient
+    of the KL, where k1's own has mean zero and k3's is biased. Raises ValueError for an unknown estimator.
+    """
+    difference = clamped_difference(ref_logprobs, logprobs)
+    k2 = 0.5 * difference.square()
+    match estimator:
+        case "k1":
+            value = -difference.detach()
+        case "k2":
+            return k2
+        case "k3":
+            value = (difference.exp() - difference - 1.0).clamp(-MAX_KL, MAX_KL).detach()
+        case _:
+            raise ValueError(f"`algorithm.kl.estimator` ({estimator!r}) must be one of {', '.join(KL_ESTIMATORS)}")
+    return value + (k2 - k2.detach())
+
+
+def clamped_difference(left: Tensor, right: Tensor) -> Tensor:
+    """left - right, clamped to +-20, so that exp of it is finite."""
+    return (left - right).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def segment_sum(values: Tensor, segment_ids: Tensor) -> Tensor:
+    """[R] -> [R]: for each token the sum over all tokens of its segment; segment_ids: int [R], counted from 0."""
+    num_segments = int(segment_ids.max()) + 1 if len(segment_ids) else 0
+    sums = torch.zeros(num_segments, dtype=values.dtype, device=values.device).index_add(0, segment_ids, values)
+    return sums[segment_ids]
+
+
+def _checked(loss: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Broadcasting [N] against [N, 1] would quietly train on every pair."""
+    if loss.shape != logprobs.shape:
+        raise ValueError(
+            f"`old_logprobs` {tuple(old_logprobs.shape)} and `advantages` {tuple(advantages.shape)} must fit "
+            f"`logprobs` {tuple(logprobs.shape)}; give one advantage per token"
+        )
+    return loss
 
 
 def token_weights(

@@ -7,14 +7,15 @@ Ctrl-C, a failure anywhere), what was trained is saved, all processes are stoppe
 """
 
 import asyncio
+import logging
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -32,6 +33,10 @@ from dapo.run_dir import claim_output_dir
 from dapo.trainer import Trainer
 from dapo.types import Prompt
 from dapo.validate import validate
+
+if TYPE_CHECKING:
+    from workers.cluster import Placement
+    from workers.rollout import RolloutPool
 
 STOP_GRACE_S = 3.0
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -99,22 +104,30 @@ def make_paths_absolute(cfg: Config) -> None:
             spec.path = str(Path(spec.path).expanduser().absolute())
 
 
-async def train(cfg: Config) -> None:
-    """One run: from checked input to stopped processes."""
+def completed(cfg: Config, store: CheckpointStore) -> Path | None:
+    """The checkpoint of the run's last step, or None while there is something left to train."""
+    newest = store.latest()
+    return newest if newest is not None and step_of(newest) >= cfg.trainer.total_steps else None
+
+
+async def train(cfg: Config, rollouts: "RolloutPool | None" = None) -> None:
+    """One run: from checked input to stopped processes.
+
+    rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
+    """
     began = time.monotonic()
     run_dir = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     make_paths_absolute(cfg)
     store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
     try:
-        newest = store.latest()
-        if newest is not None and step_of(newest) >= cfg.trainer.total_steps:
-            say(f"complete: {newest}; raise `trainer.total_steps` or give another `trainer.output_dir`")
+        if (last := completed(cfg, store)) is not None:
+            say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
         loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
-        with ray_cluster(cfg):
+        with ray_cluster(cfg) if rollouts is None else nullcontext():
             prompts, held_out = await loading
             run_dir.check_data(fingerprint(prompts))
-            async with build_pools(cfg) as pools:
+            async with build_pools(cfg, rollouts) as pools:
                 say(f"ready after {time.monotonic() - began:.0f} s")
                 logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
                 await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger, say=say), logger)
@@ -168,6 +181,8 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
 
     from workers.cluster import connect
 
+    # The waits on Ray that a failure or signal cancels would else be told one by one at exit, each with a traceback.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
     try:
         cancel_on_signals()
@@ -177,19 +192,20 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
-    """The one place that composes: starts all workers side by side, and stops them at the end."""
+async def build_pools(cfg: Config, rollouts: "RolloutPool | None" = None) -> AsyncIterator[Pools]:
+    """The one place that composes: starts all workers side by side, and stops them at the end.
+
+    rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
+    actors' weights, whatever they served before.
+    """
     from workers.actor import ActorPool
     from workers.cluster import Placement, engine_args, resolve_device
     from workers.reward import RewardPool
-    from workers.rollout import RolloutPool
     from workers.weight_sync import WeightSync
 
     device = resolve_device(cfg.trainer.device)
     placement = Placement(cfg, device)
-    rollouts = RolloutPool(
-        placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
-    )
+    engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = ActorPool(cfg, device, placement.actors())
     rewards = RewardPool(
         placement.rewards(),
@@ -200,17 +216,61 @@ async def build_pools(cfg: Config) -> AsyncIterator[Pools]:
         timeout_s=cfg.reward.timeout_s,
     )
     try:
-        await asyncio.gather(
-            rollouts.start(cfg.model.path, engine_args(cfg, device)),
-            actors.start(),
-            rewards.start(cfg.rollout.start_timeout_s),
-        )
-        sync = WeightSync(actors, rollouts, cfg.weight_sync)
-        yield Pools(rollouts=rollouts, rewards=rewards, actors=actors, sync_weights=sync)
+        starts = [actors.start(), rewards.start(cfg.rollout.start_timeout_s)]
+        if rollouts is None:
+            starts.append(engines.start(cfg.model.path, engine_args(cfg, device)))
+        await asyncio.gather(*starts)
+        sync = WeightSync(actors, engines, cfg.weight_sync)
+        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
     finally:
         actors.close()
         rewards.stop()
-        await rollouts.stop(STOP_GRACE_S)
+        if rollouts is None:
+            await engines.stop(STOP_GRACE_S)
+
+
+@asynccontextmanager
+async def build_rollouts(cfg: Config) -> AsyncIterator["RolloutPool"]:
+    """The engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
+
+    Raises:
+        ValueError: on GPUs, which one placement group per run hands to engines and actors together.
+    """
+    from workers.cluster import Placement, engine_args, resolve_device
+
+    device = resolve_device(cfg.trainer.device)
+    if device != "cpu":
+        raise ValueError(
+            f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "
+            "run each configuration on its own with dapo.main_ppo"
+        )
+    engines = _create_rollouts(cfg, Placement(cfg, device))
+    try:
+        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, device))
+        yield engines
+    finally:
+        await engines.stop(STOP_GRACE_S)
+
+
+def engine_needs(cfg: Config) -> dict[str, Any]:
+    """What `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
+
+    vLLM's seed is not among it: every response is a request with a seed of its own.
+    """
+    from workers.cluster import engine_args
+
+    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
+    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
+    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
+    return {"model.path": resolve_path(cfg.model.path), **rollout, **arguments}
+
+
+def _create_rollouts(cfg: Config, placement: "Placement") -> "RolloutPool":
+    from workers.rollout import RolloutPool
+
+    return RolloutPool(
+        placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
+    )
 
 
 def cancel_on_signals() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dapo.types import Int32Array, Prompt, Response, Sampling, Score, TrainBatch
+from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
 
 
 class RolloutPool(Protocol):
@@ -30,6 +30,8 @@ class ActorPool(Protocol):
     """The FSDP ranks as one."""
 
     async def update(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
 
     async def save(self, directory: str) -> None: ...
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dapo.buffer import Collected, OversamplingBuffer
 from dapo.clock import PhaseClock
+from dapo.config import EvalConfig, RolloutConfig
 from dapo.data import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.types import Draw, Group, Sampling
@@ -24,6 +25,17 @@ class SamplingSettings:
     top_p: float
     top_k: int
     max_tokens: int
+
+    @classmethod
+    def of(cls, section: RolloutConfig | EvalConfig, max_tokens: int) -> "SamplingSettings":
+        """From `cfg.rollout` or `cfg.eval`, which name these settings alike."""
+        return cls(
+            n=section.n,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            max_tokens=max_tokens,
+        )
 
     def at(self, *seed_words: int | str) -> Sampling:
         """The sampling of one group: a seed per response, derived from the words."""

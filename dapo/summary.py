@@ -10,13 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo.buffer import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, Collected
-from dapo.types import Group
+from dapo.types import Group, TrainBatch
 
 MAX_SAMPLE_CHARS = 2000
 
 
 def step_metrics(
-    collected: Collected, update: dict[str, float], seconds: dict[str, float], aborted_tokens: int, rate: float
+    collected: Collected,
+    batch: TrainBatch,
+    update: dict[str, float],
+    seconds: dict[str, float],
+    aborted_tokens: int,
+    rate: float,
 ) -> dict[str, float]:
     """All metrics of one step; `actor/*` and `parity/*` come from the actors as they are."""
     trained = sum(group.num_tokens for group in collected.groups)
@@ -39,7 +44,8 @@ def step_metrics(
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
     }
-    values = {**buffer, **_rollout_metrics(collected.drawn), **update, **perf}
+    trained_on = _batch_metrics(collected.groups, batch)
+    values = {**buffer, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf}
     return {name: float(value) for name, value in values.items()}
 
 
@@ -55,9 +61,37 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
         "rollout/accuracy": float(np.mean(accuracies)) if accuracies else math.nan,
         "rollout/reward_mean": float(np.mean(rewards)) if rewards else math.nan,
         "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_min": float(lengths.min()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
         **{f"reward/{name}": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts},
+    }
+
+
+def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, float]:
+    """Of the groups trained on; advantages are those of the responses that are in the loss."""
+    scores = [score for group in groups for score in group.scores]
+    sequences = [sequence for minibatch in batch.minibatches for sequence in minibatch]
+    tokens = [group.num_tokens for group in groups]
+    penalties = [score.parts["kl_penalty"] for score in scores if "kl_penalty" in score.parts]
+    return {
+        **_spread("batch/reward", [score.reward for score in scores if not math.isnan(score.reward)]),
+        **_spread("batch/advantage", [sequence.advantage for sequence in sequences]),
+        "batch/tokens_per_group_mean": float(np.mean(tokens)),
+        "batch/tokens_per_group_max": float(np.max(tokens)),
+        "batch/filtered": 1.0 - len(sequences) / len(scores),
+        **({"reward/kl_penalty": float(np.mean(penalties))} if penalties else {}),
+    }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation (ddof 0), least and greatest; NaN without values."""
+    array = np.array(values) if len(values) else np.array([math.nan])
+    return {
+        f"{name}_mean": float(array.mean()),
+        f"{name}_std": float(array.std()),
+        f"{name}_min": float(array.min()),
+        f"{name}_max": float(array.max()),
     }
 
 

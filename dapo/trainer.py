@@ -10,10 +10,11 @@ policy version is the number of completed updates; it names checkpoints and labe
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dapo.batch import build_batch
+from dapo.batch import build_batch, penalize_kl, reference_batch
 from dapo.buffer import Collected, OversamplingBuffer
 from dapo.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
@@ -64,7 +65,7 @@ class Trainer:
             self._buffer,
             pools.rollouts,
             pools.rewards,
-            sampling_settings(cfg, cfg.rollout),
+            SamplingSettings.of(cfg.rollout, cfg.data.max_response_length),
             seed=cfg.trainer.seed,
             clock=self.clock,
         )
@@ -83,14 +84,23 @@ class Trainer:
         """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
         self.clock.lap()
         collected = await self._stream.collect(self.version)
+        if self._cfg.algorithm.kl.reward_coeff:
+            collected = await self._penalize_kl(collected)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
         update = await _finish(self._update(batch))
-        metrics = self._report(collected, update)
+        metrics = self._report(collected, batch, update)
         if self._is_due(self._cfg.eval.every, self._cfg.eval.after_train):
             await self._evaluate()
         if self._is_due(self._cfg.checkpoint.every, False):
             await _finish(self.save())
         return metrics
+
+    async def _penalize_kl(self, collected: Collected) -> Collected:
+        """The distance to the reference policy, off the rewards (accuracies, and so the buffer's choice, stay)."""
+        with self.clock("reference"):
+            sequences = reference_batch(collected.groups, version=self.version)
+            logprobs = await self._pools.actors.reference_logprobs(sequences)
+        return replace(collected, groups=penalize_kl(collected.groups, logprobs, self._cfg))
 
     async def _update(self, batch: TrainBatch) -> dict[str, float]:
         with self.clock("update"):
@@ -106,7 +116,7 @@ class Trainer:
         return every > 0 and self.version % every == 0
 
     async def _evaluate(self) -> None:
-        settings = sampling_settings(self._cfg, self._cfg.eval)
+        settings = SamplingSettings.of(self._cfg.eval, self._cfg.data.max_response_length)
         pools = self._pools
         if not self._held_out:
             return
@@ -116,9 +126,9 @@ class Trainer:
         self._logger.log(self.version, metrics)
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
-    def _report(self, collected: Collected, update: dict[str, float]) -> dict[str, float]:
+    def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(
-            collected, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer.rate.value
+            collected, batch, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer.rate.value
         )
         self._logger.log(self.version, metrics)
         for index in range(self._cfg.logging.samples):
@@ -154,17 +164,6 @@ class Trainer:
         # Always, even at version 0: a broken sync shows before any GPU hour is spent.
         with self.clock("sync"):
             await self._pools.sync_weights(self.version)
-
-
-def sampling_settings(cfg: Config, source: Any) -> SamplingSettings:
-    """From `cfg.rollout` or `cfg.eval`, which name these settings alike."""
-    return SamplingSettings(
-        n=source.n,
-        temperature=source.temperature,
-        top_p=source.top_p,
-        top_k=source.top_k,
-        max_tokens=cfg.data.max_response_length,
-    )
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:

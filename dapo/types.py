@@ -113,8 +113,9 @@ class Group:
 class TrainSequence:
     """One prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
 
-    token_ids: [P + R]. rollout_logprobs: [R]. advantage: one number for the whole response.
-    token_weight: weight of each response token in the loss of its mini-batch (`dapo.loss.token_weights`).
+    token_ids: [P + R]. rollout_logprobs: [R]. advantage: one number for the whole response. token_weight: weight of
+    each response token in the loss of its mini-batch (`dapo.loss.token_weights`). staleness: [R], updates between the
+    policy that sampled a token and the one that the update starts from.
     """
 
     token_ids: Int32Array
@@ -122,14 +123,17 @@ class TrainSequence:
     rollout_logprobs: Float32Array
     advantage: float
     token_weight: float
+    staleness: Int32Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """What one call of `actors.update` trains on: a tuple of mini-batches, one optimizer step each.
+    """What one call of `actors.update` trains on. Made by `dapo.batch`, consumed by `workers.actor`.
 
-    version: the policy version that the update starts from.
+    version: the policy version that the update starts from. minibatches: one optimizer step each time they are taken.
+    order: the mini-batch of each optimizer step; `actor.ppo_epochs` times all of them.
     """
 
     version: int
     minibatches: tuple[tuple[TrainSequence, ...], ...]
+    order: tuple[int, ...]

@@ -8,13 +8,22 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dapo.config import LOSS_AGG_MODES, Config
+from dapo.algorithm_config import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+)
+from dapo.config import LR_SCHEDULER_UNITS, LR_SCHEDULERS, Config
 from dapo.paths import checked_path
 from dapo.rewards.functions import load_reward_function
+from dapo.schedule import learning_rates
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")
+MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -32,6 +41,8 @@ def validate(cfg: Config) -> None:
         _choices,
         _batch_shapes,
         _lengths,
+        _objective,
+        _schedule,
         _engine_args,
         _model,
         _reward_functions,
@@ -55,8 +66,8 @@ def _numbers(cfg: Config) -> Iterator[str]:
             {"rollout.top_p": cfg.rollout.top_p, "eval.top_p": cfg.eval.top_p},
         ),
         (
-            "between 0 and 1; 0.2 is the published value",
-            lambda value: 0 < value < 1,
+            "above 0 and at most 1; 0.2 is the published value (1, no lower bound, suits cispo)",
+            lambda value: 0 < value <= 1,
             {"algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low},
         ),
         (
@@ -87,6 +98,7 @@ def _counts(cfg: Config) -> dict[str, float]:
         "actor.num_workers": cfg.actor.num_workers,
         "actor.cpu_threads": cfg.actor.cpu_threads,
         "actor.ppo_mini_batch_size": cfg.actor.ppo_mini_batch_size,
+        "actor.ppo_epochs": cfg.actor.ppo_epochs,
         "trainer.total_steps": cfg.trainer.total_steps,
         "weight_sync.bucket_bytes": cfg.weight_sync.bucket_bytes,
     }
@@ -104,6 +116,9 @@ def _not_negative(cfg: Config) -> dict[str, float]:
         "actor.optim.weight_decay": cfg.actor.optim.weight_decay,
         "reward.overlong_buffer.penalty_factor": cfg.reward.overlong_buffer.penalty_factor,
         "trainer.seed": cfg.trainer.seed,
+        "algorithm.kl.loss_coeff": cfg.algorithm.kl.loss_coeff,
+        "algorithm.kl.reward_coeff": cfg.algorithm.kl.reward_coeff,
+        "algorithm.entropy_coeff": cfg.algorithm.entropy_coeff,
     }
 
 
@@ -119,6 +134,11 @@ def _positive(cfg: Config) -> dict[str, float]:
         "actor.optim.eps": cfg.actor.optim.eps,
         "actor.optim.grad_clip": cfg.actor.optim.grad_clip,
         "algorithm.clip_ratio_high": cfg.algorithm.clip_ratio_high,
+        "algorithm.rollout_correction.lower": cfg.algorithm.rollout_correction.lower,
+        "algorithm.rollout_correction.upper": cfg.algorithm.rollout_correction.upper,
+        "algorithm.rollout_correction.max_mean_stale_logprob_diff": (
+            cfg.algorithm.rollout_correction.max_mean_stale_logprob_diff
+        ),
         "weight_sync.max_mean_logprob_diff": cfg.weight_sync.max_mean_logprob_diff,
         "weight_sync.timeout_s": cfg.weight_sync.timeout_s,
         "checkpoint.timeout_s": cfg.checkpoint.timeout_s,
@@ -137,6 +157,12 @@ def _choices(cfg: Config) -> Iterator[str]:
     """Values out of a fixed set."""
     choices = {
         "algorithm.loss_agg_mode": (cfg.algorithm.loss_agg_mode, LOSS_AGG_MODES),
+        "algorithm.policy_loss": (cfg.algorithm.policy_loss, POLICY_LOSSES),
+        "algorithm.kl.estimator": (cfg.algorithm.kl.estimator, KL_ESTIMATORS),
+        "algorithm.rollout_correction.mode": (cfg.algorithm.rollout_correction.mode, CORRECTION_MODES),
+        "algorithm.rollout_correction.level": (cfg.algorithm.rollout_correction.level, CORRECTION_LEVELS),
+        "actor.optim.lr_scheduler": (cfg.actor.optim.lr_scheduler, LR_SCHEDULERS),
+        "actor.optim.lr_scheduler_unit": (cfg.actor.optim.lr_scheduler_unit, LR_SCHEDULER_UNITS),
         "model.dtype": (cfg.model.dtype, DTYPES),
         "trainer.device": (cfg.trainer.device, DEVICES),
         "checkpoint.resume": (cfg.checkpoint.resume, RESUME),
@@ -183,6 +209,42 @@ def _lengths(cfg: Config) -> Iterator[str]:
             f"`rollout.vllm.max_model_len` ({window}) must be at least `data.max_prompt_length` + "
             f"`data.max_response_length` ({prompt + response}); leave it out to get just that"
         )
+
+
+def _objective(cfg: Config) -> Iterator[str]:
+    """Choices of the objective that do not go together."""
+    algorithm, kl, correction = cfg.algorithm, cfg.algorithm.kl, cfg.algorithm.rollout_correction
+    if algorithm.policy_loss == "gspo" and max(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > MAX_GSPO_CLIP:
+        yield (
+            f"`algorithm.clip_ratio_low` ({algorithm.clip_ratio_low}) and `algorithm.clip_ratio_high` "
+            f"({algorithm.clip_ratio_high}) bound a single token's ratio, but `algorithm.policy_loss` is gspo, whose "
+            "ratio is a mean over the response; the published values are 0.0003 and 0.0004"
+        )
+    if kl.loss_coeff and kl.reward_coeff:
+        yield (
+            f"`algorithm.kl.loss_coeff` ({kl.loss_coeff}) and `algorithm.kl.reward_coeff` ({kl.reward_coeff}) would "
+            "count the same distance twice; set one of them to 0"
+        )
+    if correction.use_rollout_logprobs and correction.mode != "none":
+        yield (
+            f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
+            "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
+            "would count twice: set mode to none or use_rollout_logprobs to false"
+        )
+    if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
+        yield (
+            f"`algorithm.rollout_correction.lower` ({correction.lower}) and `upper` ({correction.upper}) must enclose "
+            "1, the weight of a token on which both policies agree"
+        )
+
+
+def _schedule(cfg: Config) -> Iterator[str]:
+    """transformers knows which arguments a schedule takes."""
+    if cfg.actor.optim.lr_scheduler in LR_SCHEDULERS and cfg.actor.ppo_mini_batch_size > 0:
+        try:
+            learning_rates(cfg)
+        except ValueError as error:
+            yield str(error)
 
 
 def _engine_args(cfg: Config) -> Iterator[str]:

@@ -7,7 +7,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo.types import Draw, Group, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, VersionSpan
+from dapo.types import (
+    Draw,
+    Float32Array,
+    Group,
+    Int32Array,
+    Prompt,
+    Response,
+    Sampling,
+    Score,
+    TrainBatch,
+    TrainSequence,
+    VersionSpan,
+)
 
 
 def make_prompt(number: int, source: str = "test") -> Prompt:
@@ -93,6 +105,10 @@ class FakeActors:
         await asyncio.sleep(0)
         tokens = sum(len(s.rollout_logprobs) for minibatch in batch.minibatches for s in minibatch)
         return {"actor/loss": 0.0, "actor/response_tokens": float(tokens), "actor/entropy": 1.0, "actor/grad_norm": 1.0}
+
+    async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
+        """A reference policy that is half a nat less sure of every token."""
+        return [sequence.rollout_logprobs - np.float32(0.5) for sequence in sequences]
 
     async def save(self, directory: str) -> None:
         import pathlib

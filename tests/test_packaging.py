@@ -14,7 +14,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXPERIMENTS = sorted(path.stem for path in (ROOT / "config/experiment").glob("*.yaml"))
+FOLDER = ROOT / "config/experiment"
+EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
 SOURCES = ["dapo", "workers", "config", "pyproject.toml", "README.md", "LICENSE"]
 
 

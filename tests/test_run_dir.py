@@ -160,3 +160,20 @@ def test_other_prompts_are_refused_once_there_are_steps(tmp_path: Path) -> None:
     run.check_data("bbbb")
     with pytest.raises(ValueError, match=r"`data.train_files` gives other prompts \(fingerprint aaaa\).*\(bbbb\)"):
         run.check_data("aaaa")
+
+
+WARN = """
+import sys
+import dapo.checkpoint, dapo.main_ppo
+async def train(cfg):
+    dapo.checkpoint.log.warning("skipping a broken checkpoint")
+dapo.main_ppo.train = train
+sys.argv[1:] = ["+experiment=dapo_tiny"]
+dapo.main_ppo.main()
+"""
+
+
+def test_warnings_reach_the_person_who_started_the_program():
+    """Hydra's own logging set-up would mute the loggers that exist before it."""
+    done = subprocess.run([sys.executable, "-c", WARN], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "skipping a broken checkpoint\n")

@@ -4,7 +4,6 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 pool needs no torch; the ranks import it when they start (DESIGN section 7).
 """
 
-import asyncio
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import ray
 
 from dapo.config import Config
 from dapo.packing import pack
-from dapo.types import TrainBatch, TrainSequence
-from workers.remote import wait
+from dapo.types import Float32Array, TrainBatch, TrainSequence
+from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
 from workers.weight_sync import Bucket, export_buckets
 
 if TYPE_CHECKING:
@@ -28,11 +27,13 @@ MicroBatches = tuple[tuple[TrainSequence, ...], ...]
 class RankWork:
     """One rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
 
-    minibatches: per optimizer step this rank's micro-batches; the same number on all ranks, missing ones empty.
+    minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
+    `TrainBatch`.
     """
 
     version: int
     minibatches: tuple[MicroBatches, ...]
+    order: tuple[int, ...]
 
 
 def split_batch(batch: TrainBatch, num_ranks: int, max_tokens: int) -> list[RankWork]:
@@ -42,7 +43,7 @@ def split_batch(batch: TrainBatch, num_ranks: int, max_tokens: int) -> list[Rank
         packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens)
         for share, micro_batches in zip(shares, packed, strict=True):
             share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
-    return [RankWork(version=batch.version, minibatches=tuple(share)) for share in shares]
+    return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
 
 
 class ActorWorker:
@@ -80,11 +81,18 @@ class ActorWorker:
         )
         self._policy = fsdp.load_policy(self._cfg, self._mesh)
         self._optimizer = fsdp.build_optimizer(self._policy, self._cfg)
-        self._updater = Updater(self._policy, self._optimizer, self._cfg, torch.device(self._device))
+        kl = self._cfg.algorithm.kl
+        reference = fsdp.load_reference(self._cfg, self._mesh) if kl.loss_coeff or kl.reward_coeff else None
+        self._updater = Updater(self._policy, reference, self._optimizer, self._cfg, torch.device(self._device))
 
     def update(self, work: RankWork) -> dict[str, float]:
         """Train on this rank's share; the metrics are those of all ranks."""
-        return self._updater.update(work.version, work.minibatches)
+        return self._updater.update(work.version, work.minibatches, work.order)
+
+    def reference_logprobs(self, micro_batches: MicroBatches) -> list[Float32Array]:
+        """[R] of every sequence, in the order of the micro-batches."""
+        logprobs = self._updater.reference_logprobs(micro_batches)
+        return [values.numpy() for of_micro_batch in logprobs for values in of_micro_batch]
 
     def named_full_parameters(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, full float32 tensor) one by one; tied weights once, under the name of the embedding."""
@@ -118,6 +126,7 @@ class ActorPool:
     def __init__(self, cfg: Config, device: str, options: Sequence[dict[str, Any]]) -> None:
         """options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
         self._cfg = cfg
+        self._out_of_step = ""
         remote = ray.remote(ActorWorker)
         self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
 
@@ -128,23 +137,48 @@ class ActorPool:
         refs = [
             worker.start.remote(rank, len(self._workers), address, port) for rank, worker in enumerate(self._workers)
         ]
-        await _wait_all(refs, timeout_s, "loading the model", key)
+        await wait_for_ranks(refs, timeout_s, "loading the model", key)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on a batch, one optimizer step per mini-batch; returns metrics over all ranks and mini-batches."""
+        """Train on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
         works = split_batch(batch, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
         refs = [worker.update.remote(work) for worker, work in zip(self._workers, works, strict=True)]
         what = f"the update from policy version {batch.version}"
-        return (await _wait_all(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
+        try:
+            return (await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
+        except PartialFailure as error:
+            self._out_of_step = str(error)
+            raise
+
+    async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
+        """Log-probabilities of the response tokens by the reference policy, [R] per sequence, in their order."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        packed = pack(lengths, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
+        refs = [
+            worker.reference_logprobs.remote(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
+            for worker, micro_batches in zip(self._workers, packed, strict=True)
+        ]
+        what = "the reference policy's log-probabilities"
+        found: dict[int, Float32Array] = {}
+        for micro_batches, arrays in zip(
+            packed, await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"), strict=True
+        ):
+            found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
+        return [found[i] for i in range(len(sequences))]
 
     async def export_weights(self) -> list[Bucket]:
         """All weights as buckets in Ray's object store."""
         refs = [worker.export_weights.remote() for worker in self._workers]
         timeout_s = self._cfg.weight_sync.timeout_s
-        return (await _wait_all(refs, timeout_s, "the weight export", "weight_sync.timeout_s"))[0]
+        return (await wait_for_ranks(refs, timeout_s, "the weight export", "weight_sync.timeout_s"))[0]
 
     async def save(self, directory: str) -> None:
-        """Model and optimizer into `directory`, which all ranks must see."""
+        """Model and optimizer into `directory`, which all ranks must see. RemoteError after an update that failed on
+        some ranks only."""
+        if self._out_of_step:  # others hang in a collective of the update, and would until its deadline
+            raise RemoteError(
+                f"the ranks are no longer at the same point, because an update failed: {self._out_of_step}"
+            )
         await self._checkpoint([worker.save.remote(directory) for worker in self._workers], f"saving {directory}")
 
     async def load(self, directory: str) -> None:
@@ -166,10 +200,4 @@ class ActorPool:
             ray.kill(worker)
 
     async def _checkpoint(self, refs: Sequence[Any], what: str) -> list[Any]:
-        return await _wait_all(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")
-
-
-async def _wait_all(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Results in rank order. The first rank that fails ends the wait, though the others may hang in a collective."""
-    waits = [wait([ref], timeout_s, f"actor rank {rank} ({what})", key) for rank, ref in enumerate(refs)]
-    return [result for [result] in await asyncio.gather(*waits)]
+        return await wait_for_ranks(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

@@ -43,12 +43,18 @@ def load_policy(cfg: Config, mesh: DeviceMesh) -> PackedPolicy:
     disable_progress_bar()
     model = _read_model(cfg.model) if mesh.get_rank() == 0 else _empty_model(cfg.model)
     full = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    policy = PackedPolicy(model, cfg.rollout.temperature).train()  # training mode: transformers checkpoints only in it
+    policy = PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
+    policy.train()  # transformers checkpoints activations only in training mode
     if cfg.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _shard(policy, cfg, mesh)
     _broadcast(model, full, mesh)
     return policy
+
+
+def load_reference(cfg: Config, mesh: DeviceMesh) -> PackedPolicy:
+    """The model of `cfg.model.path` once more, frozen and sharded alike: the reference policy of `algorithm.kl`."""
+    return load_policy(cfg, mesh).requires_grad_(False).eval()
 
 
 def _read_model(cfg: ModelConfig) -> PreTrainedModel:

@@ -25,7 +25,8 @@ class MicroBatch:
 
     token_ids, position_ids: [1, T] int64; positions restart at 0 in each sequence.
     predictors: [R] int64, the position whose logits predict each response token. labels: [R] int64, these tokens.
-    rollout_logprobs, advantages, weights: [R] float32, per response token.
+    rollout_logprobs, advantages, weights: [R] float32, per response token. segment_ids: [R] int64, the sequence that a
+    response token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
     """
 
     token_ids: Tensor
@@ -36,6 +37,8 @@ class MicroBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    segment_ids: Tensor
+    staleness: Tensor
 
 
 def collate(sequences: Sequence[TrainSequence], device: torch.device) -> MicroBatch:
@@ -66,6 +69,8 @@ def collate(sequences: Sequence[TrainSequence], device: torch.device) -> MicroBa
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
+        segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
+        staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
     )
 
 
@@ -73,12 +78,14 @@ class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
     `model` must have been built with the attention `workers.attention.PACKED_ATTENTION`. Dropout is off for good.
+    entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -86,17 +93,25 @@ class PackedPolicy(nn.Module):
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, segments: Segments, predictors: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Fields of `MicroBatch` -> (natural log-probabilities [R], entropy in nats [R] without gradient), float32."""
+        """Fields of `MicroBatch` -> (natural log-probabilities [R], entropy in nats [R]), float32."""
         hidden = self.model.base_model(
             input_ids=token_ids, position_ids=position_ids, attention_mask=None, use_cache=False, segments=segments
         ).last_hidden_state
         hidden = hidden.squeeze(0).index_select(0, predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
-        return token_logprobs(hidden, head, labels, self.temperature, vocabulary)
+        return token_logprobs(
+            hidden, head, labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
+        )
 
 
 def token_logprobs(
-    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, vocabulary: int
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    temperature: float,
+    vocabulary: int,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, h], labels [R] -> (log-probability of each label, entropy), [R], under softmax(head / temperature).
 
@@ -104,20 +119,22 @@ def token_logprobs(
     """
     rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
     if len(labels) <= rows:
-        return _chunk_logprobs(hidden, head, labels, temperature)
+        return _chunk_logprobs(hidden, head, labels, temperature, entropy_gradient)
     parts = [
-        checkpoint(_chunk_logprobs, part, head, part_labels, temperature, use_reentrant=False)
+        checkpoint(_chunk_logprobs, part, head, part_labels, temperature, entropy_gradient, use_reentrant=False)
         for part, part_labels in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _chunk_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature
     log_normalizer = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probabilities = torch.exp(logits - log_normalizer.unsqueeze(-1))
         entropy = log_normalizer - (probabilities * logits).sum(dim=-1)
     return logprobs, entropy

@@ -6,9 +6,15 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+FAILURE_GRACE_S = 2.0
+
 
 class RemoteError(RuntimeError):
     """A remote role failed or kept silent; the message says which and why, without the remote traceback."""
+
+
+class PartialFailure(RemoteError):
+    """Some workers of a collective failed while others did not: they no longer stand at the same point."""
 
 
 async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
@@ -26,3 +32,40 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> li
         raise RemoteError(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
     except RayError as error:
         raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
+    """Results in rank order. The first rank that fails ends the wait, though the others may hang in a collective.
+
+    One rank's end makes others fail in their collectives, at times before Ray tells of the end itself: a failure waits
+    `FAILURE_GRACE_S` for theirs, and the message has all that differ, ranks that died first.
+
+    Raises:
+        RemoteError: all ranks failed, or were silent for `timeout_s` (configuration key `key`).
+        PartialFailure: some did.
+    """
+    waits = [
+        asyncio.ensure_future(wait([ref], timeout_s, f"actor rank {k} ({what})", key)) for k, ref in enumerate(refs)
+    ]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        errors = _errors(waits)
+        if errors and len(errors) < len(waits):
+            await asyncio.wait(waits, timeout=FAILURE_GRACE_S)
+            errors = _errors(waits)
+    finally:
+        for one in waits:
+            one.cancel()
+    if not errors:
+        return [one.result()[0] for one in waits]
+    dead_first = sorted(errors, key=lambda error: "ActorDiedError" not in str(error))
+    message = "; ".join(str(error) for error in dead_first)
+    raise (RemoteError if len(errors) == len(waits) else PartialFailure)(message) from dead_first[0]
+
+
+def _errors(waits: Sequence["asyncio.Future[Any]"]) -> list[RemoteError]:
+    failures = [one.exception() for one in waits if one.done() and not one.cancelled()]
+    unexpected = next((error for error in failures if error is not None and not isinstance(error, RemoteError)), None)
+    if unexpected is not None:
+        raise unexpected
+    return [error for error in failures if isinstance(error, RemoteError)]

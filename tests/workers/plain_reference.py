@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from dapo.config import Config
-from dapo.types import TrainSequence
+from dapo.types import TrainBatch, TrainSequence
 from workers.actor import RankWork
 from workers.policy import collate
 
@@ -85,11 +85,17 @@ def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: in
             rollout_logprobs=np.zeros(response, np.float32),
             advantage=float(rng.normal()),
             token_weight=1 / total,
+            staleness=np.zeros(response, np.int32),
         )
         with torch.no_grad():
             own = plain_logprobs(model, draft).numpy()
         sequences.append(dataclasses.replace(draft, rollout_logprobs=own))
     return tuple(sequences)
+
+
+def train_batch(version: int, *minibatches: tuple[TrainSequence, ...]) -> TrainBatch:
+    """One epoch, in order."""
+    return TrainBatch(version=version, minibatches=minibatches, order=tuple(range(len(minibatches))))
 
 
 def plain_loss(
@@ -115,7 +121,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
     """Runs on a rank: the gradient that one optimizer step would use."""
     batches = [collate(sequences, torch.device("cpu")) for sequences in work.minibatches[0]]
-    worker._updater._forward_backward(batches, None)
+    worker._updater._forward_backward(batches, None, None)
     gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
     worker._optimizer.zero_grad()
     return gradients

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config import Config
-from dapo.types import TrainBatch
 from tests.workers.plain_reference import (
     LENGTHS,
     VOCABULARY,
@@ -27,6 +26,7 @@ from tests.workers.plain_reference import (
     plain_logprobs,
     plain_loss,
     reference,
+    train_batch,
 )
 from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError, wait
@@ -125,7 +125,7 @@ def test_gradient_is_that_of_plain_transformers(
     plain_loss(plain, sequences).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
-    batch = TrainBatch(version=0, minibatches=(sequences,))
+    batch = train_batch(0, sequences)
     works = split_batch(batch, ranks, max_tokens)
     assert [len(work.minibatches[0]) for work in works] == [micro_batches[ranks]] * ranks
     for found in on_all(pools(model, ranks).pool, full_gradients, works):
@@ -142,7 +142,7 @@ def test_bfloat16_is_only_the_compute_type(
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
     pool = pools("tied", 1, "bfloat16").pool
-    works = split_batch(TrainBatch(version=0, minibatches=(sequences,)), 1, 25)
+    works = split_batch(train_batch(0, sequences), 1, 25)
     gradients = on_all(pool, full_gradients, works)[0]
     assert 1e-4 <= distance(gradients, wanted) <= 0.1
     weights = on_all(pool, full_weights)[0]
@@ -158,7 +158,7 @@ def test_update_is_that_of_plain_torch(pools: Callable[..., Started], model_dirs
     """Two mini-batches: the second's ratio is against the policy before the first step. Clipping and warm-up act."""
     started = pools("untied", 2)
     minibatches = tuple(make_sequences(model_dirs["untied"], LENGTHS, seed) for seed in (0, 1))
-    metrics = asyncio.run(started.pool.update(TrainBatch(version=2, minibatches=minibatches)))
+    metrics = asyncio.run(started.pool.update(train_batch(2, *minibatches)))
 
     plain = reference(model_dirs["untied"])
     optim = started.cfg.actor.optim
@@ -191,7 +191,7 @@ def test_update_is_that_of_plain_torch(pools: Callable[..., Started], model_dirs
 def test_first_update_moves_every_parameter(pools: Callable[..., Started], model_dirs: dict[str, Path]) -> None:
     started = pools("tied", 2)
     before = on_all(started.pool, full_weights)[0]
-    batch = TrainBatch(version=0, minibatches=(make_sequences(model_dirs["tied"], LENGTHS),))
+    batch = train_batch(0, make_sequences(model_dirs["tied"], LENGTHS))
     metrics = asyncio.run(started.pool.update(batch))
     after = on_all(started.pool, full_weights)[0]
     assert [name for name in before if torch.equal(before[name], after[name])] == []
@@ -202,9 +202,7 @@ def test_saved_state_continues_bit_for_bit(
     pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
 ) -> None:
     pool = pools("untied", 2).pool
-    batches = [
-        TrainBatch(version=v, minibatches=(make_sequences(model_dirs["untied"], LENGTHS, seed=v),)) for v in range(2)
-    ]
+    batches = [train_batch(v, make_sequences(model_dirs["untied"], LENGTHS, seed=v)) for v in range(2)]
     asyncio.run(pool.update(batches[0]))
     asyncio.run(pool.save(str(tmp_path / "state")))
     saved = asyncio.run(pool.checksum())
@@ -231,7 +229,7 @@ def test_export_loads_in_transformers(
 ) -> None:
     pool = pools(model, 2).pool
     sequences = make_sequences(model_dirs[model], LENGTHS)
-    asyncio.run(pool.update(TrainBatch(version=0, minibatches=(sequences,))))
+    asyncio.run(pool.update(train_batch(0, sequences)))
     asyncio.run(pool.export_hf(str(tmp_path / "hf")))
 
     exported = reference(tmp_path / "hf")
@@ -259,7 +257,7 @@ def test_parity_error_comes_before_any_step(
     shifted = tuple(dataclasses.replace(s, rollout_logprobs=s.rollout_logprobs + np.float32(shift)) for s in sequences)
     split = {1: (shifted,), 2: (shifted[:3], shifted[3:])}[num_minibatches]
     with pytest.raises(RemoteError, match=rf"WeightParityError: .*{message}.*`weight_sync.max_mean_logprob_diff`"):
-        asyncio.run(pool.update(TrainBatch(version=0, minibatches=split)))
+        asyncio.run(pool.update(train_batch(0, *split)))
     assert asyncio.run(pool.checksum()) == before
 
 
@@ -271,21 +269,25 @@ def test_non_finite_steps_are_skipped_on_all_ranks_and_the_third_stops(
     bad = (dataclasses.replace(good[0], advantage=math.inf), *good[1:])
     before = asyncio.run(pool.checksum())
     for _ in range(2):
-        metrics = asyncio.run(pool.update(TrainBatch(version=0, minibatches=(bad,))))
+        metrics = asyncio.run(pool.update(train_batch(0, bad)))
         assert metrics["actor/skipped_steps"] == 1
     assert asyncio.run(pool.checksum()) == before
-    metrics = asyncio.run(pool.update(TrainBatch(version=0, minibatches=(good,))))  # ends the row
+    metrics = asyncio.run(pool.update(train_batch(0, good)))  # ends the row
     assert metrics["actor/skipped_steps"] == 0 and math.isfinite(metrics["actor/loss"])
     with pytest.raises(RemoteError, match="NonFiniteError: .* 3 optimizer steps in a row"):
-        asyncio.run(pool.update(TrainBatch(version=0, minibatches=(bad, bad, bad))))
+        asyncio.run(pool.update(train_batch(0, bad, bad, bad)))
 
 
-def test_a_failing_and_a_killed_rank_are_reported_while_the_other_hangs(model_dirs: dict[str, Path]) -> None:
+def test_a_failing_and_a_killed_rank_are_reported_while_the_other_hangs(
+    model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
     pool = start_pool(make_config(model_dirs["tied"], num_workers=2, reshard_after_forward=False))
     sequences = make_sequences(model_dirs["tied"], LENGTHS)
     broken = dataclasses.replace(sequences[0], token_ids=sequences[0].token_ids + VOCABULARY)
     with pytest.raises(RemoteError, match=r"actor rank [01] \(the update from policy version 7\): IndexError: index"):
-        asyncio.run(pool.update(TrainBatch(version=7, minibatches=((broken, *sequences[1:]),))))
+        asyncio.run(pool.update(train_batch(7, (broken, *sequences[1:]))))
+    with pytest.raises(RemoteError, match=r"no longer at the same point, .* \(the update from policy version 7\)"):
+        asyncio.run(pool.save(str(tmp_path / "state")))
     ray.kill(pool._workers[1])
     with pytest.raises(RemoteError, match=r"actor rank 1 \(a checksum\): ActorDiedError"):
         asyncio.run(pool.checksum())
@@ -297,4 +299,4 @@ def test_a_sequence_beyond_the_bound_is_refused_by_the_driver(
 ) -> None:
     sequences = make_sequences(model_dirs["untied"], [(40, 25)])
     with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` \(64\) .* 65 tokens"):
-        asyncio.run(pools("untied", 2).pool.update(TrainBatch(version=0, minibatches=(sequences,))))
+        asyncio.run(pools("untied", 2).pool.update(train_batch(0, sequences)))

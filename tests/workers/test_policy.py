@@ -21,6 +21,7 @@ def sequence(prompt: list[int], response: list[int], advantage: float = 1.0) -> 
         rollout_logprobs=-np.arange(1, len(response) + 1, dtype=np.float32),
         advantage=advantage,
         token_weight=0.5 * advantage,
+        staleness=np.full(len(response), len(prompt), np.int32),
     )
 
 
@@ -50,6 +51,8 @@ def test_collate() -> None:
     assert batch.rollout_logprobs.tolist() == [-1, -2, -1]
     assert batch.advantages.tolist() == [2, 2, -1]
     assert batch.weights.tolist() == [1, 1, -0.5]
+    assert batch.segment_ids.tolist() == [0, 0, 1]
+    assert batch.staleness.tolist() == [3, 3, 1]
 
 
 def run(policy: PackedPolicy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,99 @@
+"""The objective of one optimizer step: policy loss, KL term and entropy bonus, summed under the tokens' weights.
+
+In: log-probabilities and entropies of response tokens with the constants that go with them. Out: the scalar that is
+differentiated, and detached values per token for the metrics. DAPO Eqs. 8-12; DESIGN section 5.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dapo.algorithm_config import AlgorithmConfig
+from dapo.loss import cispo_loss, gspo_loss, kl_penalty, policy_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the gradient does not flow through, per response token, [R].
+
+    old_logprobs: of the policy before the update. ref_logprobs: of the reference policy; None without a KL term.
+    correction: factor of the policy loss (`dapo.correction`). weights: `dapo.loss.token_weights`; a token of weight 0
+    is masked: whatever else it holds, NaN included, reaches neither loss nor gradient nor metrics.
+    segment_ids: int, the response of each token, counted from 0.
+    """
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    correction: Tensor
+    advantages: Tensor
+    weights: Tensor
+    segment_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """loss: scalar with gradient, the sum of weights x (policy loss + KL term - entropy bonus). The rest is detached,
+    [R], and 0 or false where the token is masked: trained, clipped_low, clipped_high, dual_clipped (bool: not masked;
+    the lower, the upper bound, the dual clip binds), log_ratio (logp - old_logp), kl and entropy (nats).
+    """
+
+    loss: Tensor
+    trained: Tensor
+    log_ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    dual_clipped: Tensor
+    kl: Tensor
+    entropy: Tensor
+
+
+def objective(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig) -> Objective:
+    """logprobs, entropy: [R], of the policy that trains, with gradient (entropy: if `entropy_coeff` is not 0)."""
+    masked = constants.weights == 0
+
+    def keep(values: Tensor) -> Tensor:
+        return values.masked_fill(masked, 0.0)  # also stops the gradient, which 0 x NaN would not
+
+    logprobs, entropy = keep(logprobs), keep(entropy)
+    per_token, stats = _policy_loss(logprobs, keep(constants.old_logprobs), keep(constants.advantages), constants, cfg)
+    per_token = per_token * keep(constants.correction)
+    kl = logprobs.new_zeros(logprobs.shape)
+    if constants.ref_logprobs is not None:
+        kl = keep(kl_penalty(logprobs, keep(constants.ref_logprobs), cfg.kl.estimator))
+        per_token = per_token + cfg.kl.loss_coeff * kl
+    if cfg.entropy_coeff != 0:
+        per_token = per_token - cfg.entropy_coeff * entropy
+    log_ratio = -stats["approx_kl"]
+    # The surrogate is clipped above the upper bound for A > 0 and below the lower one for A < 0, CISPO on both sides.
+    upward = log_ratio > 0 if cfg.policy_loss == "cispo" else constants.advantages > 0
+    return Objective(
+        loss=(constants.weights * per_token).sum(),
+        trained=~masked,
+        log_ratio=log_ratio,
+        clipped_low=stats["clipped"] & ~upward & ~masked,
+        clipped_high=stats["clipped"] & upward & ~masked,
+        dual_clipped=stats["dual_clipped"] & ~masked,
+        kl=kl.detach(),
+        entropy=entropy.detach(),
+    )
+
+
+def _policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, constants: Constants, cfg: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    low, high = cfg.clip_ratio_low, cfg.clip_ratio_high
+    match cfg.policy_loss:
+        case "gspo":
+            segments = constants.segment_ids
+            return gspo_loss(logprobs, old_logprobs, advantages, segments, clip_ratio_low=low, clip_ratio_high=high)
+        case "cispo":
+            return cispo_loss(logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high)
+        case _:
+            return policy_loss(
+                logprobs,
+                old_logprobs,
+                advantages,
+                clip_ratio_low=low,
+                clip_ratio_high=high,
+                clip_ratio_c=cfg.clip_ratio_c,
+            )
