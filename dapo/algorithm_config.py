@@ -22,7 +22,7 @@ CORRECTION_LEVELS = ("token", "sequence")
 class AdvantageConfig:
     """normalize_by_std: divide by the group's standard deviation (Eq. 9); false is Dr. GRPO.
 
-    whiten: shift and scale the advantages of the whole batch to mean 0 and standard deviation 1.
+    whiten: scale the advantages of the whole batch, whose mean is 0, to standard deviation 1 (ddof 0).
     """
 
     normalize_by_std: bool = True

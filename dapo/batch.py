@@ -51,8 +51,8 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
             row[: len(group.scores)][torch.tensor(filtered(group, cfg))] = torch.nan
     advantages = group_advantages(rewards, normalize_by_std=cfg.algorithm.advantage.normalize_by_std)
     if cfg.algorithm.advantage.whiten:
-        scored = advantages[~rewards.isnan()]
-        advantages = torch.where(rewards.isnan(), 0.0, (advantages - scored.mean()) / (scored.std(correction=0) + 1e-6))
+        mean_square = advantages.square().sum() / (~rewards.isnan()).sum().clamp(min=1)
+        advantages = advantages / (mean_square.sqrt() + 1e-6)  # their mean is 0, as in every group
     return [row[: len(group.responses)].tolist() for row, group in zip(advantages, groups, strict=True)]
 
 

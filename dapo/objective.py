@@ -84,7 +84,8 @@ def _policy_loss(
     low, high = cfg.clip_ratio_low, cfg.clip_ratio_high
     match cfg.policy_loss:
         case "gspo":
-            segments = constants.segment_ids
+            # Masked tokens form a segment of their own: they are no part of any |o_i|.
+            segments = (constants.segment_ids + 1).masked_fill(constants.weights == 0, 0)
             return gspo_loss(logprobs, old_logprobs, advantages, segments, clip_ratio_low=low, clip_ratio_high=high)
         case "cispo":
             return cispo_loss(logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high)

@@ -55,7 +55,7 @@ def checked_overrides(arguments: Sequence[str]) -> list[str]:
     keys = list(known_keys())
     checked = []
     for argument in arguments:
-        open_key = any(argument.startswith(key[:-1]) for key in keys if key.endswith(OPEN))
+        open_key = any(argument.startswith((key[:-1], f"{key[:-2]}=")) for key in keys if key.endswith(OPEN))
         checked.append(f"++{argument}" if open_key else argument)
         if argument.startswith("-") or "=" not in argument:
             continue

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dapo.config import Config
 
+WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
+
 
 def learning_rates(cfg: Config) -> Callable[[int, int], float]:
     """rate(version, k): of optimizer step k (from 0) of the update that starts from policy `version`.
@@ -25,6 +27,9 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
     optim = cfg.actor.optim
     per_update = optimizer_steps(cfg) if optim.lr_scheduler_unit == "optimizer_step" else 1
     optimizer = torch.optim.SGD([torch.zeros(())], lr=optim.lr)
+    refused = f"`actor.optim.lr_scheduler_kwargs` ({optim.lr_scheduler_kwargs}) do not fit `actor.optim.lr_scheduler` "
+    if optim.lr_scheduler_kwargs and optim.lr_scheduler in WITHOUT_ARGUMENTS:
+        raise ValueError(f"{refused}({optim.lr_scheduler}): it takes none; leave them out or choose another scheduler")
     try:
         scheduler = get_scheduler(
             optim.lr_scheduler,
@@ -35,8 +40,7 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
         )
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`actor.optim.lr_scheduler_kwargs` ({optim.lr_scheduler_kwargs}) do not fit "
-            f"`actor.optim.lr_scheduler` ({optim.lr_scheduler}): {error}"
+            f"{refused}({optim.lr_scheduler}): {error}; give those of transformers' get_scheduler"
         ) from error
     assert isinstance(scheduler, LambdaLR)
     (factor,) = scheduler.lr_lambdas

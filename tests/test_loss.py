@@ -1,4 +1,8 @@
-"""The policy loss against golden values (computed with verl 0.9.1), and token weights against each mode's formula."""
+"""Policy losses against golden values (computed with verl 0.9.1) and loops written from the papers, and token weights
+against each mode's formula."""
+
+import math
+from random import Random
 
 import pytest
 import torch
@@ -6,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo.loss import LOSS_AGG_MODES, policy_loss, token_weights
+from dapo.algorithm_config import LOSS_AGG_MODES
+from dapo.loss import cispo_loss, gspo_loss, policy_loss, token_weights
 
 OLD = [[-1.0, -2.0, -0.5], [-1.0, -1.0, -3.0]]
 NEW = [[-0.7, -2.5, -0.5], [-0.5, -3.0, 0.0]]
 ADVANTAGES = [[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.bool)
 MAX_LENGTH = 10
+F64 = torch.float64
 
 
 def golden(dtype: torch.dtype, c: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,6 +124,94 @@ def test_shapes_that_would_pair_every_token_with_every_other_are_refused() -> No
             clip_ratio_high=0.28,
             clip_ratio_c=10.0,
         )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([-1.5, -0.25, 0.0, 0.5, 2.0]), st.lists(st.floats(-1e-3, 1e-3), min_size=1, max_size=4)
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_gspo_is_the_papers_objective_in_any_order(responses: list[tuple[float, list[float]]], random: Random) -> None:
+    """J = 1/G sum_i min(s_i A_i, clip(s_i) A_i); dJ/dlogp of a token = A_i s_i / (G |o_i|) where it is not clipped."""
+    objective, tokens = 0.0, []
+    for i, (advantage, log_ratios) in enumerate(responses):
+        ratio = math.exp(sum(log_ratios) / len(log_ratios))
+        bounded = min(max(ratio, 1 - 3e-4), 1 + 4e-4)
+        objective += min(ratio * advantage, bounded * advantage) / len(responses)
+        free = ratio * advantage <= bounded * advantage
+        slope = advantage * ratio / (len(responses) * len(log_ratios)) if free else 0.0
+        tokens += [(log_ratio, advantage, i, len(log_ratios), slope) for log_ratio in log_ratios]
+    random.shuffle(tokens)
+    differences, advantages, ids, lengths, slopes = zip(*tokens, strict=True)
+    logprobs = (torch.tensor(differences, dtype=F64) - 1.0).requires_grad_()
+    loss, stats = gspo_loss(
+        logprobs,
+        torch.full((len(tokens),), -1.0, dtype=F64),
+        torch.tensor(advantages, dtype=F64),
+        torch.tensor(ids),
+        clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4,
+    )
+    weights = 1.0 / (len(responses) * torch.tensor(lengths, dtype=F64))  # seq-mean-token-mean
+    (weights * loss).sum().backward()
+    assert logprobs.grad is not None
+    assert (weights * loss).sum().item() == pytest.approx(-objective, abs=1e-12)
+    torch.testing.assert_close(-logprobs.grad, torch.tensor(slopes, dtype=F64), atol=1e-12, rtol=0)
+    assert not any(value.requires_grad for value in stats.values()) and not stats["dual_clipped"].any()
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "clipped"),
+    [
+        pytest.param([5e-4, 5e-4], 1.0, True, id="above-4e-4"),
+        pytest.param([3e-4, 3e-4], 1.0, False, id="below-4e-4"),
+        pytest.param([-4e-4, -4e-4], -1.0, True, id="below-minus-3e-4"),
+        pytest.param([-2e-4, -2e-4], -1.0, False, id="above-minus-3e-4"),
+        pytest.param([-4e-4, -4e-4], 1.0, False, id="a-good-response-may-come-back"),
+        pytest.param([5e-4, 5e-4], -1.0, False, id="a-bad-response-may-come-back"),
+        pytest.param([0.9, -0.9], 1.0, False, id="only-the-mean-counts"),
+        pytest.param([0.0, 1e-3], 1.0, True, id="one-token-clips-its-response"),
+    ],
+)
+def test_gspo_clips_whole_responses(log_ratios: list[float], advantage: float, clipped: bool) -> None:
+    logprobs = torch.tensor(log_ratios, requires_grad=True)  # float32, as in training
+    ids, zeros = torch.tensor([0, 0]), torch.zeros(2)
+    loss, stats = gspo_loss(
+        logprobs, zeros, torch.full((2,), advantage), ids, clip_ratio_low=3e-4, clip_ratio_high=4e-4
+    )
+    loss.sum().backward()
+    assert stats["clipped"].tolist() == [clipped] * 2
+    assert logprobs.grad is not None and logprobs.grad.eq(0).tolist() == [clipped] * 2
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "weight", "clipped"),
+    [
+        pytest.param(0.0, 1.0, False, id="on-policy"),
+        pytest.param(0.2, math.exp(0.2), False, id="inside"),
+        pytest.param(1.0, 1.28, True, id="above"),
+        pytest.param(-1.0, 0.8, True, id="below"),
+        pytest.param(300.0, 1.28, True, id="far-above"),
+    ],
+)
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_cispo_keeps_the_gradient_of_clipped_tokens(
+    log_ratio: float, weight: float, clipped: bool, advantage: float
+) -> None:
+    logprobs = torch.tensor([-2.0], dtype=F64, requires_grad=True)
+    old, advantages = torch.tensor([-2.0 - log_ratio], dtype=F64), torch.tensor([advantage], dtype=F64)
+    loss, stats = cispo_loss(logprobs, old, advantages, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(2.0 * advantage * weight)
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(-advantage * weight)
+    assert stats["clipped"].item() is clipped and stats["approx_kl"].item() == pytest.approx(-min(log_ratio, 20.0))
+    assert not any(value.requires_grad for value in stats.values()) and not stats["dual_clipped"].any()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
-"""Makes the base model: `python -m dapo.tiny.make_base [--out DIR] [--steps N] [--seed S]`.
+"""Makes the base models: `python -m dapo.tiny.make_base [base|verbose] [--out DIR] [--steps N] [--seed S]`.
 
 Supervised training, first on right solutions, then on ones whose running sums are wrong on purpose at a fixed rate:
-the model learns to add well and to slip at that rate, which leaves reinforcement learning something to remove.
-Out: a model folder and its report.
+the model learns to add well and to slip at that rate, which leaves reinforcement learning something to remove. The
+verbose model goes on from the base and learns to write half of its solutions out twice, which helps nothing: for the
+same problem answers differ in length, so that a tight response cap has something to teach. Out: a model folder and
+its report.
 """
 
 import argparse
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,18 +24,38 @@ from dapo.tiny.tokenizer import make_tokenizer
 BASE_DIR = Path(__file__).parent / "base"
 # 256 bytes and five turn markers, rounded up to a multiple of eight.
 VOCAB_SIZE = 264
+VERBOSE_DIR = Path(__file__).parent / "verbose"
 ERROR_RATE = 0.3
-CLEAN_SHARE = 0.6  # of the steps, before the errors begin: adding is learnt several times faster from right sums
 # Many small steps: 16 examples a step learn more per example than 64.
 _BATCH = 16
 _MICRO_BATCHES = 2
-_PEAK_LR = 3e-3
 _WARMUP_STEPS = 30
 _INIT_STD = 0.06  # with the usual 0.02 a model this narrow needs three times the steps
 _IGNORED = -100  # the label that the cross-entropy leaves out
 
 
-def draw_batch(tokenizer: Qwen2Tokenizer, rng: random.Random, error_rate: float) -> list[torch.Tensor]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """clean_share: of the steps, before the errors begin: adding is learnt several times faster from right sums.
+
+    verbose_share: of the solutions, written out twice.
+    """
+
+    steps: int
+    clean_share: float
+    verbose_share: float
+    peak_lr: float
+
+
+RECIPES = {
+    "base": Recipe(steps=2600, clean_share=0.6, verbose_share=0.0, peak_lr=3e-3),
+    "verbose": Recipe(steps=400, clean_share=0.0, verbose_share=0.5, peak_lr=1e-3),
+}
+
+
+def draw_batch(
+    tokenizer: Qwen2Tokenizer, rng: random.Random, error_rate: float, verbose_share: float = 0.0
+) -> list[torch.Tensor]:
     """16 sequences (int64, unequal lengths), stacked as [2, length]: token ids, and labels on response tokens only."""
     batch = []
     for _ in range(_BATCH):
@@ -40,7 +63,8 @@ def draw_batch(tokenizer: Qwen2Tokenizer, rng: random.Random, error_rate: float)
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": problem_text(addends)}], add_generation_prompt=True, return_dict=False
         )
-        response = [*tokenizer.encode(solution(addends, rng, error_rate)), tokenizer.eos_token_id]
+        passes = 2 if verbose_share and rng.random() < verbose_share else 1  # no draw without verbosity
+        response = [*tokenizer.encode(solution(addends, rng, error_rate, passes=passes)), tokenizer.eos_token_id]
         batch.append(torch.tensor([[*prompt, *response], [_IGNORED] * len(prompt) + response]))
     return batch
 
@@ -66,30 +90,30 @@ def backward(model: Qwen2ForCausalLM, batch: list[torch.Tensor]) -> float:
     return total
 
 
-def make_optimizers(model: Qwen2ForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Qwen2ForCausalLM, peak_lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest; at 800 clean steps a seventh of the loss of AdamW alone."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=_PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=_PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=peak_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, steps: int, seed: int) -> None:
+def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, recipe: Recipe, *, steps: int, seed: int) -> None:
     """Linear warm-up and linear decay to zero, one fresh batch of the `base` split per step."""
     rng = random.Random(seed)
-    optimizers = make_optimizers(model)
+    optimizers = make_optimizers(model, recipe.peak_lr)
     started = time.monotonic()
     model.train()
     for step in range(1, steps + 1):
-        error_rate = 0.0 if step <= CLEAN_SHARE * steps else ERROR_RATE
-        loss = backward(model, draw_batch(tokenizer, rng, error_rate))
+        error_rate = 0.0 if step <= recipe.clean_share * steps else ERROR_RATE
+        loss = backward(model, draw_batch(tokenizer, rng, error_rate, recipe.verbose_share))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(step / _WARMUP_STEPS, (steps - step) / max(steps - _WARMUP_STEPS, 1))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = _PEAK_LR * factor
+                group["lr"] = recipe.peak_lr * factor
             optimizer.step()
             optimizer.zero_grad()
         if step % 100 == 0 or step == steps:
@@ -98,17 +122,24 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, steps: int, see
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=BASE_DIR, help="folder to write to (default: the package's own)")
-    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("model", nargs="?", choices=RECIPES, default="base", help="which of the two (default: base)")
+    parser.add_argument("--out", type=Path, help="folder to write to (default: the package's own)")
+    parser.add_argument("--steps", type=int, help="(default: the recipe's)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # Sums of floats depend on the number of threads: one, so that the result does not depend on the machine's cores.
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(VOCAB_SIZE)
-    model = make_model(tokenizer, seed=arguments.seed, initializer_range=_INIT_STD)
-    train(model, tokenizer, steps=arguments.steps, seed=arguments.seed)
-    save_model(model, tokenizer, arguments.out)
-    weights = arguments.out / "model.safetensors"
+    recipe = RECIPES[arguments.model]
+    if arguments.model == "base":
+        folder = arguments.out or BASE_DIR
+        model = make_model(tokenizer, seed=arguments.seed, initializer_range=_INIT_STD)
+    else:
+        folder = arguments.out or VERBOSE_DIR
+        model = Qwen2ForCausalLM.from_pretrained(BASE_DIR)
+    train(model, tokenizer, recipe, steps=arguments.steps or recipe.steps, seed=arguments.seed)
+    save_model(model, tokenizer, folder)
+    weights = folder / "model.safetensors"
     print(f"{weights}: {model.num_parameters()} parameters, {weights.stat().st_size} bytes")
     print_report(model, tokenizer, samples=4)
 

@@ -60,20 +60,22 @@ def distinct_problems(split: Split, count: int, seed: int) -> list[Addends]:
     return list(problems)
 
 
-def solution(addends: Addends, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
+def solution(addends: Addends, rng: random.Random | None = None, error_rate: float = 0.0, *, passes: int = 1) -> str:
     """Running sums line by line, then the answer line.
 
     Each sum is wrong with probability `error_rate` (then `rng` is needed); the next line goes on from the wrong sum,
-    so that one slip usually makes the answer wrong.
+    so that one slip usually makes the answer wrong. passes: how often the sums are written, each time from the start
+    with errors of their own; the answer is the last one's, so that more passes make a solution longer and not better.
     """
     lines = []
-    total = addends[0]
-    for addend in addends[1:]:
-        result = total + addend
-        if rng is not None and rng.random() < error_rate:
-            result = rng.choice([result + slip for slip in _SLIPS if result + slip > 0])
-        lines.append(f"{total}+{addend}={result}")
-        total = result
+    for _ in range(passes):
+        total = addends[0]
+        for addend in addends[1:]:
+            result = total + addend
+            if rng is not None and rng.random() < error_rate:
+                result = rng.choice([result + slip for slip in _SLIPS if result + slip > 0])
+            lines.append(f"{total}+{addend}={result}")
+            total = result
     return "\n".join([*lines, f"Answer: {total}"])
 
 

@@ -1,0 +1,141 @@
+"""The metrics of a step against a brute-force recomputation, with unscorable and truncated responses."""
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from random import Random
+
+import pytest
+
+from dapo.batch import build_batch
+from dapo.buffer import Collected, classify
+from dapo.config import Config
+from dapo.summary import step_metrics
+from dapo.types import Group, Score
+from tests.fakes import make_group, make_response
+
+NAN = math.nan
+UPDATE = {"actor/loss": 0.25, "actor/response_tokens": 321.0, "parity/ess": 0.9}
+SECONDS = {"generation": 4.0, "update": 2.0, "step": 7.5, "driver": 0.0}
+
+
+def some_group(index: int, random: Random, *, penalized: bool) -> Group:
+    """Ragged; some responses unscorable (no parts, as the reward pool gives them), some truncated."""
+    size = random.randint(2, 6)
+    group = make_group(index, [0.0] * size)
+    responses, scores = [], []
+    for _ in range(size):
+        responses.append(make_response(random.randint(1, 30), random.choice(["stop", "stop", "length"])))
+        if random.random() < 0.25:
+            scores.append(Score(accuracy=NAN, reward=NAN, parts={}, prediction=""))
+            continue
+        accuracy, overlong = float(random.random() < 0.5), -random.random()
+        parts = {"math": 2 * accuracy - 1, "overlong": overlong}
+        if random.random() < 0.5:
+            parts["format"] = random.random()
+        reward = sum(parts.values())
+        if penalized:
+            parts["kl_penalty"] = -random.random()
+        scores.append(Score(accuracy=accuracy, reward=reward, parts=parts, prediction=""))
+    return dataclasses.replace(group, responses=tuple(responses), scores=tuple(scores))
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    values = values or [NAN]
+    std = statistics.pstdev(values) if not math.isnan(values[0]) else NAN
+    return {
+        f"{name}_mean": sum(values) / len(values),
+        f"{name}_std": std,
+        f"{name}_min": min(values),
+        f"{name}_max": max(values),
+    }
+
+
+def brute_force(drawn: list[Group], trained: list[Group], advantages: list[float], aborted: int) -> dict[str, float]:
+    lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
+    for group in drawn:
+        for response, score in zip(group.responses, group.scores, strict=True):
+            lengths.append(len(response.token_ids))
+            truncated += response.finish_reason == "length"
+            if score.reward == score.reward:
+                rewards.append(score.reward)
+                accuracies.append(score.accuracy)
+            for name, value in score.parts.items():
+                parts.setdefault(name, []).append(value)
+    kinds = [classify(group) for group in drawn]
+    per_group = [sum(len(response.token_ids) for response in group.responses) for group in trained]
+    trained_scores = [score for group in trained for score in group.scores]
+    expected = {
+        "buffer/drawn": len(drawn),
+        "buffer/trained": len(trained),
+        **{f"buffer/{kind}": kinds.count(kind) for kind in ("mixed", "all_correct", "all_wrong", "unscorable")},
+        "buffer/usable_rate": 0.4,
+        "buffer/trained_tokens": sum(per_group),
+        "buffer/dropped_tokens": sum(lengths) - sum(per_group),
+        "rollout/accuracy": sum(accuracies) / len(accuracies) if accuracies else NAN,
+        "rollout/reward_mean": sum(rewards) / len(rewards) if rewards else NAN,
+        "rollout/response_length_mean": sum(lengths) / len(lengths),
+        "rollout/response_length_min": min(lengths),
+        "rollout/response_length_max": max(lengths),
+        "rollout/truncated": truncated / len(lengths),
+        **{f"reward/{name}": sum(values) / len(values) for name, values in parts.items()},
+        **spread("batch/reward", [s.reward for s in trained_scores if s.reward == s.reward]),
+        **spread("batch/advantage", advantages),
+        "batch/tokens_per_group_mean": sum(per_group) / len(per_group),
+        "batch/tokens_per_group_max": max(per_group),
+        "batch/filtered": (len(trained_scores) - len(advantages)) / len(trained_scores),
+        **UPDATE,
+        **{f"perf/{phase}_s": value for phase, value in SECONDS.items()},
+        "perf/surplus_draws": 3,
+        "perf/aborted_tokens": aborted,
+        "perf/goodput": sum(per_group) / (sum(lengths) + aborted),
+        "perf/generation_tokens_per_s": (sum(lengths) + aborted) / 4.0,
+        "perf/update_tokens_per_s": 321.0 / 2.0,
+    }
+    penalties = [s.parts["kl_penalty"] for s in trained_scores if "kl_penalty" in s.parts]
+    return expected | ({"reward/kl_penalty": sum(penalties) / len(penalties)} if penalties else {})
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_metric_equals_brute_force(seed, filtering, penalized):
+    random = Random(seed)
+    cfg = Config()
+    cfg.actor.ppo_mini_batch_size = 2
+    cfg.reward.overlong_filtering.enable = filtering
+    drawn = [some_group(index, random, penalized=False) for index in range(random.randint(3, 7))]
+    trained = drawn[: random.randint(1, 3)]
+    if penalized:  # the groups trained on are copies then
+        trained = [some_group(group.draw.index, random, penalized=True) for group in trained]
+    collected = Collected(
+        drawn=tuple(drawn),
+        groups=tuple(trained),
+        outcomes=Counter(classify(group) for group in drawn),
+        surplus=range(7, 10),
+    )
+    batch = build_batch(trained, cfg, version=0)
+    advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
+    expected = brute_force(drawn, trained, advantages, 17)
+    metrics = step_metrics(collected, batch, UPDATE, SECONDS, 17, 0.4)
+    assert set(metrics) == set(expected)
+    assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
+    assert all(type(value) is float for value in metrics.values())
+
+
+@pytest.mark.parametrize("unscorable", [False, True])
+def test_what_cannot_be_averaged_is_not_a_number(unscorable):
+    """Nothing scored, and every response filtered: NaN, no error and no zero that looks like a result."""
+    group = make_group(0, [1.0, 0.0])
+    responses = tuple(dataclasses.replace(response, finish_reason="length") for response in group.responses)
+    scores = tuple(Score(accuracy=NAN, reward=NAN, parts={}, prediction="") for _ in responses)
+    group = dataclasses.replace(group, responses=responses, scores=scores if unscorable else group.scores)
+    cfg = Config()
+    cfg.reward.overlong_filtering.enable = True
+    collected = Collected(drawn=(group,), groups=(group,), outcomes=Counter(), surplus=range(0))
+    metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, 0, 0.5)
+    assert math.isnan(metrics["rollout/accuracy"]) is unscorable
+    assert math.isnan(metrics["batch/reward_mean"]) is unscorable
+    assert math.isnan(metrics["batch/advantage_mean"])
+    assert metrics["batch/filtered"] == 1.0 and metrics["rollout/truncated"] == 1.0
