@@ -50,9 +50,10 @@ class RolloutCorrectionConfig:
 
     mode: `none`; `truncate` caps the weight at `upper` (truncated importance sampling); `mask` gives 0 to a weight
     outside [lower, upper]. use_rollout_logprobs: take the engine's log-probabilities for the old ones instead of
-    recomputing them; then there is nothing to correct, and mode must be none. max_mean_stale_logprob_diff: bound on the
-    mean of |log-probability of the actors - of the engines| over tokens of older policies, in nats; above it the run
-    stops. For tokens of the current policy, see `weight_sync.max_mean_logprob_diff`.
+    recomputing them; then there is nothing to correct, mode must be none, and of several mini-batches only the first is
+    compared with the engines before it trains. max_mean_stale_logprob_diff: bound on the mean of |log-probability of
+    the actors - of the engines| over tokens of older policies, in nats; above it the run stops. For tokens of the
+    current policy, see `weight_sync.max_mean_logprob_diff`.
     """
 
     mode: str = "none"

@@ -55,8 +55,8 @@ class Mismatch:
 
     @property
     def ess(self) -> float:
-        """Effective sample size as a share: (sum of ratios)^2 / (tokens x sum of squares), in (0, 1]."""
-        return self.ratio**2 / max(self.tokens * self.ratio_squared, 1e-300)
+        """Effective sample size as a share: (sum of ratios)^2 / (tokens x sum of squares); NaN without tokens."""
+        return math.nan if self.tokens == 0 else self.ratio**2 / max(self.tokens * self.ratio_squared, 1e-300)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -173,7 +173,6 @@ def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: i
         "actor/ratio_max": math.exp(max((t.max_log_ratio for t in steps), default=math.nan)),
         "actor/ref_kl": mean["kl"],
         "actor/entropy": mean["entropy"],
-        "actor/response_tokens": whole.tokens,
         "actor/optimizer_steps": float(len(steps)),
         "actor/skipped_steps": float(skipped),
         "actor/empty_steps": float(empty),

@@ -65,6 +65,7 @@ class Updater:
             check_parity(parity, self._cfg)
         reference = self._reference_of(batches) if self._cfg.algorithm.kl.loss_coeff else None
         steps: list[Totals] = []
+        response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
         empty = 0
         for step, k in enumerate(order):
             lr = self._set_learning_rate(version, step)
@@ -74,11 +75,13 @@ class Updater:
             if parity is None:
                 parity = totals
                 check_parity(parity, self._cfg)
+            response_tokens[k] = totals.all_mismatch.tokens
             if self._step(totals):
                 steps.append(totals)
             empty += totals.trained_tokens == 0
         assert parity is not None, "an update without mini-batches"
-        return metrics_of(steps, parity, lr=lr, skipped=len(order) - len(steps) - empty, empty=empty)
+        metrics = metrics_of(steps, parity, lr=lr, skipped=len(order) - len(steps) - empty, empty=empty)
+        return metrics | {"actor/response_tokens": sum(response_tokens.values())}
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
         """Of the reference policy, [micro-batches][sequences] of [R], on the CPU."""

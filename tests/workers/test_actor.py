@@ -5,7 +5,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,15 @@ from tests.workers.plain_reference import (
     make_config,
     make_model,
     make_sequences,
+    on_all,
     plain_logprobs,
     plain_loss,
     reference,
+    start_pool,
     train_batch,
 )
 from workers.actor import ActorPool, split_batch
-from workers.remote import RemoteError, wait
+from workers.remote import RemoteError
 
 pytestmark = pytest.mark.ray
 
@@ -79,19 +80,6 @@ def pools(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     yield get
     for one in started.values():
         one.pool.close()
-
-
-def start_pool(cfg: Config) -> ActorPool:
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    pool = ActorPool(cfg, "cpu", [options] * cfg.actor.num_workers)
-    asyncio.run(pool.start())
-    return pool
-
-
-def on_all(pool: ActorPool, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-    """function(worker, *args of the rank) on every rank."""
-    refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._workers, *args, strict=True)]
-    return asyncio.run(wait(refs, 60, "a test", "none"))
 
 
 @pytest.mark.parametrize(
