@@ -1,32 +1,43 @@
 """The oversampling buffer: which draws to generate, which groups to keep, when a step has enough (DESIGN section 4).
 
-In: the cursor of the stream and scored groups, in any order. Out: how many more draws to start, and, once the first
-`train_batch_size` usable groups in draw order are known, exactly these. Pure: it knows neither Ray nor clocks.
+    take ─▶ (engines) ─▶ generated ─▶ (verifier) ─▶ add ─▶ full? ─▶ close ─▶ a batch of usable groups
+      ▲                                                               │
+      └──────────────── draws that go back to the stream ◀────────────┘
+
+Pure: it knows neither Ray nor clocks, so the same code runs against real engines and against `dapo.simulate`. Every
+draw and token is accounted for by `dapo.ledger`; how many draws to start is `dapo.demand`'s.
 """
 
+import heapq
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dapo.demand import Demand, UsableRate
+from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, TO_RETRY, Ledger
 from dapo.types import Group
 
 MIXED = "mixed"
 ALL_CORRECT = "all_correct"
 ALL_WRONG = "all_wrong"
 UNSCORABLE = "unscorable"
+STALE = "stale"
+DRAW_ORDER = "draw_order"
+COMPLETION = "completion"
 
 
 class BudgetExhausted(RuntimeError):
     """One update drew its whole budget without a full batch."""
 
 
-def classify(group: Group) -> str:
+def classify(group: Group, min_scored: int = 2) -> str:
     """MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
 
-    Fewer than two scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
+    Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
     """
     accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
-    if len(accuracies) < 2:
+    if len(accuracies) < min_scored:
         return UNSCORABLE
     if min(accuracies) != max(accuracies):
         return MIXED
@@ -37,141 +48,224 @@ def classify(group: Group) -> str:
 class Collected:
     """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
-    drawn: every group up to the last one needed, in draw order. groups: those of them to train on. outcomes: draws per
-    outcome. surplus: draws beyond the last one needed, which go back to the stream.
+    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
+    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
+    those that still run, and tells `OversamplingBuffer.aborted` what they had generated.
     """
 
     drawn: tuple[Group, ...]
     groups: tuple[Group, ...]
     outcomes: Counter[str]
-    surplus: range
+    returned: tuple[int, ...]
 
 
 class OversamplingBuffer:
-    """Admission by draw order at staleness 0: a step trains on the first usable groups after the cursor, whatever
-    finished first, so that a run depends on its seed and not on timing."""
+    """Collects `train_batch_size` usable groups per update.
+
+    Admission in draw order: a step trains on the first usable groups after the cursor, whatever finished first, so
+    that training is not biased towards what is generated fast. `completion` takes what finishes first.
+
+    max_staleness 0: what a step does not use goes back to the stream, and a run depends on its seed alone. Above, draws
+    in flight and surplus groups live on: a draw that starts at policy version v is trained at the latest by the update
+    from version v + max_staleness, and none starts that is likely to miss it.
+    """
 
     def __init__(
-        self, *, train_batch_size: int, gen_batch_size: int, max_num_gen_batches: int, filter_groups: bool
+        self,
+        *,
+        train_batch_size: int,
+        max_in_flight: int,
+        max_draws: int = 0,
+        filter_groups: bool = True,
+        min_scored: int = 2,
+        admission: str = DRAW_ORDER,
+        max_staleness: int = 0,
     ) -> None:
-        """filter_groups false keeps every group that can be scored."""
+        """max_in_flight: draws. max_draws: bound for one update, 0 = none. filter_groups false keeps every group that
+        can be scored."""
         self._batch = train_batch_size
-        self._in_flight_bound = gen_batch_size
-        self._budget = max_num_gen_batches * gen_batch_size
+        self._max_in_flight = max_in_flight
+        self._max_draws = max_draws
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
-        self.cursor = 0  # the next draw that no step has consumed
+        self._min_scored = min_scored
+        self._in_order = admission == DRAW_ORDER
+        self._max_staleness = max_staleness
         self.rate = UsableRate(certain=not filter_groups)
-        self._next = 0
-        self._groups: dict[int, Group] = {}
+        self.ledger = Ledger()
+        self.version = 0
+        self._collecting = False
+        self._next = 0  # the first draw that was never started
+        self._retry: list[int] = []  # a heap of draws that the stream has to start again, before new ones
+        self._started: dict[int, int] = {}  # policy version at the start of each draw that is in flight or finished
+        self._groups: dict[int, Group] = {}  # finished, waiting for their turn
         self._outcomes: dict[int, str] = {}
+        self._in_reward: set[int] = set()
+        self._known = 0  # usable ones among the finished
+        self._frontier = 0  # in draw order: all draws before it are used up or finished
+        self._ready = 0  # usable ones before the frontier, or finished ones under `completion`
+        self._cursor = 0  # in draw order: all draws before it are used up
+        self._step_drawn = 0  # draws started for this update
+        self._step_outcomes: Counter[str] = Counter()
 
-    def open(self, cursor: int) -> None:
-        """Starts a step whose first draw is `cursor`."""
-        self.cursor = self._next = cursor
-        self._groups.clear()
-        self._outcomes.clear()
+    # -- what a run depends on, for checkpoints ------------------------------------------------------------------------
+
+    @property
+    def cursor(self) -> int:
+        """In draw order at staleness 0, where nothing else lives on: the next draw that no step has used up."""
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        assert not self._started, "the cursor of a buffer in use"
+        self._cursor = self._next = self._frontier = value
+        self._retry.clear()
+
+    # -- one update ----------------------------------------------------------------------------------------------------
+
+    def open(self, version: int) -> None:
+        """Starts to collect for the update from policy `version`, which the engines serve from now on."""
+        self.version = version
+        self._collecting = True
+        self._step_drawn = 0
+        self._step_outcomes.clear()
 
     @property
     def in_flight(self) -> int:
-        """Draws started and not yet known."""
-        return self._next - self.cursor - len(self._outcomes)
+        """Draws started and not finished."""
+        return len(self._started) - len(self._outcomes)
 
-    @property
-    def num_usable(self) -> int:
-        """Groups known to be usable, in order or not."""
-        return sum(outcome in self._usable for outcome in self._outcomes.values())
-
-    def take(self) -> range:
-        """Indices of the draws to start now; the caller starts them all.
+    def take(self, room: int | None = None) -> list[int]:
+        """Indices of the draws to start now; the caller starts them all. room: what else bounds their number.
 
         Raises:
             BudgetExhausted: nothing is in flight, the batch is not full, and the budget is drawn.
         """
-        missing = self._batch - self.num_usable
-        count = self.rate.draws_for(missing) - self.in_flight
-        count = min(count, self._in_flight_bound - self.in_flight)
-        if self._budget:
-            count = min(count, self.cursor + self._budget - self._next)
-            if count <= 0 and missing > 0 and self.in_flight == 0:
+        demand = Demand(known=self._known, open=self.in_flight)
+        count = self.rate.missing(self._batch, demand) if self._collecting else 0
+        if self._max_staleness:
+            batches = self._max_staleness + self._collecting
+            count = max(count, self.rate.allowed(batches * self._batch, demand))
+        count = min(count, self._max_in_flight - self.in_flight)
+        if room is not None:
+            count = min(count, room)
+        if self._max_draws:
+            count = min(count, self._max_draws - self._step_drawn)
+            if count <= 0 and self._collecting and not self.full and self.in_flight == 0:
                 raise BudgetExhausted(self._explain_budget())
-        first = self._next
-        self._next += max(count, 0)
-        return range(first, self._next)
+        return [self._start() for _ in range(count)]
+
+    def _start(self) -> int:
+        if self._retry:
+            index = heapq.heappop(self._retry)
+        else:
+            index = self._next
+            self._next += 1
+        self._started[index] = self.version
+        self._step_drawn += 1
+        self.ledger.start(index)
+        return index
+
+    def generated(self, index: int, tokens: int) -> None:
+        """All responses of a draw are there; the verdicts are not."""
+        if index in self._started:
+            self._in_reward.add(index)
+            self.ledger.generated(index, tokens)
 
     def add(self, group: Group) -> None:
-        """Takes the scored group of a draw that `take` gave out."""
-        self._groups[group.draw.index] = group
-        self._outcomes[group.draw.index] = classify(group)
+        """Takes the scored group of a draw that `take` gave out; one that went back to the stream is ignored."""
+        index = group.draw.index
+        if index not in self._started:
+            return
+        outcome = classify(group, self._min_scored)
+        usable = outcome in self._usable
+        self._in_reward.discard(index)
+        self._groups[index] = group
+        self._outcomes[index] = outcome
+        self._step_outcomes[outcome] += 1
+        self.rate.observe(usable)
+        self._known += usable
+        self.ledger.buffer(index)
+        if not self._in_order:
+            self._ready += usable
+        self._advance()
+
+    def _advance(self) -> None:
+        """Moves the frontier over what is finished, at most to the end of a batch."""
+        while self._in_order and self._ready < self._batch and self._frontier in self._outcomes:
+            self._ready += self._outcomes[self._frontier] in self._usable
+            self._frontier += 1
 
     @property
-    def last_needed(self) -> int | None:
-        """d*: the draw of the last group that the batch needs, once all draws up to it are known."""
-        usable = 0
-        for index in range(self.cursor, self._next):
-            outcome = self._outcomes.get(index)
-            if outcome is None:
-                return None
-            usable += outcome in self._usable
-            if usable == self._batch:
-                return index
-        return None
+    def full(self) -> bool:
+        """Whether the batch is known: in draw order, once every draw up to its last group is."""
+        return self._ready >= self._batch
 
     def close(self) -> Collected:
-        """Ends the step at d*: the cursor becomes d* + 1 and every later draw goes back to the stream."""
-        last = self.last_needed
-        assert last is not None, "close() before the batch is full"
-        used = range(self.cursor, last + 1)
-        groups = tuple(self._groups[i] for i in used if self._outcomes[i] in self._usable)
-        outcomes = Counter(self._outcomes[i] for i in used)
-        self.rate.observe(usable=len(groups), draws=len(used))
-        self.cursor = last + 1
-        drawn = tuple(self._groups[index] for index in used)
-        return Collected(drawn=drawn, groups=groups, outcomes=outcomes, surplus=range(last + 1, self._next))
+        """Ends the step: the batch leaves the buffer, and with it what was dropped up to its last group."""
+        assert self._collecting and self.full, "close() before the batch is full"
+        self._collecting = False
+        used = self._used_up()
+        groups = tuple(self._groups[index] for index in used if self._outcomes[index] in self._usable)
+        collected = Collected(
+            drawn=tuple(self._groups[index] for index in used),
+            groups=groups,
+            outcomes=Counter(self._outcomes[index] for index in used),
+            returned=self._late(used),
+        )
+        for index in used:
+            if self._outcomes[index] in self._usable:
+                self.ledger.train(index)
+            else:
+                self.ledger.drop(index, self._outcomes[index])
+        for index in collected.returned:
+            self.ledger.retry(index)
+            heapq.heappush(self._retry, index)
+        self._forget((*used, *collected.returned))
+        self._known = self._ready = sum(outcome in self._usable for outcome in self._outcomes.values())
+        if self._in_order:
+            self._cursor = self._frontier
+            self._ready = 0
+            self._advance()
+        self.rate.end_step(usable=len(groups), draws=len(used))
+        self.ledger.check(self._held())
+        return collected
 
-    def _explain_budget(self) -> str:
-        drawn = len(self._outcomes)
-        counts = Counter(self._outcomes.values())
-        shares = ", ".join(f"{name} {counts[name] / drawn:.0%}" for name in (ALL_CORRECT, ALL_WRONG, UNSCORABLE))
-        return (
-            f"{drawn} draws gave {self.num_usable} of the {self._batch} mixed groups that an update needs ({shares}); "
-            "all correct: take harder prompts; all wrong: easier prompts, a stronger model, or look at the reward "
-            "function; or raise `filter_groups.max_num_gen_batches`, or lower `data.train_batch_size`"
+    def _used_up(self) -> list[int]:
+        """Finished draws that this step uses up, in draw order."""
+        if self._in_order:
+            return [index for index in range(self._cursor, self._frontier)]
+        usable = [index for index, outcome in self._outcomes.items() if outcome in self._usable][: self._batch]
+        dropped = [index for index, outcome in self._outcomes.items() if outcome not in self._usable]
+        return sorted(usable + dropped)
+
+    def _late(self, used: list[int]) -> tuple[int, ...]:
+        """Draws that the next update may not train on: they started at too old a version. At staleness 0, all."""
+        oldest = self.version + 1 - self._max_staleness
+        gone = set(used)
+        return tuple(
+            sorted(index for index, version in self._started.items() if version < oldest and index not in gone)
         )
 
+    def _forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            del self._started[index]
+            self._groups.pop(index, None)
+            self._outcomes.pop(index, None)
+            self._in_reward.discard(index)
 
-class UsableRate:
-    """Running estimate of the share of draws that give a usable group, over about the last `MEMORY` steps."""
+    def _held(self) -> dict[str, int]:
+        return {
+            IN_GENERATION: self.in_flight - len(self._in_reward),
+            IN_REWARD: len(self._in_reward),
+            BUFFERED: len(self._outcomes),
+            TO_RETRY: len(self._retry),
+        }
 
-    MEMORY = 4.0
-    QUANTILE_Z = 0.84  # about 80 %: the refill of an unlucky step costs less than always generating for it
-
-    def __init__(self, *, certain: bool) -> None:
-        self._usable, self._draws = (1.0, 1.0) if certain else (1.0, 2.0)
-
-    @property
-    def value(self) -> float:
-        """The estimate, in (0, 1]."""
-        return self._usable / self._draws
-
-    def observe(self, *, usable: int, draws: int) -> None:
-        """Adds the outcome of one step."""
-        keep = 1.0 - 1.0 / self.MEMORY
-        self._usable = keep * self._usable + usable
-        self._draws = keep * self._draws + draws
-
-    def draws_for(self, groups: int) -> int:
-        """Upper quantile of the draws that it takes to see `groups` more usable ones (negative binomial)."""
-        if groups <= 0:
-            return 0
-        rate = self.value
-        mean = groups / rate
-        deviation = math.sqrt(groups * (1.0 - rate)) / rate
-        return math.ceil(mean + self.QUANTILE_Z * deviation - 1e-9)
-
-    def state(self) -> list[float]:
-        """For the checkpoint."""
-        return [self._usable, self._draws]
-
-    def restore(self, state: list[float]) -> None:
-        """From the checkpoint."""
-        self._usable, self._draws = state
+    def _explain_budget(self) -> str:
+        counts, drawn = self._step_outcomes, max(1, self._step_outcomes.total())
+        shares = ", ".join(f"{name} {counts[name] / drawn:.0%}" for name in (ALL_CORRECT, ALL_WRONG, UNSCORABLE))
+        return (
+            f"{self._step_drawn} draws gave {self._known} of the {self._batch} mixed groups that an update needs "
+            f"({shares}); all correct: take harder prompts; all wrong: easier prompts, a stronger model, or look at the "
+            "reward function; or raise `filter_groups.max_num_gen_batches`, or lower `data.train_batch_size`"
+        )

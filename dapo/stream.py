@@ -98,33 +98,40 @@ class GroupStream:
         Raises:
             BudgetExhausted: see `OversamplingBuffer.take`.
         """
-        self.buffer.open(self.buffer.cursor)
-        running: dict[asyncio.Task[Group], str] = {}
+        self.buffer.open(version)
+        running: dict[asyncio.Task[Group], int] = {}
         try:
-            while self.buffer.last_needed is None:
+            while not self.buffer.full:
                 for index in self.buffer.take():
-                    key = f"v{version}-d{index}"
-                    running[asyncio.create_task(self._group(index, key, version))] = key
+                    running[asyncio.create_task(self._group(index, version))] = index
                 finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
-                    del running[task]
                     self.buffer.add(task.result())
+                    del running[task]
             collected = self.buffer.close()
-            await self._abort(running)
+            await self._abort(running, version)
             return collected
         finally:
             for task in running:
                 task.cancel()
 
-    async def _group(self, index: int, key: str, version: int) -> Group:
+    async def _group(self, index: int, version: int) -> Group:
         sampling = self._settings.at(self._seed, index, version)
-        return await scored_group(self._order.draw(index), key, sampling, self._rollouts, self._rewards, self._clock)
+        draw, key = self._order.draw(index), _key(index, version)
+        responses = await generated(draw, key, sampling, self._rollouts, self._clock)
+        self.buffer.generated(index, sum(len(response.token_ids) for response in responses))
+        return await scored(draw, responses, self._rewards, self._clock)
 
-    async def _abort(self, running: dict[asyncio.Task[Group], str]) -> None:
-        """Ends the surplus draws and counts what they had generated."""
+    async def _abort(self, running: dict[asyncio.Task[Group], int], version: int) -> None:
+        """Ends the draws that go back to the stream and counts what they had generated."""
         self.aborted_tokens = 0
         if running:
-            await self._rollouts.abort(list(running.values()))
+            await self._rollouts.abort([_key(index, version) for index in running.values()])
             groups = await asyncio.gather(*running)
             self.aborted_tokens = sum(group.num_tokens for group in groups)
             running.clear()
+
+
+def _key(index: int, version: int) -> str:
+    """Names a group's requests to the engines."""
+    return f"v{version}-d{index}"

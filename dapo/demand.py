@@ -1,0 +1,97 @@
+"""How many draws a step still needs: verdicts of finished draws in, a number of draws to start out (DESIGN section 4).
+
+A running estimate of the share of draws that give a usable group, and quantiles of the sum of Bernoulli draws made of
+it. Pure arithmetic: the same code plans for real engines and for simulated ones.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What is known of the window of draws that serves the next updates.
+
+    known: usable groups. open: draws in flight, whose outcome is not known.
+    """
+
+    known: int
+    open: int
+
+
+class UsableRate:
+    """Running estimate of the share of draws that give a usable group.
+
+    It holds about the last two steps, so that it follows a rate that drifts with the policy, and learns within a step
+    from every draw that finishes. What finishes within a step depends on timing; what a step used up does not, and
+    replaces it when the step ends.
+    """
+
+    KEEP = 0.5  # weight of the steps before, at each new step
+    LATE_Z = 1.0  # a refill that comes late costs most of a response's time, a draw too many a thousandth of a step
+    AHEAD_Z = 2.0  # a draw too many ahead of time may be stale when its turn comes
+
+    def __init__(self, *, certain: bool) -> None:
+        """certain: every draw is usable (no filter)."""
+        self._certain = certain
+        self._usable, self._draws = self._past = (1.0, 1.0) if certain else (0.5, 1.0)
+
+    @property
+    def value(self) -> float:
+        """The estimate, in (0, 1]."""
+        return self._usable / self._draws
+
+    def observe(self, usable: bool) -> None:
+        """Adds the outcome of a draw within a step."""
+        self._usable += usable
+        self._draws += 1.0
+
+    def end_step(self, *, usable: int, draws: int) -> None:
+        """Replaces what was observed within the step by what it used up; older outcomes fade."""
+        before_usable, before_draws = self._past
+        self._past = (self.KEEP * (before_usable + usable), self.KEEP * (before_draws + draws))
+        self._usable, self._draws = self._past
+
+    def missing(self, wanted: int, demand: Demand) -> int:
+        """Draws to start now so that `wanted` usable groups come out of the window with a probability of about 84 %.
+
+        With u usable ones among `open` + D draws of rate p, u is at least E[u] - z sd(u), and sd holds the uncertainty
+        of p itself, which matters in the very first step.
+        """
+        p = self.value
+        if self._certain:
+            return max(0, wanted - demand.known - demand.open)
+        need = wanted - demand.known - demand.open * p
+        variance = self.LATE_Z**2 * p * (1.0 - p)  # of one draw
+        doubt = variance / self._draws  # of the rate: grows with the square of the draws
+        slope = max(p * p - doubt, 0.05 * p * p)
+        # (D p - need)^2 >= variance (open + D) + doubt D^2
+        constant = need * need - variance * demand.open
+        if need <= 0 and constant >= 0:
+            return 0
+        half = need * p + variance / 2
+        root = math.sqrt(max(half * half - slope * constant, 0.0))
+        return max(0, math.ceil((half + root) / slope - 1e-9))
+
+    def allowed(self, limit: int, demand: Demand) -> int:
+        """Draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the window."""
+        p = self.value
+        room = limit - demand.known - demand.open * p
+        if room <= 0:
+            return 0
+        if self._certain or p >= 1.0:
+            return int(room)
+        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of the open ones / (1 - p)
+        spread = 1.0 / (1.0 - p)
+        own = demand.open * p * (1.0 - p)
+        y = (-self.AHEAD_Z + math.sqrt(self.AHEAD_Z**2 + 4 * spread * (room + own * spread))) / (2 * spread)
+        return max(0, int((y * y - own) / (p * (1.0 - p))))
+
+    def state(self) -> list[float]:
+        """For the checkpoint."""
+        return list(self._past)
+
+    def restore(self, state: list[float]) -> None:
+        """From the checkpoint."""
+        usable, draws = state
+        self._usable, self._draws = self._past = (usable, draws)

@@ -1,0 +1,101 @@
+"""The ledger of draws and tokens: where every draw is, and what became of every generated token (DESIGN section 4).
+
+In: transitions, told by the buffer. Out: counts, goodput, waste by reason. The identities
+
+    drawn     = trained + dropped + buffered + in_reward + in_generation + to_retry   (draws)
+    generated = trained + dropped + buffered + in_reward + aborted                    (tokens)
+
+hold after every transition; `check` recounts them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+IN_GENERATION = "in_generation"
+IN_REWARD = "in_reward"
+BUFFERED = "buffered"
+TO_RETRY = "to_retry"
+TRAINED = "trained"
+DROPPED = ("all_correct", "all_wrong", "unscorable", "stale", "budget")
+LIVE = (IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY)
+NEXT = {  # the transitions that exist
+    IN_GENERATION: {IN_REWARD, TO_RETRY, *DROPPED},
+    IN_REWARD: {BUFFERED, TO_RETRY, *DROPPED},
+    BUFFERED: {TRAINED, TO_RETRY, *DROPPED},
+    TO_RETRY: {IN_GENERATION},
+}
+
+
+class Ledger:
+    """Counts draws by state and tokens by fate. Draws that ended are only counted: a run has millions of them."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.draws: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()  # by state or fate, with "generated" and "aborted"
+        self._live: dict[int, tuple[str, int]] = {}  # state and tokens of each draw that did not end
+
+    def start(self, index: int) -> None:
+        """A draw goes to the engines, for the first time or again."""
+        if index in self._live:
+            self._move(index, IN_GENERATION)
+        else:
+            self.drawn += 1
+            self._enter(index, IN_GENERATION, 0)
+
+    def generated(self, index: int, tokens: int) -> None:
+        """All responses of a draw are there; their scores are not."""
+        self.tokens["generated"] += tokens
+        self._move(index, IN_REWARD, tokens)
+
+    def buffer(self, index: int) -> None:
+        """A usable group."""
+        self._move(index, BUFFERED)
+
+    def train(self, index: int) -> None:
+        """The group is part of a batch."""
+        self._move(index, TRAINED)
+
+    def drop(self, index: int, reason: str) -> None:
+        """The group will not be trained on; reason: one of `DROPPED`."""
+        self._move(index, reason)
+
+    def retry(self, index: int, partial_tokens: int = 0) -> None:
+        """The draw goes back to the stream. What it had generated is lost: its group's tokens, or `partial_tokens`."""
+        _, tokens = self._live[index]
+        self.tokens["generated"] += partial_tokens
+        self.tokens["aborted"] += tokens + partial_tokens
+        self._move(index, TO_RETRY, -tokens)
+
+    @property
+    def goodput(self) -> float:
+        """Trained tokens over generated ones; 1 before the first."""
+        return self.tokens[TRAINED] / self.tokens["generated"] if self.tokens["generated"] else 1.0
+
+    def check(self, held: Mapping[str, int]) -> None:
+        """Recounts both identities, and compares with what the buffer holds by state.
+
+        Raises AssertionError: a defect of ours; the message has all counts.
+        """
+        states = Counter(state for state, _ in self._live.values())
+        counts = f"drawn {self.drawn}, draws {dict(self.draws)}, tokens {dict(self.tokens)}, held {dict(held)}"
+        assert self.drawn == sum(self.draws.values()), counts
+        assert all(states[state] == self.draws[state] for state in LIVE), counts
+        assert all(states[state] == held.get(state, 0) for state in LIVE), counts
+        fates = self.tokens.total() - self.tokens["generated"]
+        assert self.tokens["generated"] == fates, counts
+
+    def _enter(self, index: int, state: str, tokens: int) -> None:
+        self.draws[state] += 1
+        if tokens:
+            self.tokens[state] += tokens
+        if state in LIVE:
+            self._live[index] = (state, tokens)
+
+    def _move(self, index: int, state: str, more_tokens: int = 0) -> None:
+        before, tokens = self._live.pop(index)
+        assert state in NEXT[before], f"draw {index}: {before} -> {state}"
+        self.draws[before] -= 1
+        if tokens:
+            self.tokens[before] -= tokens
+        self._enter(index, state, tokens + more_tokens)
