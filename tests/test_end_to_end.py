@@ -31,11 +31,19 @@ def val_file(tmp_path_factory) -> str:
     return str(path)
 
 
+# Two epochs of two shuffled mini-batches, a schedule per optimizer step, a reference policy: what could make a resumed
+# run another one than the whole run.
+OBJECTIVE = (
+    *("actor.ppo_epochs=2", "actor.optim.lr_scheduler=inverse_sqrt", "actor.optim.lr_scheduler_unit=optimizer_step"),
+    *("algorithm.kl.reward_coeff=0.01", "algorithm.entropy_coeff=0.001", "algorithm.rollout_correction.mode=truncate"),
+)
+
+
 def command(output_dir: Path, val_file: str, *overrides: str) -> list[str]:
     return [
         *(sys.executable, "-u", "-m", "dapo.main_ppo", "+experiment=dapo_tiny", f"trainer.output_dir={output_dir}"),
         *("data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "rollout.n=4", "eval.n=1", "eval.every=2"),
-        *("actor.max_tokens_per_gpu=256", "checkpoint.every=2", f"data.val_files=[{val_file}]", *overrides),
+        *("actor.max_tokens_per_gpu=256", "checkpoint.every=2", f"data.val_files=[{val_file}]", *OBJECTIVE, *overrides),
     ]
 
 
@@ -73,6 +81,10 @@ def test_three_steps_report_evaluate_and_save(whole_run):
         assert line["buffer/mixed"] == 4
         assert line["parity/max_abs_logprob_diff"] <= 1e-4
         assert line["actor/grad_norm"] > 0
+        assert line["actor/optimizer_steps"] == 4
+    penalties = [line["reward/kl_penalty"] for line in steps]
+    assert abs(penalties[0]) <= 1e-6, "the policy is still the reference"
+    assert max(penalties[1:]) < penalties[0]
     assert checkpoint(output_dir).name == "step_000003"
     assert list((output_dir / "tensorboard").iterdir())
 
