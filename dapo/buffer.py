@@ -8,21 +8,19 @@ Pure: it knows neither Ray nor clocks, so the same code runs against real engine
 draw and token is accounted for by `dapo.ledger`; how many draws to start is `dapo.demand`'s.
 """
 
+import copy
 import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dapo.buffer_state import BufferState, folded
 from dapo.demand import Demand, UsableRate
 from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, TO_RETRY, Ledger
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Group
 
-MIXED = "mixed"
-ALL_CORRECT = "all_correct"
-ALL_WRONG = "all_wrong"
-UNSCORABLE = "unscorable"
-STALE = "stale"
 DRAW_ORDER = "draw_order"
 COMPLETION = "completion"
 
@@ -31,32 +29,21 @@ class BudgetExhausted(RuntimeError):
     """One update drew its whole budget without a full batch."""
 
 
-def classify(group: Group, min_scored: int = 2) -> str:
-    """MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
-
-    Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
-    """
-    accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
-    if len(accuracies) < min_scored:
-        return UNSCORABLE
-    if min(accuracies) != max(accuracies):
-        return MIXED
-    return ALL_CORRECT if accuracies[0] > 0.5 else ALL_WRONG
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
     """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
     outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
-    those that still run, and tells `OversamplingBuffer.aborted` what they had generated.
+    those that still run. unfinished: those of them whose responses were not all there; the caller tells
+    `Ledger.aborted` what they had generated.
     """
 
     drawn: tuple[Group, ...]
     groups: tuple[Group, ...]
     outcomes: Counter[str]
     returned: tuple[int, ...]
+    unfinished: frozenset[int]
 
 
 class OversamplingBuffer:
@@ -79,22 +66,26 @@ class OversamplingBuffer:
         filter_groups: bool = True,
         min_scored: int = 2,
         admission: str = DRAW_ORDER,
+        on_budget: str = "fail",
         max_staleness: int = 0,
     ) -> None:
-        """max_in_flight: draws. max_draws: bound for one update, 0 = none. filter_groups false keeps every group that
-        can be scored."""
+        """max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or `train_partial` with
+        what there is. filter_groups false keeps every group that can be scored."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
         self._max_draws = max_draws
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
         self._min_scored = min_scored
         self._in_order = admission == DRAW_ORDER
+        self._train_partial = on_budget == "train_partial"
         self._max_staleness = max_staleness
         self.rate = UsableRate(certain=not filter_groups)
         self.ledger = Ledger()
         self.version = 0
-        self._collecting = False
-        self._next = 0  # the first draw that was never started
+        self.collecting = False
+        self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
+        self._next = 0  # no draw from here on is in flight, finished or used up
+        self._reached = 0  # no draw from here on was ever started
         self._retry: list[int] = []  # a heap of draws that the stream has to start again, before new ones
         self._started: dict[int, int] = {}  # policy version at the start of each draw that is in flight or finished
         self._groups: dict[int, Group] = {}  # finished, waiting for their turn
@@ -103,29 +94,15 @@ class OversamplingBuffer:
         self._known = 0  # usable ones among the finished
         self._frontier = 0  # in draw order: all draws before it are used up or finished
         self._ready = 0  # usable ones before the frontier, or finished ones under `completion`
-        self._cursor = 0  # in draw order: all draws before it are used up
+        self.cursor = 0  # in draw order: all draws before it are used up
         self._step_drawn = 0  # draws started for this update
         self._step_outcomes: Counter[str] = Counter()
-
-    # -- what a run depends on, for checkpoints ------------------------------------------------------------------------
-
-    @property
-    def cursor(self) -> int:
-        """In draw order at staleness 0, where nothing else lives on: the next draw that no step has used up."""
-        return self._cursor
-
-    @cursor.setter
-    def cursor(self, value: int) -> None:
-        assert not self._started, "the cursor of a buffer in use"
-        self._cursor = self._next = self._frontier = value
-        self._retry.clear()
-
-    # -- one update ----------------------------------------------------------------------------------------------------
 
     def open(self, version: int) -> None:
         """Starts to collect for the update from policy `version`, which the engines serve from now on."""
         self.version = version
-        self._collecting = True
+        self.collecting = True
+        self._wanted = self._batch
         self._step_drawn = 0
         self._step_outcomes.clear()
 
@@ -141,17 +118,20 @@ class OversamplingBuffer:
             BudgetExhausted: nothing is in flight, the batch is not full, and the budget is drawn.
         """
         demand = Demand(known=self._known, open=self.in_flight)
-        count = self.rate.missing(self._batch, demand) if self._collecting else 0
+        count = self.rate.missing(self._batch, demand) if self.collecting else 0
         if self._max_staleness:
-            batches = self._max_staleness + self._collecting
+            batches = self._max_staleness + self.collecting
             count = max(count, self.rate.allowed(batches * self._batch, demand))
         count = min(count, self._max_in_flight - self.in_flight)
         if room is not None:
             count = min(count, room)
         if self._max_draws:
             count = min(count, self._max_draws - self._step_drawn)
-            if count <= 0 and self._collecting and not self.full and self.in_flight == 0:
-                raise BudgetExhausted(self._explain_budget())
+            if count <= 0 and self.collecting and not self.full and self.in_flight == 0:
+                if not self._train_partial or self._known == 0:
+                    raise BudgetExhausted(self._explain_budget())
+                self._wanted = self._known
+                self._advance()
         return [self._start() for _ in range(count)]
 
     def _start(self) -> int:
@@ -160,6 +140,7 @@ class OversamplingBuffer:
         else:
             index = self._next
             self._next += 1
+            self._reached = max(self._reached, self._next)
         self._started[index] = self.version
         self._step_drawn += 1
         self.ledger.start(index)
@@ -176,41 +157,46 @@ class OversamplingBuffer:
         index = group.draw.index
         if index not in self._started:
             return
-        outcome = classify(group, self._min_scored)
-        usable = outcome in self._usable
         self._in_reward.discard(index)
-        self._groups[index] = group
-        self._outcomes[index] = outcome
-        self._step_outcomes[outcome] += 1
-        self.rate.observe(usable)
-        self._known += usable
         self.ledger.buffer(index)
-        if not self._in_order:
-            self._ready += usable
+        outcome = self._keep(group)
+        self._step_outcomes[outcome] += 1
+        self.rate.observe(outcome in self._usable)
         self._advance()
+
+    def _keep(self, group: Group) -> str:
+        outcome = classify(group, self._min_scored)
+        self._groups[group.draw.index] = group
+        self._outcomes[group.draw.index] = outcome
+        self._known += outcome in self._usable
+        if not self._in_order:
+            self._ready = self._known
+        return outcome
 
     def _advance(self) -> None:
         """Moves the frontier over what is finished, at most to the end of a batch."""
-        while self._in_order and self._ready < self._batch and self._frontier in self._outcomes:
+        while self._in_order and self._ready < self._wanted and self._frontier in self._outcomes:
             self._ready += self._outcomes[self._frontier] in self._usable
             self._frontier += 1
 
     @property
     def full(self) -> bool:
         """Whether the batch is known: in draw order, once every draw up to its last group is."""
-        return self._ready >= self._batch
+        return self._ready >= self._wanted
 
     def close(self) -> Collected:
         """Ends the step: the batch leaves the buffer, and with it what was dropped up to its last group."""
-        assert self._collecting and self.full, "close() before the batch is full"
-        self._collecting = False
+        assert self.collecting and self.full, "close() before the batch is full"
+        self.collecting = False
         used = self._used_up()
         groups = tuple(self._groups[index] for index in used if self._outcomes[index] in self._usable)
+        returned = self._late(used)
         collected = Collected(
             drawn=tuple(self._groups[index] for index in used),
             groups=groups,
             outcomes=Counter(self._outcomes[index] for index in used),
-            returned=self._late(used),
+            returned=returned,
+            unfinished=frozenset(i for i in returned if i not in self._outcomes and i not in self._in_reward),
         )
         for index in used:
             if self._outcomes[index] in self._usable:
@@ -219,11 +205,11 @@ class OversamplingBuffer:
                 self.ledger.drop(index, self._outcomes[index])
         for index in collected.returned:
             self.ledger.retry(index)
-            heapq.heappush(self._retry, index)
         self._forget((*used, *collected.returned))
+        self._retry, self._next = folded([*self._retry, *collected.returned], self._next)
         self._known = self._ready = sum(outcome in self._usable for outcome in self._outcomes.values())
         if self._in_order:
-            self._cursor = self._frontier
+            self.cursor = self._frontier
             self._ready = 0
             self._advance()
         self.rate.end_step(usable=len(groups), draws=len(used))
@@ -233,8 +219,8 @@ class OversamplingBuffer:
     def _used_up(self) -> list[int]:
         """Finished draws that this step uses up, in draw order."""
         if self._in_order:
-            return [index for index in range(self._cursor, self._frontier)]
-        usable = [index for index, outcome in self._outcomes.items() if outcome in self._usable][: self._batch]
+            return [index for index in range(self.cursor, self._frontier)]
+        usable = [index for index, outcome in self._outcomes.items() if outcome in self._usable][: self._wanted]
         dropped = [index for index, outcome in self._outcomes.items() if outcome not in self._usable]
         return sorted(usable + dropped)
 
@@ -245,6 +231,42 @@ class OversamplingBuffer:
         return tuple(
             sorted(index for index, version in self._started.items() if version < oldest and index not in gone)
         )
+
+    def held(self) -> list[tuple[Group, int]]:
+        """Finished groups that wait for their turn, each with the policy version at its start, in draw order."""
+        return [(self._groups[index], self._started[index]) for index in sorted(self._groups)]
+
+    def state(self) -> BufferState:
+        """For the checkpoint. Draws in flight are as if they had gone back to the stream."""
+        running = [index for index in self._started if index not in self._outcomes]
+        retry, following = folded([*self._retry, *running], self._next)
+        ledger = copy.deepcopy(self.ledger)
+        for index in running:
+            ledger.retry(index)
+        return BufferState(
+            reached=self._reached, next=following, retry=retry, rate=self.rate.state(), ledger=ledger.state()
+        )
+
+    def restore(self, state: BufferState, held: Iterable[tuple[Group, int]], *, version: int) -> None:
+        """From a checkpoint of policy `version`, into an unused buffer; groups that are too old are drawn again."""
+        self.rate.restore(state.rate)
+        groups = {group.draw.index: (group, started) for group, started in held}
+        to_retry = [*state.retry, *range(state.next, state.reached)]
+        self.ledger.restore(
+            state.ledger, to_retry=to_retry, buffered={i: group.num_tokens for i, (group, _) in groups.items()}
+        )
+        late = [index for index, (_, started) in groups.items() if started < version - self._max_staleness]
+        for index in late:
+            self.ledger.retry(index)
+            del groups[index]
+        self._reached = state.reached
+        self._retry, self._next = folded([*state.retry, *late], state.next)
+        for index, (group, started) in groups.items():
+            self._started[index] = started
+            self._keep(group)
+        self.cursor = self._frontier = min([self._next, *self._retry, *groups])
+        self._advance()
+        self.ledger.check(self._held())
 
     def _forget(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -258,7 +280,7 @@ class OversamplingBuffer:
             IN_GENERATION: self.in_flight - len(self._in_reward),
             IN_REWARD: len(self._in_reward),
             BUFFERED: len(self._outcomes),
-            TO_RETRY: len(self._retry),
+            TO_RETRY: len(self._retry) + self._reached - self._next,
         }
 
     def _explain_budget(self) -> str:
@@ -266,6 +288,6 @@ class OversamplingBuffer:
         shares = ", ".join(f"{name} {counts[name] / drawn:.0%}" for name in (ALL_CORRECT, ALL_WRONG, UNSCORABLE))
         return (
             f"{self._step_drawn} draws gave {self._known} of the {self._batch} mixed groups that an update needs "
-            f"({shares}); all correct: take harder prompts; all wrong: easier prompts, a stronger model, or look at the "
-            "reward function; or raise `filter_groups.max_num_gen_batches`, or lower `data.train_batch_size`"
+            f"({shares}); all correct: take harder prompts; all wrong: easier prompts, a stronger model, or look at "
+            "the reward function; or raise `filter_groups.max_num_gen_batches`, or lower `data.train_batch_size`"
         )

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo.buffer_state import BufferState
 from dapo.durable import sync_directory, write_text
 
 log = logging.getLogger(__name__)
@@ -39,12 +40,11 @@ class BrokenCheckpoint(Exception):
 class DriverState:
     """The driver's part of a checkpoint. Made by the trainer at the end of a step, consumed by it on resuming.
 
-    version: completed updates. cursor: the next draw of the stream. rate: `dapo.buffer.UsableRate.state()`.
+    version: completed updates. buffer: `dapo.buffer.OversamplingBuffer.state()`.
     """
 
     version: int
-    cursor: int
-    rate: list[float]
+    buffer: BufferState
 
     def write(self, directory: Path) -> None:
         """Into `driver.json`."""
@@ -56,14 +56,9 @@ class DriverState:
         path = directory / DRIVER_STATE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            state = cls(**values)
-            whole = type(state.version) is int and type(state.cursor) is int
-            rate_ok = isinstance(state.rate, list) and all(isinstance(part, (int, float)) for part in state.rate)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} is no state of the driver ({error}); {_REMEDY}") from error
-        if not (whole and rate_ok):
-            raise ValueError(f"{path} is no state of the driver ({values}); {_REMEDY}")
-        return state
+            return cls(version=int(values["version"]), buffer=BufferState.parse(values["buffer"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no state of the driver ({error!r}); {_REMEDY}") from error
 
 
 _REMEDY = "remove this checkpoint's directory to continue from the one before it"

@@ -20,6 +20,8 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
     "inverse_sqrt",
     "warmup_stable_decay",
 )
+ON_BUDGET = ("fail", "train_partial")
+ADMISSION = ("draw_order", "completion")
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 
@@ -92,11 +94,17 @@ class EvalConfig:
 class FilterGroupsConfig:
     """Dynamic sampling. enable: keep only groups with 0 < correct < n; off, every scored group is trained on.
 
-    max_num_gen_batches: generation batches that one update may draw before the run stops with an error, 0 = no bound.
+    max_num_gen_batches: generation batches that one update may draw, 0 = no bound. on_budget: what happens then: `fail`
+    stops the run with an error, `train_partial` trains on the usable groups that are there. min_scored: scorable
+    responses that a group needs. admission: `draw_order` trains on the first usable groups in the order of the draws;
+    `completion` on those that finish first, which favours short responses.
     """
 
     enable: bool = True
     max_num_gen_batches: int = 10
+    on_budget: str = "fail"
+    min_scored: int = 2
+    admission: str = "draw_order"
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ hold after every transition; `check` recounts them.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 IN_GENERATION = "in_generation"
 IN_REWARD = "in_reward"
@@ -60,17 +60,34 @@ class Ledger:
         """The group will not be trained on; reason: one of `DROPPED`."""
         self._move(index, reason)
 
-    def retry(self, index: int, partial_tokens: int = 0) -> None:
-        """The draw goes back to the stream. What it had generated is lost: its group's tokens, or `partial_tokens`."""
+    def retry(self, index: int) -> None:
+        """The draw goes back to the stream; the tokens of its group, if it had all of them, are lost."""
         _, tokens = self._live[index]
-        self.tokens["generated"] += partial_tokens
-        self.tokens["aborted"] += tokens + partial_tokens
+        self.tokens["aborted"] += tokens
         self._move(index, TO_RETRY, -tokens)
+
+    def aborted(self, tokens: int) -> None:
+        """Tokens of unfinished draws that went back, known once the engines have ended them."""
+        self.tokens["generated"] += tokens
+        self.tokens["aborted"] += tokens
 
     @property
     def goodput(self) -> float:
         """Trained tokens over generated ones; 1 before the first."""
         return self.tokens[TRAINED] / self.tokens["generated"] if self.tokens["generated"] else 1.0
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """For the checkpoint."""
+        return {"draws": dict(self.draws), "tokens": dict(self.tokens)}
+
+    def restore(
+        self, state: Mapping[str, Mapping[str, int]], *, to_retry: Collection[int], buffered: Mapping[int, int]
+    ) -> None:
+        """From a checkpoint. to_retry: draws that go out again. buffered: tokens of each finished group that is held."""
+        self.draws, self.tokens = Counter(state["draws"]), Counter(state["tokens"])
+        self.drawn = self.draws.total()
+        self._live = {index: (TO_RETRY, 0) for index in to_retry}
+        self._live |= {index: (BUFFERED, tokens) for index, tokens in buffered.items()}
 
     def check(self, held: Mapping[str, int]) -> None:
         """Recounts both identities, and compares with what the buffer holds by state.

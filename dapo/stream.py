@@ -6,6 +6,7 @@ each is scored when its own responses are complete, and the buffer refills at on
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dapo.buffer import Collected, OversamplingBuffer
@@ -57,13 +58,21 @@ def response_seed(*words: int | str) -> int:
 
 
 async def scored_group(
-    draw: Draw, key: str, sampling: Sampling, rollouts: RolloutPool, rewards: RewardPool, clock: PhaseClock
+    draw: Draw,
+    key: str,
+    sampling: Sampling,
+    rollouts: RolloutPool,
+    rewards: RewardPool,
+    clock: PhaseClock,
+    on_generated: Callable[[int], None] = lambda tokens: None,
 ) -> Group:
-    """Generates and scores one group. An aborted group comes back without scores."""
+    """Generates and scores one group; between the two it tells the number of tokens. An aborted group comes back
+    without scores."""
     with clock("generation"):
         responses = await rollouts.generate(key, draw.prompt.token_ids, sampling)
     if any(response.finish_reason == "abort" for response in responses):
         return Group(draw=draw, responses=responses, scores=())
+    on_generated(sum(len(response.token_ids) for response in responses))
     with clock("reward"):
         scores = await rewards.score(draw.prompt, responses)
     return Group(draw=draw, responses=responses, scores=scores)
@@ -84,13 +93,18 @@ class GroupStream:
         clock: PhaseClock,
     ) -> None:
         self.buffer = buffer
-        self.aborted_tokens = 0  # generated in the last step for draws that went back; depends on timing
         self._order = order
         self._rollouts = rollouts
         self._rewards = rewards
         self._settings = settings
         self._seed = seed
         self._clock = clock
+        self._aborted_before = 0
+
+    @property
+    def aborted_tokens(self) -> int:
+        """Generated in the last step for draws that went back to the stream; depends on timing."""
+        return self.buffer.ledger.tokens["aborted"] - self._aborted_before
 
     async def collect(self, version: int) -> Collected:
         """A full batch sampled by policy `version`.
@@ -99,6 +113,7 @@ class GroupStream:
             BudgetExhausted: see `OversamplingBuffer.take`.
         """
         self.buffer.open(version)
+        self._aborted_before = self.buffer.ledger.tokens["aborted"]
         running: dict[asyncio.Task[Group], int] = {}
         try:
             while not self.buffer.full:
@@ -106,10 +121,10 @@ class GroupStream:
                     running[asyncio.create_task(self._group(index, version))] = index
                 finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
-                    self.buffer.add(task.result())
                     del running[task]
+                    self.buffer.add(task.result())
             collected = self.buffer.close()
-            await self._abort(running, version)
+            await self._abort(running, collected, version)
             return collected
         finally:
             for task in running:
@@ -117,18 +132,23 @@ class GroupStream:
 
     async def _group(self, index: int, version: int) -> Group:
         sampling = self._settings.at(self._seed, index, version)
-        draw, key = self._order.draw(index), _key(index, version)
-        responses = await generated(draw, key, sampling, self._rollouts, self._clock)
-        self.buffer.generated(index, sum(len(response.token_ids) for response in responses))
-        return await scored(draw, responses, self._rewards, self._clock)
+        return await scored_group(
+            self._order.draw(index),
+            _key(index, version),
+            sampling,
+            self._rollouts,
+            self._rewards,
+            self._clock,
+            lambda tokens: self.buffer.generated(index, tokens),
+        )
 
-    async def _abort(self, running: dict[asyncio.Task[Group], int], version: int) -> None:
-        """Ends the draws that go back to the stream and counts what they had generated."""
-        self.aborted_tokens = 0
+    async def _abort(self, running: dict[asyncio.Task[Group], int], collected: Collected, version: int) -> None:
+        """Ends the draws that went back to the stream and counts what they had generated."""
         if running:
             await self._rollouts.abort([_key(index, version) for index in running.values()])
             groups = await asyncio.gather(*running)
-            self.aborted_tokens = sum(group.num_tokens for group in groups)
+            lost = [group.num_tokens for group in groups if group.draw.index in collected.unfinished]
+            self.buffer.ledger.aborted(sum(lost))
             running.clear()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo.buffer import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, Collected
+from dapo.buffer import Collected, OversamplingBuffer
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Group, TrainBatch
 
 MAX_SAMPLE_CHARS = 2000
@@ -21,31 +22,34 @@ def step_metrics(
     update: dict[str, float],
     seconds: dict[str, float],
     aborted_tokens: int,
-    rate: float,
+    buffer: OversamplingBuffer,
 ) -> dict[str, float]:
     """All metrics of one step; `actor/*` and `parity/*` come from the actors as they are."""
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
     generated = drawn + aborted_tokens
     outcomes = collected.outcomes
-    buffer = {
+    counts = {
         "buffer/drawn": len(collected.drawn),
         "buffer/trained": len(collected.groups),
         **{f"buffer/{name}": outcomes[name] for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)},
-        "buffer/usable_rate": rate,
+        "buffer/usable_rate": buffer.rate.value,
+        "buffer/length_ks": length_distance(collected.groups, collected.drawn),
         "buffer/trained_tokens": trained,
         "buffer/dropped_tokens": drawn - trained,
     }
     perf = {f"perf/{phase}_s": value for phase, value in seconds.items()}
     perf |= {
-        "perf/surplus_draws": len(collected.surplus),
+        "perf/surplus_draws": len(collected.returned),
         "perf/aborted_tokens": aborted_tokens,
         "perf/goodput": trained / generated,
+        "perf/goodput_total": buffer.ledger.goodput,
+        "perf/drawn_total": buffer.ledger.drawn,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
     }
     trained_on = _batch_metrics(collected.groups, batch)
-    values = {**buffer, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf}
+    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf}
     return {name: float(value) for name, value in values.items()}
 
 
@@ -66,6 +70,17 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
         **{f"reward/{name}": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts},
     }
+
+
+def length_distance(trained: Sequence[Group], generated: Sequence[Group]) -> float:
+    """Two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: what selection does to them."""
+    one, other = (
+        np.sort([len(response.token_ids) for group in groups for response in group.responses])
+        for groups in (trained, generated)
+    )
+    at = np.union1d(one, other)
+    shares = [np.searchsorted(lengths, at, side="right") / len(lengths) for lengths in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
 
 
 def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, float]:

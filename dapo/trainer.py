@@ -21,6 +21,7 @@ from dapo.clock import PhaseClock
 from dapo.config import Config
 from dapo.data import PromptOrder
 from dapo.evaluate import evaluate
+from dapo.group_store import read_groups, write_groups
 from dapo.metrics import MetricsLogger, progress_line
 from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings
@@ -53,15 +54,19 @@ class Trainer:
         self._logger = logger
         self._say = say
         self._saved_version = 0
+        filtering = cfg.filter_groups
         self._buffer = OversamplingBuffer(
             train_batch_size=cfg.data.train_batch_size,
-            gen_batch_size=cfg.data.gen_batch_size,
-            max_num_gen_batches=cfg.filter_groups.max_num_gen_batches,
-            filter_groups=cfg.filter_groups.enable,
+            max_in_flight=cfg.data.gen_batch_size,
+            max_draws=filtering.max_num_gen_batches * cfg.data.gen_batch_size,
+            filter_groups=filtering.enable,
+            min_scored=filtering.min_scored,
+            admission=filtering.admission,
+            on_budget=filtering.on_budget,
         )
-        order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
+        self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self._stream = GroupStream(
-            order,
+            self._order,
             self._buffer,
             pools.rollouts,
             pools.rewards,
@@ -127,9 +132,7 @@ class Trainer:
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
-        metrics = step_metrics(
-            collected, batch, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer.rate.value
-        )
+        metrics = step_metrics(collected, batch, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer)
         self._logger.log(self.version, metrics)
         for index in range(self._cfg.logging.samples):
             self._logger.text(self.version, f"sample/{index}", sample_text(collected, index))
@@ -138,8 +141,8 @@ class Trainer:
 
     @property
     def unsaved(self) -> bool:
-        """Whether steps were trained since the last checkpoint."""
-        return self.version > self._saved_version
+        """Whether steps were trained, or groups collected, since the last checkpoint."""
+        return self.version > self._saved_version or bool(self._buffer.held())
 
     async def save(self) -> None:
         """Writes a checkpoint of the current version."""
@@ -147,8 +150,8 @@ class Trainer:
             await self._pools.actors.save(str(directory / "actor"))
             if self._cfg.checkpoint.hf_export:
                 await self._pools.actors.export_hf(str(directory / "hf"))
-            state = DriverState(version=self.version, cursor=self._buffer.cursor, rate=self._buffer.rate.state())
-            state.write(directory)
+            write_groups(directory, self._buffer.held())
+            DriverState(version=self.version, buffer=self._buffer.state()).write(directory)
         self._saved_version = self.version
 
     async def _resume(self) -> None:
@@ -157,8 +160,7 @@ class Trainer:
             state = DriverState.read(directory)
             await self._pools.actors.load(str(directory / "actor"))
             self.version = self._saved_version = state.version
-            self._buffer.cursor = state.cursor
-            self._buffer.rate.restore(state.rate)
+            self._buffer.restore(state.buffer, read_groups(directory, self._order.draw), version=self.version)
             self._say(f"resuming from {directory}")
         self._logger.resume(self.version)
         # Always, even at version 0: a broken sync shows before any GPU hour is spent.

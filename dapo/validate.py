@@ -15,7 +15,7 @@ from dapo.algorithm_config import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
 )
-from dapo.config import LR_SCHEDULER_UNITS, LR_SCHEDULERS, Config
+from dapo.config import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
 from dapo.paths import checked_path
 from dapo.rewards.functions import load_reward_function
 from dapo.schedule import learning_rates
@@ -166,6 +166,8 @@ def _choices(cfg: Config) -> Iterator[str]:
         "model.dtype": (cfg.model.dtype, DTYPES),
         "trainer.device": (cfg.trainer.device, DEVICES),
         "checkpoint.resume": (cfg.checkpoint.resume, RESUME),
+        "filter_groups.on_budget": (cfg.filter_groups.on_budget, ON_BUDGET),
+        "filter_groups.admission": (cfg.filter_groups.admission, ADMISSION),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

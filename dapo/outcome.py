@@ -1,0 +1,23 @@
+"""What a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
+
+import math
+
+from dapo.types import Group
+
+MIXED = "mixed"
+ALL_CORRECT = "all_correct"
+ALL_WRONG = "all_wrong"
+UNSCORABLE = "unscorable"
+
+
+def classify(group: Group, min_scored: int = 2) -> str:
+    """MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
+
+    Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
+    """
+    accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
+    if len(accuracies) < min_scored:
+        return UNSCORABLE
+    if min(accuracies) != max(accuracies):
+        return MIXED
+    return ALL_CORRECT if accuracies[0] > 0.5 else ALL_WRONG

@@ -1,0 +1,159 @@
+"""A fleet of engines in simulated time: draws with random lengths and verdicts in, events out.
+
+A response holds one slot of one engine for as many seconds as it has tokens times the time of a token; an engine with
+no free slot queues. Nothing here knows how draws are chosen: `dapo.simulate` asks the same buffer as a real run does.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What the draws are like. rate: share of draws whose group is mixed, drifting by `rate_drift` per 1,000 draws.
+
+    Lengths are log-normal in tokens, cut at `cap`. wrong_longer: factor on the length of wrong responses.
+    """
+
+    n: int = 16
+    rate: float = 0.5
+    rate_drift: float = 0.0
+    median: float = 3000.0
+    sigma: float = 0.9
+    cap: int = 20480
+    wrong_longer: float = 1.0
+    seed: int = 0
+
+
+class Draws:
+    """Lengths [n] in tokens and verdicts [n] of every draw, the same for every policy that is compared."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._rng = np.random.default_rng(workload.seed)
+        self.lengths: list[list[int]] = []
+        self.correct: list[list[bool]] = []
+
+    def reach(self, index: int) -> None:
+        """Makes draws up to `index`."""
+        w, rng = self._workload, self._rng
+        while len(self.lengths) <= index:
+            drift = w.rate_drift * (len(self.lengths) + np.arange(CHUNK)) / 1000
+            mixed = rng.random(CHUNK) < np.clip(w.rate + drift, 0.01, 1.0)
+            same = np.where(rng.random(CHUNK) < 0.5, 0, w.n)
+            right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
+            ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
+            correct = ranks < right[:, None]
+            lengths = np.exp(math.log(w.median) + w.sigma * rng.standard_normal((CHUNK, w.n)))
+            lengths = np.where(correct, lengths, lengths * w.wrong_longer)
+            self.lengths += np.clip(lengths, 1, w.cap).astype(int).tolist()
+            self.correct += correct.tolist()
+
+    def tokens(self, index: int) -> int:
+        """All tokens of a draw."""
+        return sum(self.lengths[index])
+
+    def is_mixed(self, index: int) -> bool:
+        """Whether its group has right and wrong responses."""
+        return 0 < sum(self.correct[index]) < self._workload.n
+
+
+class Fleet:
+    """`engines` with `slots` each. Time is in tokens of one slot; `now` stands still while the fleet is paused."""
+
+    def __init__(self, draws: Draws, *, engines: int, slots: int) -> None:
+        self.now = 0.0
+        self.busy = 0.0  # slot-time in use
+        self.in_flight = 0  # responses submitted and not finished
+        self.capacity = engines * slots
+        self._draws = draws
+        self._slots = slots
+        self._free = [slots] * engines
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines)]
+        self._running = 0
+        self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
+        self._began: dict[tuple[int, int], float] = {}
+        self._left: dict[int, int] = {}  # responses of a draw that did not end
+        self._made: dict[int, int] = {}  # tokens of those that did, for unfinished draws
+
+    def submit(self, index: int) -> None:
+        """All responses of a draw go to the engine with the fewest."""
+        self._draws.reach(index)
+        engine = min(range(len(self._free)), key=lambda e: len(self._queues[e]) - self._free[e])
+        n = len(self._draws.lengths[index])
+        self._left[index] = n
+        self._made[index] = 0
+        self.in_flight += n
+        for sample in range(n):
+            if self._free[engine]:
+                self._free[engine] -= 1
+                self._running += 1
+                self._begin(engine, index, sample)
+            else:
+                self._queues[engine].append((index, sample))
+
+    def _begin(self, engine: int, index: int, sample: int) -> None:
+        self._began[index, sample] = self.now
+        end = self.now + self._draws.lengths[index][sample]
+        heapq.heappush(self._events, (end, engine, index, sample))
+
+    @property
+    def next_end(self) -> float:
+        """When the next response ends; infinite without one."""
+        return self._events[0][0] if self._events else math.inf
+
+    def advance(self, now: float) -> None:
+        """Lets time pass, at most to the next end."""
+        self.busy += self._running * (now - self.now)
+        self.now = now
+
+    def step(self) -> int | None:
+        """Runs to the end of the next response; the draw that it completes, if it does."""
+        end, engine, index, sample = heapq.heappop(self._events)
+        self.advance(end)
+        del self._began[index, sample]
+        self.in_flight -= 1
+        self._made[index] += self._draws.lengths[index][sample]
+        self._release(engine)
+        self._left[index] -= 1
+        if self._left[index]:
+            return None
+        del self._left[index], self._made[index]
+        return index
+
+    def abort(self, indices: Collection[int]) -> int:
+        """Ends these draws, running or waiting; the tokens that the unfinished ones had made."""
+        gone = {index for index in indices if index in self._left}
+        if not gone:
+            return 0
+        made = sum(self._made[index] for index in gone)
+        made += sum(int(self.now - began) for (index, _), began in self._began.items() if index in gone)
+        for queue in self._queues:
+            kept = [entry for entry in queue if entry[0] not in gone]
+            queue.clear()
+            queue.extend(kept)
+        ended = [event for event in self._events if event[2] in gone]
+        self._events = [event for event in self._events if event[2] not in gone]
+        heapq.heapify(self._events)
+        self.in_flight -= sum(self._left.pop(index) for index in gone)
+        for index in gone:
+            del self._made[index]
+        for _, engine, index, sample in ended:
+            del self._began[index, sample]
+            self._release(engine)
+        return made
+
+    def _release(self, engine: int) -> None:
+        """A slot is free: the next response of the engine's queue takes it."""
+        if self._queues[engine]:
+            self._begin(engine, *self._queues[engine].popleft())
+        else:
+            self._free[engine] += 1
+            self._running -= 1
