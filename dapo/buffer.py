@@ -10,7 +10,6 @@ draw and token is accounted for by `dapo.ledger`; how many draws to start is `da
 
 import copy
 import heapq
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ class Ledger:
     def restore(
         self, state: Mapping[str, Mapping[str, int]], *, to_retry: Collection[int], buffered: Mapping[int, int]
     ) -> None:
-        """From a checkpoint. to_retry: draws that go out again. buffered: tokens of each finished group that is held."""
+        """From a checkpoint. to_retry: draws that go out again. buffered: tokens of each group that is held."""
         self.draws, self.tokens = Counter(state["draws"]), Counter(state["tokens"])
         self.drawn = self.draws.total()
         self._live = {index: (TO_RETRY, 0) for index in to_retry}

@@ -1,40 +1,38 @@
-"""The oversampling buffer against scripted rewards and random orders of completion."""
+"""The oversampling buffer against scripted rewards, random orders of completion, staleness and stops."""
 
 import math
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dapo.buffer import (
-    ALL_CORRECT,
-    ALL_WRONG,
-    MIXED,
-    UNSCORABLE,
-    BudgetExhausted,
-    Collected,
-    OversamplingBuffer,
-    UsableRate,
-    classify,
-)
+from dapo.buffer import COMPLETION, DRAW_ORDER, BudgetExhausted, Collected, OversamplingBuffer
+from dapo.buffer_state import BufferState
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from tests.fakes import make_group
 
 NAN = math.nan
 
 
-def make_buffer(batch: int = 4, gen_batch: int = 12, max_batches: int = 0, filter_groups: bool = True):
-    return OversamplingBuffer(
-        train_batch_size=batch, gen_batch_size=gen_batch, max_num_gen_batches=max_batches, filter_groups=filter_groups
-    )
+def make_buffer(batch: int = 4, max_in_flight: int = 12, max_draws: int = 0, **options) -> OversamplingBuffer:
+    return OversamplingBuffer(train_batch_size=batch, max_in_flight=max_in_flight, max_draws=max_draws, **options)
 
 
-def run_step(buffer: OversamplingBuffer, verdicts, order: random.Random, cursor: int) -> Collected:
+def finish(buffer: OversamplingBuffer, index: int, accuracies: list[float]) -> None:
+    group = make_group(index, accuracies)
+    buffer.generated(index, group.num_tokens)
+    buffer.add(group)
+
+
+def run_step(buffer: OversamplingBuffer, verdicts, order: random.Random, version: int = 0) -> Collected:
     """Drives one step; draws complete in random order. verdicts: accuracies by draw index."""
-    buffer.open(cursor)
+    buffer.open(version)
     running: list[int] = []
-    while buffer.last_needed is None:
+    while not buffer.full:
         running += buffer.take()
         index = running.pop(order.randrange(len(running)))
-        buffer.add(make_group(index, verdicts(index)))
+        finish(buffer, index, verdicts(index))
     return buffer.close()
 
 
@@ -58,16 +56,35 @@ def test_classify(accuracies, rewards, expected):
     assert classify(make_group(0, accuracies, rewards)) == expected
 
 
+def test_a_group_needs_its_share_of_scored_responses():
+    group = make_group(0, [1.0, 0.0, NAN, NAN])
+    assert classify(group, min_scored=2) == MIXED
+    assert classify(group, min_scored=3) == UNSCORABLE
+
+
 def test_keeps_the_first_mixed_groups_in_draw_order_whatever_finishes_first():
     def verdicts(index: int) -> list[float]:
         return [1.0, 0.0] if index % 3 == 1 else [0.0, 0.0]
 
     for seed in range(50):
-        collected = run_step(make_buffer(), verdicts, random.Random(seed), cursor=5)
-        assert [group.draw.index for group in collected.groups] == [7, 10, 13, 16]
-        assert [group.draw.index for group in collected.drawn] == list(range(5, 17))
-        assert collected.outcomes == {MIXED: 4, ALL_WRONG: 8}
-        assert collected.surplus.start == 17
+        collected = run_step(make_buffer(), verdicts, random.Random(seed))
+        assert [group.draw.index for group in collected.groups] == [1, 4, 7, 10]
+        assert [group.draw.index for group in collected.drawn] == list(range(11))
+        assert collected.outcomes == {MIXED: 4, ALL_WRONG: 7}
+        assert list(collected.returned) == list(range(11, 11 + len(collected.returned)))
+
+
+def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
+    buffer = make_buffer(batch=2, max_in_flight=4, admission=COMPLETION)
+    buffer.open(0)
+    assert buffer.take() == [0, 1, 2, 3]
+    finish(buffer, 3, [1.0, 0.0])
+    finish(buffer, 1, [1.0, 0.0])
+    collected = buffer.close()
+    assert [group.draw.index for group in collected.groups] == [1, 3]
+    assert collected.returned == (0, 2)
+    buffer.open(1)
+    assert buffer.take()[:2] == [0, 2]
 
 
 def test_consecutive_steps_skip_no_draw():
@@ -76,17 +93,17 @@ def test_consecutive_steps_skip_no_draw():
     buffer = make_buffer()
     drawn: list[int] = []
     for step in range(20):
-        drawn += [g.draw.index for g in run_step(buffer, kinds.__getitem__, random.Random(step), buffer.cursor).drawn]
+        drawn += [g.draw.index for g in run_step(buffer, kinds.__getitem__, random.Random(step), step).drawn]
     assert drawn == list(range(buffer.cursor))
 
 
-def test_in_flight_never_exceeds_the_generation_batch_and_refills_at_once():
-    buffer = make_buffer(batch=8, gen_batch=10)
+def test_in_flight_never_exceeds_its_bound_and_refills_at_once():
+    buffer = make_buffer(batch=8, max_in_flight=10)
     buffer.open(0)
     running = list(buffer.take())
     assert len(running) == 10
     for index in list(running):
-        buffer.add(make_group(index, [0.0, 0.0]))
+        finish(buffer, index, [0.0, 0.0])
         running += buffer.take()
         assert buffer.in_flight == 10
 
@@ -94,35 +111,102 @@ def test_in_flight_never_exceeds_the_generation_batch_and_refills_at_once():
 def test_without_filter_every_scorable_group_is_trained_on_and_nothing_is_oversampled():
     buffer = make_buffer(filter_groups=False)
     buffer.open(0)
-    draws = list(buffer.take())
-    assert draws == [0, 1, 2, 3]
+    assert buffer.take() == [0, 1, 2, 3]
     for index, accuracies in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]):
-        buffer.add(make_group(index, accuracies))
+        finish(buffer, index, accuracies)
     assert [group.draw.index for group in buffer.close().groups] == [0, 1, 2, 3]
 
 
-def test_budget_ends_with_the_rates_and_what_to_change():
-    buffer = make_buffer(batch=4, gen_batch=6, max_batches=2)
+def draw_until_the_budget_ends(buffer: OversamplingBuffer, verdicts) -> int:
     buffer.open(0)
     taken = 0
+    while not buffer.full:
+        for index in buffer.take():
+            taken += 1
+            finish(buffer, index, verdicts(index))
+    return taken
+
+
+def test_budget_ends_with_the_rates_and_what_to_change():
+    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
     with pytest.raises(BudgetExhausted, match="12 draws gave 0 of the 4") as error:
-        while True:
-            for index in buffer.take():
-                taken += 1
-                buffer.add(make_group(index, [1.0, 1.0] if index % 4 else [0.0, 0.0]))
-    assert taken == 12
+        draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0] if index % 4 else [0.0, 0.0])
     assert "all_correct 75%" in str(error.value)
     assert "filter_groups.max_num_gen_batches" in str(error.value)
 
 
-def test_rate_estimate_follows_the_data_and_asks_for_enough():
-    rate = UsableRate(certain=False)
-    assert rate.value == 0.5
-    for _ in range(30):
-        rate.observe(usable=16, draws=20)
-    assert rate.value == pytest.approx(0.8, abs=0.01)
-    assert 20 <= rate.draws_for(16) <= 23
-    assert rate.draws_for(0) == 0
-    other = UsableRate(certain=False)
-    other.restore(rate.state())
-    assert other.draws_for(7) == rate.draws_for(7)
+def test_a_partial_batch_is_trained_on_where_asked_for_but_an_empty_one_is_an_error():
+    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12, on_budget="train_partial")
+    assert draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0]) == 12
+    collected = buffer.close()
+    assert [group.draw.index for group in collected.groups] == [2, 11] and len(collected.drawn) == 12
+    with pytest.raises(BudgetExhausted):
+        draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0])
+
+
+def test_accepted_groups_survive_a_stop():
+    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
+    with pytest.raises(BudgetExhausted):
+        draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0])
+    again = make_buffer(batch=3, max_in_flight=6)
+    again.restore(buffer.state(), buffer.held(), version=0)
+    again.open(0)
+    running = again.take()
+    assert running and running[0] == 12, "nothing is drawn twice"
+    finish(again, 12, [1.0, 0.0])
+    assert [group.draw.index for group in again.close().groups] == [2, 11, 12]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_the_books_balance_whatever_happens(data):
+    """Random completions, versions, stops and policies: every draw is somewhere, none is trained twice or too old."""
+    seed = data.draw(st.integers(0, 10**6))
+    rng = random.Random(seed)
+    staleness = data.draw(st.integers(0, 2))
+    admission = data.draw(st.sampled_from([DRAW_ORDER, COMPLETION]))
+    share = data.draw(st.sampled_from([0.2, 0.5, 0.9]))
+    options = {"batch": 3, "max_in_flight": 12, "max_staleness": staleness, "admission": admission}
+    buffer = make_buffer(**options)
+    kinds: dict[tuple[int, int], list[float]] = {}
+    started: dict[int, int] = {}
+    trained: list[int] = []
+    running: list[int] = []
+    version = 0
+    buffer.open(version)
+    for _ in range(data.draw(st.integers(20, 200))):
+        for index in buffer.take():
+            started[index] = buffer.version
+            running.append(index)
+        event = rng.random()
+        if event < 0.05:  # the run stops and is continued from its checkpoint
+            state, held = BufferState.parse(vars_of(buffer.state())), buffer.held()
+            buffer = make_buffer(**options)
+            buffer.restore(state, held, version=version)
+            buffer.open(version)
+            running.clear()
+        elif running:
+            index = running.pop(rng.randrange(len(running)))
+            verdict = kinds.setdefault(
+                (index, started[index]), [1.0, 0.0] if rng.random() < share else [rng.choice([0.0, 1.0, NAN])] * 2
+            )
+            finish(buffer, index, verdict)
+        buffer.ledger.check(buffer._held())
+        if buffer.full:
+            before = buffer.cursor
+            collected = buffer.close()
+            indices = [group.draw.index for group in collected.groups]
+            assert len(indices) == 3 and indices == sorted(indices)
+            assert all(classify(group) == MIXED for group in collected.groups)
+            assert all(version - started[index] <= staleness for index in indices)
+            if admission == DRAW_ORDER:
+                assert [group.draw.index for group in collected.drawn] == list(range(before, buffer.cursor))
+            trained += indices
+            running = [index for index in running if index not in collected.returned]
+            version += 1
+            buffer.open(version)
+    assert len(trained) == len(set(trained))
+
+
+def vars_of(state: BufferState) -> dict:
+    return {name: getattr(state, name) for name in BufferState.__slots__}

@@ -4,22 +4,36 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from dapo.buffer_state import BufferState
 from dapo.checkpoint import BrokenCheckpoint, CheckpointStore, DriverState, step_of, verify
+
+
+def driver_state(step: int) -> DriverState:
+    ledger = {"draws": {"trained": 8 * step, "to_retry": 2}, "tokens": {"generated": 40, "trained": 40}}
+    return DriverState(
+        version=step,
+        buffer=BufferState(reached=10 * step + 2, next=10 * step, retry=[], rate=[1.5, 2.0], ledger=ledger),
+    )
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
     with store.writing(step) as directory:
         (directory / "actor").mkdir()
         (directory / "actor" / "rank0.bin").write_text(f"{text} of step {step}")
-        DriverState(version=step, cursor=10 * step, rate=[1.5, 2.0]).write(directory)
+        driver_state(step).write(directory)
 
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def state_text(version: object = 1, **changes: object) -> str:
+    return json.dumps({"version": version, "buffer": asdict(driver_state(1).buffer) | changes})
 
 
 @pytest.fixture
@@ -34,7 +48,7 @@ def test_what_is_written_is_what_is_read(root: Path) -> None:
     save(store, 10)
     found = CheckpointStore(root, keep=0).latest()
     assert found == root / "step_000010" and step_of(found) == 10
-    assert DriverState.read(found) == DriverState(version=10, cursor=100, rate=[1.5, 2.0])
+    assert DriverState.read(found) == driver_state(10)
     assert (found / "actor" / "rank0.bin").read_text() == "weights of step 10"
     assert (root / "LATEST").read_text() == "step_000010\n"
     manifest = json.loads((found / "manifest.json").read_text())
@@ -192,10 +206,14 @@ def test_a_course_that_was_left_is_removed(root: Path) -> None:
         pytest.param(None, id="missing"),
         pytest.param("{", id="no-json"),
         pytest.param("[1]", id="list"),
-        pytest.param('{"version": 1, "cursor": 2}', id="field-missing"),
-        pytest.param('{"version": 1, "cursor": 2, "rate": [1.0], "other": 1}', id="field-unknown"),
-        pytest.param('{"version": "1", "cursor": 2, "rate": [1.0]}', id="version-text"),
-        pytest.param('{"version": 1, "cursor": 2, "rate": 3}', id="rate-number"),
+        pytest.param('{"version": 1}', id="field-missing"),
+        pytest.param('{"version": 1, "cursor": 2, "rate": [1.0, 2.0]}', id="of-an-older-program"),
+        pytest.param(state_text(version="one"), id="version-text"),
+        pytest.param(state_text(rate=3), id="rate-number"),
+        pytest.param(state_text(rate=[2.0, 1.0]), id="rate-above-one"),
+        pytest.param(state_text(next=-1), id="draw-negative"),
+        pytest.param(state_text(retry="12"), id="retry-text"),
+        pytest.param(state_text(other=1), id="field-unknown"),
     ],
 )
 def test_a_driver_state_that_is_none(content: str | None, tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ def some_mixed(prompt, sample, response) -> float:
 
 
 def make_stream(rollouts, rewards, *, batch: int = 4, max_batches: int = 0) -> GroupStream:
-    buffer = OversamplingBuffer(
-        train_batch_size=batch, gen_batch_size=12, max_num_gen_batches=max_batches, filter_groups=True
-    )
+    buffer = OversamplingBuffer(train_batch_size=batch, max_in_flight=12, max_draws=12 * max_batches)
     order = PromptOrder(PROMPTS, seed=0, shuffle=True)
     return GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
 
@@ -61,7 +59,7 @@ def test_surplus_draws_are_aborted_counted_and_drawn_again():
 
     first, aborted, tokens, second = asyncio.run(two_steps())
     assert aborted and tokens > 0
-    assert set(aborted) <= {f"v0-d{index}" for index in first.surplus}
+    assert set(aborted) <= {f"v0-d{index}" for index in first.returned}
     assert second.drawn[0].draw.index == first.drawn[-1].draw.index + 1
 
 

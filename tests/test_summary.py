@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from dapo.batch import build_batch
-from dapo.buffer import Collected, classify
+from dapo.buffer import Collected, OversamplingBuffer
 from dapo.config import Config
+from dapo.outcome import classify
 from dapo.summary import step_metrics
 from dapo.types import Group, Score
 from tests.fakes import make_group, make_response
@@ -52,6 +53,17 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     }
 
 
+def ks(left: list[int], right: list[int]) -> float:
+    at = sorted({*left, *right})
+    return max(abs(sum(x <= y for x in left) / len(left) - sum(x <= y for x in right) / len(right)) for y in at)
+
+
+def make_buffer() -> OversamplingBuffer:
+    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=8)
+    buffer.rate.restore([0.4, 1.0])
+    return buffer
+
+
 def brute_force(drawn: list[Group], trained: list[Group], advantages: list[float], aborted: int) -> dict[str, float]:
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
@@ -87,7 +99,10 @@ def brute_force(drawn: list[Group], trained: list[Group], advantages: list[float
         "batch/filtered": (len(trained_scores) - len(advantages)) / len(trained_scores),
         **UPDATE,
         **{f"perf/{phase}_s": value for phase, value in SECONDS.items()},
+        "buffer/length_ks": ks([len(r.token_ids) for group in trained for r in group.responses], lengths),
         "perf/surplus_draws": 3,
+        "perf/goodput_total": 1.0,  # of an unused ledger
+        "perf/drawn_total": 0,
         "perf/aborted_tokens": aborted,
         "perf/goodput": sum(per_group) / (sum(lengths) + aborted),
         "perf/generation_tokens_per_s": (sum(lengths) + aborted) / 4.0,
@@ -113,12 +128,13 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
         drawn=tuple(drawn),
         groups=tuple(trained),
         outcomes=Counter(classify(group) for group in drawn),
-        surplus=range(7, 10),
+        returned=(7, 8, 9),
+        unfinished=frozenset({8}),
     )
     batch = build_batch(trained, cfg, version=0)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
     expected = brute_force(drawn, trained, advantages, 17)
-    metrics = step_metrics(collected, batch, UPDATE, SECONDS, 17, 0.4)
+    metrics = step_metrics(collected, batch, UPDATE, SECONDS, 17, make_buffer())
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     assert all(type(value) is float for value in metrics.values())
@@ -133,8 +149,8 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     group = dataclasses.replace(group, responses=responses, scores=scores if unscorable else group.scores)
     cfg = Config()
     cfg.reward.overlong_filtering.enable = True
-    collected = Collected(drawn=(group,), groups=(group,), outcomes=Counter(), surplus=range(0))
-    metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, 0, 0.5)
+    collected = Collected(drawn=(group,), groups=(group,), outcomes=Counter(), returned=(), unfinished=frozenset())
+    metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, 0, make_buffer())
     assert math.isnan(metrics["rollout/accuracy"]) is unscorable
     assert math.isnan(metrics["batch/reward_mean"]) is unscorable
     assert math.isnan(metrics["batch/advantage_mean"])
