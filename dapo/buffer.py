@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dapo.buffer_state import BufferState, folded
+from dapo.config import Config
 from dapo.demand import Demand, UsableRate
 from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, TO_RETRY, Ledger
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
@@ -96,6 +97,21 @@ class OversamplingBuffer:
         self.cursor = 0  # in draw order: all draws before it are used up
         self._step_drawn = 0  # draws started for this update
         self._step_outcomes: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, cfg: Config) -> "OversamplingBuffer":
+        """From `data` and `filter_groups`."""
+        filtering = cfg.filter_groups
+        return cls(
+            train_batch_size=cfg.data.train_batch_size,
+            max_in_flight=cfg.data.gen_batch_size,
+            max_draws=filtering.max_num_gen_batches * cfg.data.gen_batch_size,
+            filter_groups=filtering.enable,
+            min_scored=filtering.min_scored,
+            admission=filtering.admission,
+            on_budget=filtering.on_budget,
+            max_staleness=filtering.max_staleness,
+        )
 
     def open(self, version: int) -> None:
         """Starts to collect for the update from policy `version`, which the engines serve from now on."""

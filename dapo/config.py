@@ -98,6 +98,10 @@ class FilterGroupsConfig:
     stops the run with an error, `train_partial` trains on the usable groups that are there. min_scored: scorable
     responses that a group needs. admission: `draw_order` trains on the first usable groups in the order of the draws;
     `completion` on those that finish first, which favours short responses.
+
+    max_staleness: 0 samples every response from the policy that is updated, and the engines rest during the update;
+    above, they go on, and a token may be at most this many updates old when it is trained on
+    (`algorithm.rollout_correction` then corrects for it).
     """
 
     enable: bool = True
@@ -105,6 +109,7 @@ class FilterGroupsConfig:
     on_budget: str = "fail"
     min_scored: int = 2
     admission: str = "draw_order"
+    max_staleness: int = 0
 
 
 @dataclass(slots=True)

@@ -79,7 +79,11 @@ async def scored_group(
 
 
 class GroupStream:
-    """Keeps as many draws in flight as the buffer asks for, until the buffer has a batch."""
+    """Keeps as many draws in flight as the buffer asks for.
+
+    One task, the pump, starts draws and takes in what finishes; it lives as long as the stream and also runs while the
+    actors update. At staleness 0 the buffer asks for nothing then, and the engines rest.
+    """
 
     def __init__(
         self,
@@ -100,6 +104,11 @@ class GroupStream:
         self._seed = seed
         self._clock = clock
         self._aborted_before = 0
+        self._running: dict[asyncio.Task[Group], tuple[int, str]] = {}  # draw and key of each
+        self._keys: dict[int, str] = {}  # of the draws in flight; one that went back may be in flight again
+        self._pump: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._full = asyncio.Event()
 
     @property
     def aborted_tokens(self) -> int:
@@ -107,51 +116,80 @@ class GroupStream:
         return self.buffer.ledger.tokens["aborted"] - self._aborted_before
 
     async def collect(self, version: int) -> Collected:
-        """A full batch sampled by policy `version`.
+        """A full batch for the update from policy `version`, which the engines serve.
 
         Raises:
-            BudgetExhausted: see `OversamplingBuffer.take`.
+            BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise.
         """
-        self.buffer.open(version)
         self._aborted_before = self.buffer.ledger.tokens["aborted"]
-        running: dict[asyncio.Task[Group], int] = {}
+        self.buffer.open(version)
+        self._full.clear()
+        self._wake.set()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run())
+        full = asyncio.create_task(self._full.wait())
         try:
-            while not self.buffer.full:
-                for index in self.buffer.take():
-                    running[asyncio.create_task(self._group(index, version))] = index
-                finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in finished:
-                    del running[task]
-                    self.buffer.add(task.result())
+            await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
+            if self._pump.done():
+                self._pump.result()  # raises
             collected = self.buffer.close()
-            await self._abort(running, collected, version)
+            await self._abort(collected)
             return collected
         finally:
-            for task in running:
-                task.cancel()
+            full.cancel()
 
-    async def _group(self, index: int, version: int) -> Group:
-        sampling = self._settings.at(self._seed, index, version)
+    async def close(self) -> None:
+        """Ends the pump and forgets what is in flight; the buffer keeps what had finished."""
+        for task in [*self._running, *([self._pump] if self._pump else [])]:
+            task.cancel()
+        await asyncio.gather(*self._running, *([self._pump] if self._pump else []), return_exceptions=True)
+        self._running.clear()
+        self._pump = None
+
+    async def _run(self) -> None:
+        """The pump."""
+        wake = asyncio.create_task(self._wake.wait())
+        try:
+            while True:
+                for index in self.buffer.take():
+                    key = self._keys[index] = f"v{self.buffer.version}-d{index}"
+                    self._running[asyncio.create_task(self._group(index, key, self.buffer.version))] = (index, key)
+                if self.buffer.collecting and self.buffer.full:
+                    self._full.set()
+                finished, _ = await asyncio.wait({wake, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+                if wake in finished:
+                    self._wake.clear()
+                    wake = asyncio.create_task(self._wake.wait())
+                for task in [task for task in self._running if task in finished]:
+                    del self._keys[self._running.pop(task)[0]]
+                    self.buffer.add(task.result())
+        finally:
+            wake.cancel()
+
+    async def _group(self, index: int, key: str, version: int) -> Group:
         return await scored_group(
             self._order.draw(index),
-            _key(index, version),
-            sampling,
+            key,
+            self._settings.at(self._seed, index, version),
             self._rollouts,
             self._rewards,
             self._clock,
-            lambda tokens: self.buffer.generated(index, tokens),
+            lambda tokens: self._generated(index, key, tokens),
         )
 
-    async def _abort(self, running: dict[asyncio.Task[Group], int], collected: Collected, version: int) -> None:
+    def _generated(self, index: int, key: str, tokens: int) -> None:
+        if self._keys.get(index) == key:
+            self.buffer.generated(index, tokens)
+
+    async def _abort(self, collected: Collected) -> None:
         """Ends the draws that went back to the stream and counts what they had generated."""
-        if running:
-            await self._rollouts.abort([_key(index, version) for index in running.values()])
-            groups = await asyncio.gather(*running)
-            lost = [group.num_tokens for group in groups if group.draw.index in collected.unfinished]
-            self.buffer.ledger.aborted(sum(lost))
-            running.clear()
-
-
-def _key(index: int, version: int) -> str:
-    """Names a group's requests to the engines."""
-    return f"v{version}-d{index}"
+        gone = {task: key for task, (index, key) in self._running.items() if index in collected.returned}
+        if not gone:
+            return
+        for task in gone:
+            index, _ = self._running.pop(task)
+            del self._keys[index]
+        await self._rollouts.abort(list(gone.values()))
+        groups = await asyncio.gather(*gone)
+        lost = [group.num_tokens for group in groups if group.draw.index in collected.unfinished]
+        self.buffer.ledger.aborted(sum(lost))

@@ -54,16 +54,7 @@ class Trainer:
         self._logger = logger
         self._say = say
         self._saved_version = 0
-        filtering = cfg.filter_groups
-        self._buffer = OversamplingBuffer(
-            train_batch_size=cfg.data.train_batch_size,
-            max_in_flight=cfg.data.gen_batch_size,
-            max_draws=filtering.max_num_gen_batches * cfg.data.gen_batch_size,
-            filter_groups=filtering.enable,
-            min_scored=filtering.min_scored,
-            admission=filtering.admission,
-            on_budget=filtering.on_budget,
-        )
+        self._buffer = OversamplingBuffer.of(cfg)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self._stream = GroupStream(
             self._order,
@@ -77,13 +68,16 @@ class Trainer:
 
     async def run(self) -> None:
         """All steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
-        await self._resume()
-        if self._cfg.eval.before_train and self.version == 0:
-            await self._evaluate()
-        while self.version < self._cfg.trainer.total_steps:
-            await self.step()
-        if self.unsaved:
-            await _finish(self.save())
+        try:
+            await self._resume()
+            if self._cfg.eval.before_train and self.version == 0:
+                await self._evaluate()
+            while self.version < self._cfg.trainer.total_steps:
+                await self.step()
+            if self.unsaved:
+                await _finish(self.save())
+        finally:
+            await self._stream.close()
 
     async def step(self) -> dict[str, float]:
         """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""

@@ -109,6 +109,7 @@ def _not_negative(cfg: Config) -> dict[str, float]:
         "eval.every": cfg.eval.every,
         "eval.temperature": cfg.eval.temperature,
         "filter_groups.max_num_gen_batches": cfg.filter_groups.max_num_gen_batches,
+        "filter_groups.max_staleness": cfg.filter_groups.max_staleness,
         "checkpoint.every": cfg.checkpoint.every,
         "checkpoint.keep": cfg.checkpoint.keep,
         "logging.samples": cfg.logging.samples,
@@ -232,6 +233,12 @@ def _objective(cfg: Config) -> Iterator[str]:
             f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
             "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
             "would count twice: set mode to none or use_rollout_logprobs to false"
+        )
+    staleness = cfg.filter_groups.max_staleness
+    if staleness and correction.mode == "none":
+        yield (
+            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
+            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask"
         )
     if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
         yield (
