@@ -12,14 +12,13 @@ import copy
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from dapo.buffer_state import BufferState, folded
 from dapo.config import Config
 from dapo.demand import Demand, UsableRate
 from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, TO_RETRY, Ledger
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
-from dapo.types import Group
+from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
 COMPLETION = "completion"
@@ -27,23 +26,6 @@ COMPLETION = "completion"
 
 class BudgetExhausted(RuntimeError):
     """One update drew its whole budget without a full batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
-    """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
-
-    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
-    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
-    those that still run. unfinished: those of them whose responses were not all there; the caller tells
-    `Ledger.aborted` what they had generated.
-    """
-
-    drawn: tuple[Group, ...]
-    groups: tuple[Group, ...]
-    outcomes: Counter[str]
-    returned: tuple[int, ...]
-    unfinished: frozenset[int]
 
 
 class OversamplingBuffer:

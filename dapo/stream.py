@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dapo.buffer import Collected, OversamplingBuffer
+from dapo.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.config import EvalConfig, RolloutConfig
 from dapo.data import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
-from dapo.types import Draw, Group, Sampling
+from dapo.types import Collected, Draw, Group, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo.buffer import Collected, OversamplingBuffer
+from dapo.buffer import OversamplingBuffer
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from dapo.types import Group, TrainBatch
+from dapo.types import Collected, Group, TrainBatch
 
 MAX_SAMPLE_CHARS = 2000
 

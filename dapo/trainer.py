@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo.batch import build_batch, penalize_kl, reference_batch
-from dapo.buffer import Collected, OversamplingBuffer
+from dapo.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
 from dapo.config import Config
@@ -26,7 +26,7 @@ from dapo.metrics import MetricsLogger, progress_line
 from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings
 from dapo.summary import sample_text, step_metrics
-from dapo.types import Prompt, TrainBatch
+from dapo.types import Collected, Prompt, TrainBatch
 
 T = TypeVar("T")
 

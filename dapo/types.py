@@ -4,6 +4,7 @@ Every record is frozen; a later stage has a later type. Token arrays are numpy, 
 pickles several times faster as arrays than as lists.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,23 @@ class Group:
     def num_tokens(self) -> int:
         """Generated tokens of the group."""
         return sum(len(response.token_ids) for response in self.responses)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
+
+    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
+    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
+    those that still run. unfinished: those of them whose responses were not all there; the caller tells
+    `Ledger.aborted` what they had generated.
+    """
+
+    drawn: tuple[Group, ...]
+    groups: tuple[Group, ...]
+    outcomes: Counter[str]
+    returned: tuple[int, ...]
+    unfinished: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.buffer import COMPLETION, DRAW_ORDER, BudgetExhausted, Collected, OversamplingBuffer
+from dapo.buffer import COMPLETION, DRAW_ORDER, BudgetExhausted, OversamplingBuffer
 from dapo.buffer_state import BufferState
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.types import Collected
 from tests.fakes import make_group
 
 NAN = math.nan

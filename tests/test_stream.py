@@ -11,6 +11,7 @@ from dapo.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
 from dapo.config import Config
 from dapo.data import PromptOrder
+from dapo.main_ppo import run_steps
 from dapo.metrics import MetricsLogger
 from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings, response_seed
@@ -112,6 +113,7 @@ def tiny_config(**trainer) -> Config:
 
 def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None):
     rollouts, actors = FakeRollouts(), FakeActors()
+    tmp_path.mkdir(exist_ok=True)
 
     async def sync(version: int) -> None:
         rollouts.version = version
@@ -202,3 +204,51 @@ def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
     now[0] += 4
     assert clock.lap() == {"driver": 4.0, "generation": 3.0, "reward": 2.0, "step": 7.0}
     assert clock.lap() == {"driver": 0.0, "step": 0.0}
+
+
+def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound(tmp_path):
+    cfg = tiny_config(total_steps=12)
+    cfg.filter_groups.max_staleness = 1
+    trainer, actors = make_trainer(tmp_path, cfg)
+    rollouts = trainer._pools.rollouts
+    grown: list[int] = []
+
+    async def slow_update(batch):
+        before = len(rollouts.seen)
+        for _ in range(40):
+            await asyncio.sleep(0)
+        grown.append(len(rollouts.seen) - before)
+        return await FakeActors.update(actors, batch)
+
+    actors.update = slow_update
+    asyncio.run(trainer.run())
+    assert trainer.version == 12 and max(grown) > 0
+    staleness = [s.staleness for batch in actors.batches for minibatch in batch.minibatches for s in minibatch]
+    assert {int(value) for tokens in staleness for value in tokens} == {0, 1}
+    drawn = [key.partition("-d")[2] for key in rollouts.seen if key.startswith("v")]
+    again = len(drawn) - len(set(drawn))
+    assert again <= len(rollouts.aborted), "only what was too old is drawn again"
+    trainer._buffer.ledger.check(trainer._buffer._held())
+
+
+def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_them(tmp_path):
+    def one_in_ten(prompt, sample, response) -> float:
+        return float(prompt.id % 10 == 0 and sample % 2 == 1)
+
+    cfg = tiny_config(total_steps=1)
+    cfg.filter_groups.max_num_gen_batches = 1
+    first, _ = make_trainer(tmp_path, cfg, verdict=one_in_ten)
+    with pytest.raises(BudgetExhausted):
+        asyncio.run(run_steps(first, first._logger))
+    held = [group.draw.index for group, _ in first._buffer.held()]
+    assert held == list(range(12)) and (tmp_path / "checkpoints" / "step_000000").is_dir()
+
+    cfg.filter_groups.max_num_gen_batches = 0
+    second, resumed = make_trainer(tmp_path, cfg, verdict=one_in_ten)
+    asyncio.run(second.run())
+    assert not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
+    straight, wanted = make_trainer(tmp_path / "straight", cfg, verdict=one_in_ten)
+    asyncio.run(straight.run())
+    for found, whole in zip(resumed.batches[0].minibatches, wanted.batches[0].minibatches, strict=True):
+        for one, other in zip(found, whole, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist() and one.advantage == other.advantage

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from dapo.batch import build_batch
-from dapo.buffer import Collected, OversamplingBuffer
+from dapo.buffer import OversamplingBuffer
 from dapo.config import Config
 from dapo.outcome import classify
 from dapo.summary import step_metrics
-from dapo.types import Group, Score
+from dapo.types import Collected, Group, Score
 from tests.fakes import make_group, make_response
 
 NAN = math.nan
