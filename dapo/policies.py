@@ -41,7 +41,7 @@ class Outcome:
     same for exactly the draws that the step used, all submitted at once (only where a step stands alone). idle: share
     of slot time. goodput: trained tokens over generated ones. wasted: tokens generated for nothing (surplus, aborted)
     over generated ones; a group that is not mixed is no waste of the policy's. staleness: mean over groups.
-    trained: draws in the order of training, per step.
+    trained: draws in the order of training, per step. started: every draw that ever started, in that order.
     """
 
     steps: tuple[float, ...]
@@ -52,6 +52,7 @@ class Outcome:
     wasted: float
     staleness: float
     trained: tuple[tuple[int, ...], ...]
+    started: tuple[int, ...]
 
 
 def oracle(plan: Plan, draws: Draws, indices: Iterable[int]) -> float:
@@ -80,6 +81,7 @@ class Run:
         self.trained: list[tuple[int, ...]] = []
         self.used: list[range] = []
         self.staleness: list[int] = []
+        self.started: dict[int, None] = {}
 
     @property
     def now(self) -> float:
@@ -121,6 +123,7 @@ class Run:
             wasted=self.wasted / self.generated,
             staleness=sum(self.staleness) / max(1, len(self.staleness)),
             trained=tuple(self.trained),
+            started=tuple(self.started),
         )
 
 
@@ -141,6 +144,7 @@ def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER
     while len(run.ends) < plan.steps:
         for index in buffer.take(run.room()):
             started[index] = buffer.version
+            run.started[index] = None
             fleet.submit(index)
         if update_end <= fleet.next_end + run.pauses:
             fleet.advance(update_end - run.pauses)
@@ -215,6 +219,37 @@ def refill(plan: Plan) -> Outcome:
                 following += 1
         run.closed(tuple(mixed))
         run.generated += sum(run.draws.tokens(index) for index in range(first, following))
+        run.fleet.advance(run.fleet.now + plan.update)
+        run.updated()
+    return run.outcome()
+
+
+def first_finished(plan: Plan, factor: int = 3) -> Outcome:
+    """A fixed multiple of the batch at once; the mixed groups that finish first are trained on, the rest is cut off.
+    Too few: the same again."""
+    run = Run(plan)
+    following = 0
+    for _ in range(plan.steps):
+        mixed: list[int] = []
+        running: set[int] = set()
+        while len(mixed) < plan.batch:
+            if not running:
+                running = set(range(following, following + factor * plan.batch))
+                following += factor * plan.batch
+                for index in sorted(running):
+                    run.started[index] = None
+                    run.fleet.submit(index)
+            finished = run.fleet.step()
+            if finished is None:
+                continue
+            running.remove(finished)
+            run.generated += run.draws.tokens(finished)
+            if run.draws.is_mixed(finished):
+                mixed.append(finished)
+        run.closed(tuple(mixed))
+        partial = run.fleet.abort(running)
+        run.generated += partial
+        run.wasted += partial
         run.fleet.advance(run.fleet.now + plan.update)
         run.updated()
     return run.outcome()

@@ -9,8 +9,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from dapo.buffer import COMPLETION
-from dapo.policies import Outcome, Plan, barrier, refill, streaming
+from dapo.policies import Outcome, Plan, barrier, first_finished, refill, streaming
 from dapo.simulation import Workload
 
 POLICIES: dict[str, Callable[[Plan], Outcome]] = {
@@ -19,7 +18,7 @@ POLICIES: dict[str, Callable[[Plan], Outcome]] = {
     "dapo, staleness 2": lambda plan: streaming(plan, max_staleness=2),
     "3x barrier, surplus thrown away": barrier,
     "one-for-one refill": refill,
-    "first finished wins": lambda plan: streaming(plan, admission=COMPLETION),
+    "3x, first finished wins": first_finished,
 }
 COLUMNS = ("policy", "mixed rate", "slots", "step s", "of staleness 0", "idle", "wasted", "goodput", "of oracle")
 
