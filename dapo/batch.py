@@ -83,7 +83,8 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
         scores = []
         for response, score in zip(group.responses, group.scores, strict=True):
             # Copies: arrays from Ray's object store cannot be written to, which torch warns about.
-            own, reference = (torch.tensor(a, dtype=torch.float64) for a in (response.rollout_logprobs, next(remaining)))
+            own = torch.tensor(response.rollout_logprobs, dtype=torch.float64)
+            reference = torch.tensor(next(remaining), dtype=torch.float64)
             penalty = -kl.reward_coeff * float(kl_penalty(own, reference, kl.estimator).sum())
             parts = score.parts | {"kl_penalty": penalty}
             scores.append(dataclasses.replace(score, reward=score.reward + penalty, parts=parts))
