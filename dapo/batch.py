@@ -82,8 +82,10 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
     for group in groups:
         scores = []
         for response, score in zip(group.responses, group.scores, strict=True):
-            own, reference = torch.from_numpy(response.rollout_logprobs), torch.from_numpy(next(remaining))
-            penalty = -kl.reward_coeff * float(kl_penalty(own.double(), reference.double(), kl.estimator).sum())
+            # Copies: arrays from Ray's object store cannot be written to, which torch warns about.
+            own = torch.tensor(response.rollout_logprobs, dtype=torch.float64)
+            reference = torch.tensor(next(remaining), dtype=torch.float64)
+            penalty = -kl.reward_coeff * float(kl_penalty(own, reference, kl.estimator).sum())
             parts = score.parts | {"kl_penalty": penalty}
             scores.append(dataclasses.replace(score, reward=score.reward + penalty, parts=parts))
         penalized.append(dataclasses.replace(group, scores=tuple(scores)))

@@ -19,5 +19,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-python -m pytest -m "not long" "$@" || status=$?
+# Two processes, a file at a time: most of the time of the slow tests is one process that starts.
+python -m pytest -m "not long" -n 2 --dist loadfile "$@" || status=$?
 exit "$status"
