@@ -55,7 +55,6 @@ class RecordingRollouts:
 
     def __init__(self, pool: RolloutPool) -> None:
         self._pool = pool
-        self.capacity = pool.capacity
         self.requests: dict[str, tuple[Int32Array, Sampling]] = {}
 
     async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
@@ -67,6 +66,9 @@ class RecordingRollouts:
         for key in keys:
             del self.requests[key]
         await self._pool.abort(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
 
 class RecordingActors:

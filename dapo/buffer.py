@@ -13,19 +13,16 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 
+from dapo.budget import BudgetExhausted, StepTally
 from dapo.buffer_state import BufferState, folded
 from dapo.config import Config
 from dapo.demand import Demand, UsableRate
-from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, TO_RETRY, Ledger
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
 COMPLETION = "completion"
-
-
-class BudgetExhausted(RuntimeError):
-    """One update drew its whole budget without a full batch."""
 
 
 class OversamplingBuffer:
@@ -77,8 +74,8 @@ class OversamplingBuffer:
         self._frontier = 0  # in draw order: all draws before it are used up or finished
         self._ready = 0  # usable ones before the frontier, or finished ones under `completion`
         self.cursor = 0  # in draw order: all draws before it are used up
-        self._step_drawn = 0  # draws started for this update
-        self._step_outcomes: Counter[str] = Counter()
+        self._tally = StepTally()
+        self._lost = SURPLUS if max_staleness == 0 else STALE  # why a draw goes back to the stream
 
     @classmethod
     def of(cls, cfg: Config) -> "OversamplingBuffer":
@@ -100,8 +97,9 @@ class OversamplingBuffer:
         self.version = version
         self.collecting = True
         self._wanted = self._batch
-        self._step_drawn = 0
-        self._step_outcomes.clear()
+        stale = self._tally.stale
+        self._tally = StepTally()
+        self._tally.stale = stale
 
     @property
     def in_flight(self) -> int:
@@ -123,10 +121,10 @@ class OversamplingBuffer:
         if room is not None:
             count = min(count, room)
         if self._max_draws:
-            count = min(count, self._max_draws - self._step_drawn)
+            count = min(count, self._max_draws - self._tally.drawn)
             if count <= 0 and self.collecting and not self.full and self.in_flight == 0:
                 if not self._train_partial or self._known == 0:
-                    raise BudgetExhausted(self._explain_budget())
+                    raise BudgetExhausted(self._tally.explain(usable=self._known, wanted=self._batch))
                 self._wanted = self._known
                 self._advance()
         return [self._start() for _ in range(count)]
@@ -139,7 +137,7 @@ class OversamplingBuffer:
             self._next += 1
             self._reached = max(self._reached, self._next)
         self._started[index] = self.version
-        self._step_drawn += 1
+        self._tally.drawn += 1
         self.ledger.start(index)
         return index
 
@@ -157,7 +155,7 @@ class OversamplingBuffer:
         self._in_reward.discard(index)
         self.ledger.buffer(index)
         outcome = self._keep(group)
-        self._step_outcomes[outcome] += 1
+        self._tally.add(group, outcome)
         self.rate.observe(outcome in self._usable)
         self._advance()
 
@@ -200,10 +198,11 @@ class OversamplingBuffer:
                 self.ledger.train(index)
             else:
                 self.ledger.drop(index, self._outcomes[index])
-        for index in collected.returned:
-            self.ledger.retry(index)
-        self._forget((*used, *collected.returned))
-        self._retry, self._next = folded([*self._retry, *collected.returned], self._next)
+        for index in returned:
+            self.ledger.retry(index, self._lost)
+        self._tally.stale = len(returned) if self._max_staleness else 0
+        self._forget((*used, *returned))
+        self._retry, self._next = folded([*self._retry, *returned], self._next)
         self._known = self._ready = sum(outcome in self._usable for outcome in self._outcomes.values())
         if self._in_order:
             self.cursor = self._frontier
@@ -233,13 +232,18 @@ class OversamplingBuffer:
         """Finished groups that wait for their turn, each with the policy version at its start, in draw order."""
         return [(self._groups[index], self._started[index]) for index in sorted(self._groups)]
 
+    def aborted(self, tokens: int) -> None:
+        """What the unfinished ones of the returned draws had generated, known once the engines have ended them."""
+        self.ledger.aborted(tokens, self._lost)
+
     def state(self) -> BufferState:
         """For the checkpoint. Draws in flight are as if they had gone back to the stream."""
+        self.ledger.check(self._held())
         running = [index for index in self._started if index not in self._outcomes]
         retry, following = folded([*self._retry, *running], self._next)
         ledger = copy.deepcopy(self.ledger)
         for index in running:
-            ledger.retry(index)
+            ledger.retry(index, STOPPED)
         return BufferState(
             reached=self._reached, next=following, retry=retry, rate=self.rate.state(), ledger=ledger.state()
         )
@@ -254,7 +258,7 @@ class OversamplingBuffer:
         )
         late = [index for index, (_, started) in groups.items() if started < version - self._max_staleness]
         for index in late:
-            self.ledger.retry(index)
+            self.ledger.retry(index, STALE)
             del groups[index]
         self._reached = state.reached
         self._retry, self._next = folded([*state.retry, *late], state.next)
@@ -279,12 +283,3 @@ class OversamplingBuffer:
             BUFFERED: len(self._outcomes),
             TO_RETRY: len(self._retry) + self._reached - self._next,
         }
-
-    def _explain_budget(self) -> str:
-        counts, drawn = self._step_outcomes, max(1, self._step_outcomes.total())
-        shares = ", ".join(f"{name} {counts[name] / drawn:.0%}" for name in (ALL_CORRECT, ALL_WRONG, UNSCORABLE))
-        return (
-            f"{self._step_drawn} draws gave {self._known} of the {self._batch} mixed groups that an update needs "
-            f"({shares}); all correct: take harder prompts; all wrong: easier prompts, a stronger model, or look at "
-            "the reward function; or raise `filter_groups.max_num_gen_batches`, or lower `data.train_batch_size`"
-        )

@@ -5,7 +5,8 @@ In: transitions, told by the buffer. Out: counts, goodput, waste by reason. The 
     drawn     = trained + dropped + buffered + in_reward + in_generation + to_retry   (draws)
     generated = trained + dropped + buffered + in_reward + aborted                    (tokens)
 
-hold after every transition; `check` recounts them.
+hold after every transition; `check` recounts them. Dropped are groups without a signal. A group that is not needed or
+too old is not dropped: its draw goes back to the stream, so that no prompt is skipped, and only its tokens are lost.
 """
 
 from collections import Counter
@@ -16,7 +17,11 @@ IN_REWARD = "in_reward"
 BUFFERED = "buffered"
 TO_RETRY = "to_retry"
 TRAINED = "trained"
-DROPPED = ("all_correct", "all_wrong", "unscorable", "stale", "budget")
+DROPPED = ("all_correct", "all_wrong", "unscorable")
+SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
+STALE = "stale"  # too old for the next update
+STOPPED = "stopped"  # between generation and verdict when the run stopped
+ABORTED = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the stream are lost
 LIVE = (IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY)
 NEXT = {  # the transitions that exist
     IN_GENERATION: {IN_REWARD, TO_RETRY, *DROPPED},
@@ -32,7 +37,7 @@ class Ledger:
     def __init__(self) -> None:
         self.drawn = 0
         self.draws: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()  # by state or fate, with "generated" and "aborted"
+        self.tokens: Counter[str] = Counter()  # by state or fate, with "generated" and the reasons of `ABORTED`
         self._live: dict[int, tuple[str, int]] = {}  # state and tokens of each draw that did not end
 
     def start(self, index: int) -> None:
@@ -49,7 +54,7 @@ class Ledger:
         self._move(index, IN_REWARD, tokens)
 
     def buffer(self, index: int) -> None:
-        """A usable group."""
+        """The group has its scores."""
         self._move(index, BUFFERED)
 
     def train(self, index: int) -> None:
@@ -60,16 +65,34 @@ class Ledger:
         """The group will not be trained on; reason: one of `DROPPED`."""
         self._move(index, reason)
 
-    def retry(self, index: int) -> None:
-        """The draw goes back to the stream; the tokens of its group, if it had all of them, are lost."""
+    def retry(self, index: int, reason: str) -> None:
+        """The draw goes back to the stream; the tokens of its group, if it had all of them, are lost for `reason`."""
         _, tokens = self._live[index]
-        self.tokens["aborted"] += tokens
+        self.tokens[reason] += tokens
         self._move(index, TO_RETRY, -tokens)
 
-    def aborted(self, tokens: int) -> None:
+    def aborted(self, tokens: int, reason: str) -> None:
         """Tokens of unfinished draws that went back, known once the engines have ended them."""
         self.tokens["generated"] += tokens
-        self.tokens["aborted"] += tokens
+        self.tokens[reason] += tokens
+
+    @property
+    def aborted_tokens(self) -> int:
+        """Of draws that went back to the stream."""
+        return sum(self.tokens[reason] for reason in ABORTED)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts over the whole run, by state or fate, and shares of all generated tokens: trained (goodput), dropped
+        for lack of a signal, and wasted by reason."""
+        generated = max(1, self.tokens["generated"])
+        return {
+            "ledger/drawn": self.drawn,
+            **{f"ledger/draws_{name}": self.draws[name] for name in (*LIVE, TRAINED, *DROPPED)},
+            "ledger/tokens_generated": self.tokens["generated"],
+            "ledger/goodput": self.goodput,
+            **{f"ledger/dropped_{name}": self.tokens[name] / generated for name in DROPPED},
+            **{f"ledger/wasted_{name}": self.tokens[name] / generated for name in ABORTED},
+        }
 
     @property
     def goodput(self) -> float:

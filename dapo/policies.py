@@ -1,226 +1,117 @@
 """What dapo and others do on a simulated fleet: one function per policy, a plan in, what came of it out.
 
 dapo's policy is the buffer of a real run (`dapo.buffer`); the others are a fixed multiple of the batch behind a
-barrier, and a refill of one for one. The fleet is `dapo.simulation`'s.
+barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulated_run`'s.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
 
 from dapo.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.simulation import Draws, Fleet, Workload
-from dapo.types import Draw, Group, Prompt, Score
-
-NO_TOKENS = np.zeros(0, dtype=np.int32)
-RIGHT, WRONG = (Score(accuracy=a, reward=2 * a - 1, parts={}, prediction="") for a in (1.0, 0.0))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A fleet and its job. batch: mixed groups per update. update, sync: time of an update and of a weight sync, in
-    tokens of one slot. steps: updates to simulate."""
-
-    workload: Workload
-    engines: int = 16
-    slots: int = 64
-    batch: int = 512
-    update: float = 0.0
-    sync: float = 0.0
-    steps: int = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What came of a policy. Times in tokens of one slot, per step where not said otherwise.
-
-    steps: time from update to update. generation: time from the start of a step's generation to its batch. oracle: the
-    same for exactly the draws that the step used, all submitted at once (only where a step stands alone). idle: share
-    of slot time. goodput: trained tokens over generated ones. wasted: tokens generated for nothing (surplus, aborted)
-    over generated ones; a group that is not mixed is no waste of the policy's. staleness: mean over groups.
-    trained: draws in the order of training, per step. started: every draw that ever started, in that order.
-    """
-
-    steps: tuple[float, ...]
-    generation: tuple[float, ...]
-    oracle: tuple[float, ...]
-    idle: float
-    goodput: float
-    wasted: float
-    staleness: float
-    trained: tuple[tuple[int, ...], ...]
-    started: tuple[int, ...]
-
-
-def oracle(plan: Plan, draws: Draws, indices: Iterable[int]) -> float:
-    """Time to generate these draws, all submitted at once."""
-    fleet = Fleet(draws, engines=plan.engines, slots=plan.slots)
-    for index in indices:
-        fleet.submit(index)
-    while fleet.in_flight:
-        fleet.step()
-    return fleet.now
-
-
-class Run:
-    """One policy on one fleet: the clock, the books, and what all policies share. The engines stand still while they
-    load weights (`sync`), so that real time is the fleet's time plus all pauses."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.draws = Draws(plan.workload)
-        self.fleet = Fleet(self.draws, engines=plan.engines, slots=plan.slots)
-        self.pauses = 0.0
-        self.began = 0.0
-        self.generated = self.wasted = self.kept = 0
-        self.ends: list[float] = []
-        self.generation: list[float] = []
-        self.trained: list[tuple[int, ...]] = []
-        self.used: list[range] = []
-        self.staleness: list[int] = []
-        self.started: dict[int, None] = {}
-
-    @property
-    def now(self) -> float:
-        """Real time."""
-        return self.fleet.now + self.pauses
-
-    def room(self) -> int:
-        """Draws that may start now: all slots busy, and one draw waiting per engine."""
-        n = self.plan.workload.n
-        return (self.fleet.capacity + self.plan.engines * n - self.fleet.in_flight) // n
-
-    def group(self, index: int) -> Group:
-        """The scored group of a finished draw."""
-        prompt = Prompt(id=index, source="", text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
-        scores = tuple(RIGHT if correct else WRONG for correct in self.draws.correct[index])
-        return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=(), scores=scores)
-
-    def closed(self, trained: tuple[int, ...]) -> None:
-        """A batch is complete."""
-        self.generation.append(self.now - self.began)
-        self.trained.append(trained)
-        self.kept += sum(self.draws.tokens(index) for index in trained)
-
-    def updated(self) -> None:
-        """The update is done, and the engines have its weights."""
-        self.pauses += self.plan.sync
-        self.ends.append(self.now)
-        self.began = self.now
-
-    def outcome(self, oracles: tuple[float, ...] = ()) -> Outcome:
-        """The books."""
-        steps = tuple(end - start for start, end in zip([0.0, *self.ends], self.ends, strict=False))
-        return Outcome(
-            steps=steps,
-            generation=tuple(self.generation),
-            oracle=oracles,
-            idle=1.0 - self.fleet.busy / (self.fleet.capacity * self.ends[-1]),
-            goodput=self.kept / self.generated,
-            wasted=self.wasted / self.generated,
-            staleness=sum(self.staleness) / max(1, len(self.staleness)),
-            trained=tuple(self.trained),
-            started=tuple(self.started),
-        )
+from dapo.simulated_run import Outcome, Plan, Run, oracle
 
 
 def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Outcome:
     """dapo's policy; at staleness 0 the engines wait for the update, above it they go on."""
     run = Run(plan)
-    fleet = run.fleet
     buffer = OversamplingBuffer(
         train_batch_size=plan.batch,
-        max_in_flight=fleet.capacity,  # draws: `room` is the bound
+        max_in_flight=run.fleet.capacity,  # draws: `room` is the bound
         admission=admission,
         max_staleness=max_staleness,
     )
-    started: dict[int, int] = {}
     oracles = []
     update_end = math.inf
     buffer.open(0)
-    while len(run.ends) < plan.steps:
+    while run.steps < plan.steps:
         for index in buffer.take(run.room()):
-            started[index] = buffer.version
-            run.started[index] = None
-            fleet.submit(index)
-        if update_end <= fleet.next_end + run.pauses:
-            fleet.advance(update_end - run.pauses)
+            run.start(index)
+        if update_end <= run.next_end:
+            run.let_time_pass(update_end)
             run.updated()
-            buffer.open(buffer.version + 1)
+            buffer.open(run.version)
             update_end = math.inf
             continue
-        finished = fleet.step()
+        finished = run.step()
         if finished is None:
             continue
-        buffer.generated(finished, run.draws.tokens(finished))
+        buffer.generated(finished, run.attempts[finished].tokens)
         buffer.add(run.group(finished))
         if not buffer.collecting or not buffer.full:
             continue
         collected = buffer.close()
-        buffer.ledger.aborted(fleet.abort(collected.returned))
-        trained = tuple(group.draw.index for group in collected.groups)
-        run.staleness += [buffer.version - started[index] for index in trained]
-        run.closed(trained)
+        finished_for_nothing = set(collected.returned) - collected.unfinished
+        run.wasted += sum(run.attempts[index].tokens for index in finished_for_nothing)
+        buffer.aborted(run.abort(collected.returned))
+        run.closed([group.draw.index for group in collected.groups])
         if max_staleness == 0 and admission == DRAW_ORDER:
-            oracles.append(oracle(plan, run.draws, range(collected.drawn[0].draw.index, buffer.cursor)))
+            used = [run.attempts[group.draw.index] for group in collected.drawn]
+            oracles.append(oracle(plan, used))
         update_end = run.now + plan.update
-    run.generated = buffer.ledger.tokens["generated"]
-    run.wasted = buffer.ledger.tokens["aborted"]
-    return run.outcome(tuple(oracles))
+    return run.outcome(oracles)
 
 
 def barrier(plan: Plan, factor: int = 3) -> Outcome:
     """A fixed multiple of the batch, all of it waited for; the first mixed groups are trained on, the rest thrown away.
     Too few: the same again."""
     run = Run(plan)
-    first = 0
+    following = 0
     for _ in range(plan.steps):
+        drawn: list[int] = []
         mixed: list[int] = []
-        last = first
         while len(mixed) < plan.batch:
-            batch = range(last, last + factor * plan.batch)
+            batch = range(following, following + factor * plan.batch)
+            following = batch.stop
             for index in batch:
-                run.fleet.submit(index)
+                run.start(index)
             while run.fleet.in_flight:
-                run.fleet.step()
-            last = batch.stop
-            mixed += [index for index in batch if run.draws.is_mixed(index)]
-        run.closed(tuple(mixed[: plan.batch]))
-        run.generated += sum(run.draws.tokens(index) for index in range(first, last))
-        run.wasted += sum(run.draws.tokens(index) for index in range(mixed[plan.batch - 1] + 1, last))
-        first = last
-        run.fleet.advance(run.fleet.now + plan.update)
-        run.updated()
+                run.step()
+            drawn += batch
+            mixed += [index for index in batch if run.attempts[index].is_mixed]
+        run.closed(mixed[: plan.batch])
+        run.wasted += sum(run.attempts[index].tokens for index in drawn if index > mixed[plan.batch - 1])
+        run.update()
     return run.outcome()
 
 
 def refill(plan: Plan) -> Outcome:
-    """As many draws as groups are missing; each that turns out useless is replaced by one more."""
+    """A batch of draws; each that turns out useless is replaced by one more."""
     run = Run(plan)
     following = 0
     for _ in range(plan.steps):
-        first = following
         mixed: list[int] = []
-        waiting = deque(range(following, following + plan.batch))
+        for index in range(following, following + plan.batch):
+            run.start(index)
         following += plan.batch
         while len(mixed) < plan.batch:
-            while waiting and run.room() > 0:
-                run.fleet.submit(waiting.popleft())
-            finished = run.fleet.step()
+            finished = run.step()
             if finished is None:
                 continue
-            if run.draws.is_mixed(finished):
+            if run.attempts[finished].is_mixed:
                 mixed.append(finished)
             else:
-                waiting.append(following)
+                run.start(following)
                 following += 1
-        run.closed(tuple(mixed))
-        run.generated += sum(run.draws.tokens(index) for index in range(first, following))
-        run.fleet.advance(run.fleet.now + plan.update)
-        run.updated()
+        run.closed(mixed)
+        run.update()
+    return run.outcome()
+
+
+def refill_in_rounds(plan: Plan) -> Outcome:
+    """A batch of draws, all of it waited for; then as many as are missing, and so on."""
+    run = Run(plan)
+    following = 0
+    for _ in range(plan.steps):
+        mixed: list[int] = []
+        while len(mixed) < plan.batch:
+            batch = range(following, following + plan.batch - len(mixed))
+            following = batch.stop
+            for index in batch:
+                run.start(index)
+            while run.fleet.in_flight:
+                run.step()
+            mixed += [index for index in batch if run.attempts[index].is_mixed]
+        run.closed(mixed)
+        run.update()
     return run.outcome()
 
 
@@ -237,19 +128,14 @@ def first_finished(plan: Plan, factor: int = 3) -> Outcome:
                 running = set(range(following, following + factor * plan.batch))
                 following += factor * plan.batch
                 for index in sorted(running):
-                    run.started[index] = None
-                    run.fleet.submit(index)
-            finished = run.fleet.step()
+                    run.start(index)
+            finished = run.step()
             if finished is None:
                 continue
             running.remove(finished)
-            run.generated += run.draws.tokens(finished)
-            if run.draws.is_mixed(finished):
+            if run.attempts[finished].is_mixed:
                 mixed.append(finished)
-        run.closed(tuple(mixed))
-        partial = run.fleet.abort(running)
-        run.generated += partial
-        run.wasted += partial
-        run.fleet.advance(run.fleet.now + plan.update)
-        run.updated()
+        run.closed(mixed)
+        run.abort(running)
+        run.update()
     return run.outcome()

@@ -11,9 +11,20 @@ from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Sco
 
 
 class RolloutPool(Protocol):
-    """The engines. capacity: responses that they run at once."""
+    """The engines."""
 
-    capacity: int
+    @property
+    def capacity(self) -> int:
+        """Responses that all engines together run at once: sequences, or what the KV cache holds."""
+        ...
+
+    def room(self, n: int) -> int:
+        """Groups of n responses that may start now without waiting long for an engine."""
+        ...
+
+    def notify(self, freed: Callable[[], None]) -> None:
+        """From now on calls `freed`, and only that, whenever responses have ended and there may be room for more."""
+        ...
 
     async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]: ...
 

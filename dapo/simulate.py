@@ -9,7 +9,8 @@ import argparse
 import math
 from collections.abc import Callable
 
-from dapo.policies import Outcome, Plan, barrier, first_finished, refill, streaming
+from dapo.policies import barrier, first_finished, refill, refill_in_rounds, streaming
+from dapo.simulated_run import Outcome, Plan
 from dapo.simulation import Workload
 
 POLICIES: dict[str, Callable[[Plan], Outcome]] = {
@@ -18,6 +19,7 @@ POLICIES: dict[str, Callable[[Plan], Outcome]] = {
     "dapo, staleness 2": lambda plan: streaming(plan, max_staleness=2),
     "3x barrier, surplus thrown away": barrier,
     "one-for-one refill": refill,
+    "one-for-one refill, in rounds": refill_in_rounds,
     "3x, first finished wins": first_finished,
 }
 COLUMNS = ("policy", "mixed rate", "slots", "step s", "of staleness 0", "idle", "wasted", "goodput", "of oracle")

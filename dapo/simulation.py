@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK = 4096
+CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,62 +32,75 @@ class Workload:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one start of a draw gives. lengths: of its n responses, in tokens. correct: of them."""
+
+    lengths: tuple[int, ...]
+    correct: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all responses."""
+        return sum(self.lengths)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some responses are right and some wrong."""
+        return 0 < self.correct < len(self.lengths)
+
+
 class Draws:
-    """Lengths [n] in tokens and verdicts [n] of every draw, the same for every policy that is compared."""
+    """Lengths and verdicts by draw and policy version. As in a real run, where the version is part of the sampling
+    seed, a draw that starts again at a later version gives other responses."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._rng = np.random.default_rng(workload.seed)
-        self.lengths: list[list[int]] = []
-        self.correct: list[list[bool]] = []
+        self._chunks: dict[tuple[int, int], list[Attempt]] = {}
 
-    def reach(self, index: int) -> None:
-        """Makes draws up to `index`."""
-        w, rng = self._workload, self._rng
-        while len(self.lengths) <= index:
-            drift = w.rate_drift * (len(self.lengths) + np.arange(CHUNK)) / 1000
-            mixed = rng.random(CHUNK) < np.clip(w.rate + drift, 0.01, 1.0)
-            same = np.where(rng.random(CHUNK) < 0.5, 0, w.n)
-            right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
-            ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
-            correct = ranks < right[:, None]
-            lengths = np.exp(math.log(w.median) + w.sigma * rng.standard_normal((CHUNK, w.n)))
-            lengths = np.where(correct, lengths, lengths * w.wrong_longer)
-            self.lengths += np.clip(lengths, 1, w.cap).astype(int).tolist()
-            self.correct += correct.tolist()
+    def attempt(self, index: int, version: int) -> Attempt:
+        """The draw, started at that version."""
+        chunk, place = divmod(index, CHUNK)
+        if (version, chunk) not in self._chunks:
+            self._chunks[version, chunk] = self._make(version, chunk)
+        return self._chunks[version, chunk][place]
 
-    def tokens(self, index: int) -> int:
-        """All tokens of a draw."""
-        return sum(self.lengths[index])
-
-    def is_mixed(self, index: int) -> bool:
-        """Whether its group has right and wrong responses."""
-        return 0 < sum(self.correct[index]) < self._workload.n
+    def _make(self, version: int, chunk: int) -> list[Attempt]:
+        w = self._workload
+        rng = np.random.default_rng((w.seed, version, chunk))
+        drift = w.rate_drift * (chunk * CHUNK + np.arange(CHUNK)) / 1000
+        mixed = rng.random(CHUNK) < np.clip(w.rate + drift, 0.01, 1.0)
+        same = np.where(rng.random(CHUNK) < 0.5, 0, w.n)
+        right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
+        ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
+        lengths = np.exp(math.log(w.median) + w.sigma * rng.standard_normal((CHUNK, w.n)))
+        lengths = np.where(ranks < right[:, None], lengths, lengths * w.wrong_longer)
+        whole = np.clip(lengths, 1, w.cap).astype(int).tolist()
+        return [Attempt(tuple(row), count) for row, count in zip(whole, right.tolist(), strict=True)]
 
 
 class Fleet:
     """`engines` with `slots` each. Time is in tokens of one slot; `now` stands still while the fleet is paused."""
 
-    def __init__(self, draws: Draws, *, engines: int, slots: int) -> None:
+    def __init__(self, *, engines: int, slots: int) -> None:
         self.now = 0.0
         self.busy = 0.0  # slot-time in use
         self.in_flight = 0  # responses submitted and not finished
         self.capacity = engines * slots
-        self._draws = draws
-        self._slots = slots
         self._free = [slots] * engines
         self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines)]
         self._running = 0
         self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
+        self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
         self._began: dict[tuple[int, int], float] = {}
         self._left: dict[int, int] = {}  # responses of a draw that did not end
         self._made: dict[int, int] = {}  # tokens of those that did, for unfinished draws
 
-    def submit(self, index: int) -> None:
+    def submit(self, index: int, lengths: tuple[int, ...]) -> None:
         """All responses of a draw go to the engine with the fewest."""
-        self._draws.reach(index)
         engine = min(range(len(self._free)), key=lambda e: len(self._queues[e]) - self._free[e])
-        n = len(self._draws.lengths[index])
+        n = len(lengths)
+        self._lengths[index] = lengths
         self._left[index] = n
         self._made[index] = 0
         self.in_flight += n
@@ -101,7 +114,7 @@ class Fleet:
 
     def _begin(self, engine: int, index: int, sample: int) -> None:
         self._began[index, sample] = self.now
-        end = self.now + self._draws.lengths[index][sample]
+        end = self.now + self._lengths[index][sample]
         heapq.heappush(self._events, (end, engine, index, sample))
 
     @property
@@ -120,12 +133,12 @@ class Fleet:
         self.advance(end)
         del self._began[index, sample]
         self.in_flight -= 1
-        self._made[index] += self._draws.lengths[index][sample]
+        self._made[index] += self._lengths[index][sample]
         self._release(engine)
         self._left[index] -= 1
         if self._left[index]:
             return None
-        del self._left[index], self._made[index]
+        del self._left[index], self._made[index], self._lengths[index]
         return index
 
     def abort(self, indices: Collection[int]) -> int:
@@ -144,7 +157,7 @@ class Fleet:
         heapq.heapify(self._events)
         self.in_flight -= sum(self._left.pop(index) for index in gone)
         for index in gone:
-            del self._made[index]
+            del self._made[index], self._lengths[index]
         for _, engine, index, sample in ended:
             del self._began[index, sample]
             self._release(engine)

@@ -6,7 +6,9 @@ each is scored when its own responses are complete, and the buffer refills at on
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dapo.buffer import OversamplingBuffer
@@ -15,6 +17,8 @@ from dapo.config import EvalConfig, RolloutConfig
 from dapo.data import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.types import Collected, Draw, Group, Sampling
+
+CLOSE_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +110,16 @@ class GroupStream:
         self._aborted_before = 0
         self._running: dict[asyncio.Task[Group], tuple[int, str]] = {}  # draw and key of each
         self._keys: dict[int, str] = {}  # of the draws in flight; one that went back may be in flight again
+        self._finished: deque[asyncio.Task[Group]] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
+        rollouts.notify(self._wake.set)
 
     @property
     def aborted_tokens(self) -> int:
         """Generated in the last step for draws that went back to the stream; depends on timing."""
-        return self.buffer.ledger.tokens["aborted"] - self._aborted_before
+        return self.buffer.ledger.aborted_tokens - self._aborted_before
 
     async def collect(self, version: int) -> Collected:
         """A full batch for the update from policy `version`, which the engines serve.
@@ -121,7 +127,7 @@ class GroupStream:
         Raises:
             BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise.
         """
-        self._aborted_before = self.buffer.ledger.tokens["aborted"]
+        self._aborted_before = self.buffer.ledger.aborted_tokens
         self.buffer.open(version)
         self._full.clear()
         self._wake.set()
@@ -139,32 +145,47 @@ class GroupStream:
             full.cancel()
 
     async def close(self) -> None:
-        """Ends the pump and forgets what is in flight; the buffer keeps what had finished."""
-        for task in [*self._running, *([self._pump] if self._pump else [])]:
+        """Ends the pump and what is in flight; the buffer keeps what had finished.
+
+        The engines may be what failed: their part in it is given `CLOSE_GRACE_S` and its failure is not told.
+        """
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+            self._pump = None
+        if self._running:
+            with suppress(RuntimeError, TimeoutError):
+                await asyncio.wait_for(self._rollouts.abort(list(self._keys.values())), CLOSE_GRACE_S)
+        for task in self._running:
             task.cancel()
-        await asyncio.gather(*self._running, *([self._pump] if self._pump else []), return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
-        self._pump = None
+        self._keys.clear()
 
     async def _run(self) -> None:
         """The pump."""
-        wake = asyncio.create_task(self._wake.wait())
-        try:
-            while True:
-                for index in self.buffer.take():
-                    key = self._keys[index] = f"v{self.buffer.version}-d{index}"
-                    self._running[asyncio.create_task(self._group(index, key, self.buffer.version))] = (index, key)
-                if self.buffer.collecting and self.buffer.full:
-                    self._full.set()
-                finished, _ = await asyncio.wait({wake, *self._running}, return_when=asyncio.FIRST_COMPLETED)
-                if wake in finished:
-                    self._wake.clear()
-                    wake = asyncio.create_task(self._wake.wait())
-                for task in [task for task in self._running if task in finished]:
+        while True:
+            for index in self.buffer.take(self._rollouts.room(self._settings.n)):
+                self._start(index)
+            if self.buffer.collecting and self.buffer.full:
+                self._full.set()
+            await self._wake.wait()
+            self._wake.clear()
+            while self._finished:
+                task = self._finished.popleft()
+                if task in self._running:  # else its draw went back to the stream
                     del self._keys[self._running.pop(task)[0]]
                     self.buffer.add(task.result())
-        finally:
-            wake.cancel()
+
+    def _start(self, index: int) -> None:
+        key = self._keys[index] = f"v{self.buffer.version}-d{index}"
+        task = asyncio.create_task(self._group(index, key, self.buffer.version))
+        self._running[task] = (index, key)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[Group]) -> None:
+        self._finished.append(task)
+        self._wake.set()
 
     async def _group(self, index: int, key: str, version: int) -> Group:
         return await scored_group(
@@ -192,4 +213,4 @@ class GroupStream:
         await self._rollouts.abort(list(gone.values()))
         groups = await asyncio.gather(*gone)
         lost = [group.num_tokens for group in groups if group.draw.index in collected.unfinished]
-        self.buffer.ledger.aborted(sum(lost))
+        self.buffer.aborted(sum(lost))

@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo.buffer import OversamplingBuffer
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from dapo.types import Collected, Group, TrainBatch
+from dapo.types import Collected, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
 
@@ -40,16 +40,14 @@ def step_metrics(
     }
     perf = {f"perf/{phase}_s": value for phase, value in seconds.items()}
     perf |= {
-        "perf/surplus_draws": len(collected.returned),
+        "perf/returned_draws": len(collected.returned),
         "perf/aborted_tokens": aborted_tokens,
         "perf/goodput": trained / generated,
-        "perf/goodput_total": buffer.ledger.goodput,
-        "perf/drawn_total": buffer.ledger.drawn,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
     }
     trained_on = _batch_metrics(collected.groups, batch)
-    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf}
+    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **buffer.ledger.metrics()}
     return {name: float(value) for name, value in values.items()}
 
 
@@ -94,8 +92,19 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
         **_spread("batch/advantage", [sequence.advantage for sequence in sequences]),
         "batch/tokens_per_group_mean": float(np.mean(tokens)),
         "batch/tokens_per_group_max": float(np.max(tokens)),
+        **_staleness_metrics(sequences),
         "batch/filtered": 1.0 - len(sequences) / len(scores),
         **({"reward/kl_penalty": float(np.mean(penalties))} if penalties else {}),
+    }
+
+
+def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Of the trained tokens: updates between the policy that sampled them and the one that the update starts from."""
+    tokens = np.concatenate([np.zeros(0), *(sequence.staleness for sequence in sequences)])
+    return {
+        "batch/staleness_mean": float(tokens.mean()) if len(tokens) else 0.0,
+        "batch/staleness_max": float(tokens.max(initial=0)),
+        "batch/stale_tokens": float((tokens > 0).mean()) if len(tokens) else 0.0,
     }
 
 

@@ -79,6 +79,13 @@ class Trainer:
         finally:
             await self._stream.close()
 
+    async def __aenter__(self) -> "Trainer":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Ends what still generates; whatever had finished stays in the buffer."""
+        await self._stream.close()
+
     async def step(self) -> dict[str, float]:
         """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
         self.clock.lap()

@@ -117,7 +117,7 @@ class Collected:
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
     outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
     those that still run. unfinished: those of them whose responses were not all there; the caller tells
-    `Ledger.aborted` what they had generated.
+    `OversamplingBuffer.aborted` what they had generated.
     """
 
     drawn: tuple[Group, ...]

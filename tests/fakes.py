@@ -66,6 +66,12 @@ class FakeRollouts:
         self._max_turns = max_turns
         self._stop: set[str] = set()
 
+    def notify(self, freed: Callable[[], None]) -> None:
+        """There is always room."""
+
+    def room(self, n: int) -> int:
+        return self.capacity
+
     async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
         self.seen.append(key)
         for _ in range(self._random.randint(1, self._max_turns)):

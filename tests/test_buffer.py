@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.buffer import COMPLETION, DRAW_ORDER, BudgetExhausted, OversamplingBuffer
+from dapo.budget import BudgetExhausted
+from dapo.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
 from dapo.buffer_state import BufferState
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected
@@ -132,8 +133,10 @@ def test_budget_ends_with_the_rates_and_what_to_change():
     buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
     with pytest.raises(BudgetExhausted, match="12 draws gave 0 of the 4") as error:
         draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0] if index % 4 else [0.0, 0.0])
-    assert "all_correct 75%" in str(error.value)
-    assert "filter_groups.max_num_gen_batches" in str(error.value)
+    message = str(error.value)
+    assert "mixed 0%, all correct 75%, all wrong 25%, unscorable 0%, stale 0%" in message
+    assert "pass rate: 0: 3, 0..0.25: 0, 0.25..0.5: 0, 0.5..0.75: 0, 0.75..1: 0, 1: 9" in message
+    assert "too easy" in message and "filter_groups.max_num_gen_batches" in message
 
 
 def test_a_partial_batch_is_trained_on_where_asked_for_but_an_empty_one_is_an_error():

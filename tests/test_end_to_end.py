@@ -56,7 +56,7 @@ def run(output_dir: Path, val_file: str, *overrides: str) -> str:
 def metrics(output_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl without what depends on timing."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+    return [{key: value for key, value in line.items() if not key.startswith(("perf/", "ledger/"))} for line in lines]
 
 
 def checkpoint(output_dir: Path) -> Path:

@@ -13,10 +13,11 @@ from dapo.buffer import OversamplingBuffer
 from dapo.config import Config
 from dapo.outcome import classify
 from dapo.summary import step_metrics
-from dapo.types import Collected, Group, Score
+from dapo.types import Collected, Group, Score, VersionSpan
 from tests.fakes import make_group, make_response
 
 NAN = math.nan
+VERSION = 4
 UPDATE = {"actor/loss": 0.25, "actor/response_tokens": 321.0, "parity/ess": 0.9}
 SECONDS = {"generation": 4.0, "update": 2.0, "step": 7.5, "driver": 0.0}
 
@@ -27,7 +28,11 @@ def some_group(index: int, random: Random, *, penalized: bool) -> Group:
     group = make_group(index, [0.0] * size)
     responses, scores = [], []
     for _ in range(size):
-        responses.append(make_response(random.randint(1, 30), random.choice(["stop", "stop", "length"])))
+        length, switch = random.randint(1, 30), random.randint(0, 30)  # a weight update may fall into the response
+        spans = [VersionSpan(version=VERSION - 1, start=0, end=min(switch, length))] * (switch > 0)
+        spans += [VersionSpan(version=VERSION, start=switch, end=length)] * (switch < length)
+        response = make_response(length, random.choice(["stop", "stop", "length"]))
+        responses.append(dataclasses.replace(response, policy_versions=tuple(spans)))
         if random.random() < 0.25:
             scores.append(Score(accuracy=NAN, reward=NAN, parts={}, prediction=""))
             continue
@@ -61,10 +66,33 @@ def ks(left: list[int], right: list[int]) -> float:
 def make_buffer() -> OversamplingBuffer:
     buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=8)
     buffer.rate.restore([0.4, 1.0])
+    buffer.open(VERSION)
+    buffer.take()
+    for index, tokens in ((0, 40), (1, 60)):
+        buffer.ledger.generated(index, tokens)
+    buffer.ledger.drop(0, "all_wrong")
+    buffer.aborted(100)
     return buffer
 
 
-def brute_force(drawn: list[Group], trained: list[Group], advantages: list[float], aborted: int) -> dict[str, float]:
+LEDGER = {
+    **{"drawn": 8, "draws_in_generation": 6, "draws_in_reward": 1, "draws_buffered": 0, "draws_to_retry": 0},
+    **{"draws_trained": 0, "draws_all_correct": 0, "draws_all_wrong": 1, "draws_unscorable": 0},
+    **{"tokens_generated": 200, "goodput": 0.0, "wasted_surplus": 0.5, "wasted_stale": 0.0, "wasted_stopped": 0.0},
+    **{"dropped_all_correct": 0.0, "dropped_all_wrong": 0.2, "dropped_unscorable": 0.0},
+}
+
+
+def stale_tokens(trained: list[Group], filtering: bool) -> list[int]:
+    responses = [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
+    return [
+        VERSION - span.version for r in responses for span in r.policy_versions for _ in range(span.start, span.end)
+    ]
+
+
+def brute_force(
+    drawn: list[Group], trained: list[Group], advantages: list[float], stale: list[int], aborted: int
+) -> dict[str, float]:
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
         for response, score in zip(group.responses, group.scores, strict=True):
@@ -98,11 +126,13 @@ def brute_force(drawn: list[Group], trained: list[Group], advantages: list[float
         "batch/tokens_per_group_max": max(per_group),
         "batch/filtered": (len(trained_scores) - len(advantages)) / len(trained_scores),
         **UPDATE,
+        **{f"ledger/{name}": value for name, value in LEDGER.items()},
         **{f"perf/{phase}_s": value for phase, value in SECONDS.items()},
         "buffer/length_ks": ks([len(r.token_ids) for group in trained for r in group.responses], lengths),
-        "perf/surplus_draws": 3,
-        "perf/goodput_total": 1.0,  # of an unused ledger
-        "perf/drawn_total": 0,
+        "batch/staleness_mean": sum(stale) / len(stale) if stale else 0.0,
+        "batch/staleness_max": max(stale, default=0),
+        "batch/stale_tokens": sum(stale) / len(stale) if stale else 0.0,  # all of them are one update old
+        "perf/returned_draws": 3,
         "perf/aborted_tokens": aborted,
         "perf/goodput": sum(per_group) / (sum(lengths) + aborted),
         "perf/generation_tokens_per_s": (sum(lengths) + aborted) / 4.0,
@@ -131,9 +161,9 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
         returned=(7, 8, 9),
         unfinished=frozenset({8}),
     )
-    batch = build_batch(trained, cfg, version=0)
+    batch = build_batch(trained, cfg, version=VERSION)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
-    expected = brute_force(drawn, trained, advantages, 17)
+    expected = brute_force(drawn, trained, advantages, stale_tokens(trained, filtering), 17)
     metrics = step_metrics(collected, batch, UPDATE, SECONDS, 17, make_buffer())
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)

@@ -1,7 +1,8 @@
 """Waiting for remote results: always with a deadline that says what is waited for, always with a readable error."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -23,8 +24,32 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> li
     Raises:
         RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`).
     """
-    try:
+    with _told(timeout_s, what, key):
         return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
+
+
+async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str, key: str) -> AsyncIterator[Any]:
+    """The results of a streaming call one by one; `timeout_s` is for all of them together.
+
+    Raises:
+        RemoteError: as `wait` does.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        with _told(timeout_s, what, key):
+            async with asyncio.timeout_at(deadline):
+                try:
+                    result = await (await anext(refs))
+                except StopAsyncIteration:
+                    return
+        yield result
+
+
+@contextmanager
+def _told(timeout_s: float, what: str, key: str) -> Iterator[None]:
+    """Turns what can go wrong with a remote call into one readable error."""
+    try:
+        yield
     except TimeoutError:
         raise RemoteError(f"waited {timeout_s:g} s for {what}; raise `{key}` if this is expected") from None
     except RayTaskError as error:

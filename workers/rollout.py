@@ -7,6 +7,7 @@ response is one engine request with its own seed, so that a result depends on ne
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import numpy as np
 import ray
 
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
-from workers.remote import wait
+from workers.capacity import EngineSize, FleetCapacity
+from workers.remote import wait, wait_for_stream
 from workers.weight_sync import BACKEND, Bucket
+
+TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
 class RolloutWorker:
     """One engine. Every method runs on the actor's event loop; `start` comes first."""
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> int:
-        """Loads the model and returns the number of sequences that the engine runs at once."""
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
+        """Loads the model."""
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -40,16 +44,36 @@ class RolloutWorker:
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
-        return self._engine.vllm_config.scheduler_config.max_num_seqs
+        config = self._engine.vllm_config
+        return EngineSize(
+            sequences=config.scheduler_config.max_num_seqs,
+            kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+            window=config.model_config.max_model_len,
+        )
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> list[Response]:
-        """n responses to one prompt [P]. After `abort(key)` the unfinished ones come back with reason "abort"."""
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling
+    ) -> AsyncIterator[list[tuple[int, Response]]]:
+        """n responses to one prompt [P], with their numbers, as they end; those that end together come together.
+
+        After `abort(key)` the unfinished ones come with reason "abort".
+        """
         self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
         token_ids = prompt.tolist()
+        requests = zip(self._running[key], sampling.seeds, strict=True)
+        tasks = {
+            asyncio.ensure_future(self._generate_one(name, token_ids, sampling, seed)): sample
+            for sample, (name, seed) in enumerate(requests)
+        }
         try:
-            requests = zip(self._running[key], sampling.seeds, strict=True)
-            return await asyncio.gather(*[self._generate_one(name, token_ids, sampling, s) for name, s in requests])
+            while tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if len(tasks) > 1:
+                    await asyncio.sleep(TOGETHER_S)
+                yield [(tasks.pop(task), task.result()) for task in list(tasks) if task.done()]
         finally:
+            for task in tasks:
+                task.cancel()
             del self._running[key]
 
     async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
@@ -116,7 +140,13 @@ class RolloutWorker:
     async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
         """Seconds that the bare engine takes for these groups at once: the floor that `dapo.bench` compares with."""
         began = time.monotonic()
-        await asyncio.gather(*[self.generate(f"alone-{i}", *request) for i, request in enumerate(requests)])
+        await asyncio.gather(
+            *[
+                self._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, seed)
+                for i, (prompt, sampling) in enumerate(requests)
+                for sample, seed in enumerate(sampling.seeds)
+            ]
+        )
         return time.monotonic() - began
 
     async def stop(self) -> None:
@@ -135,25 +165,48 @@ class RolloutPool:
         self._home: dict[str, int] = {}
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
-        self.capacity = 0  # responses that all engines together run at once
+        self._fleet = FleetCapacity([])
+        self._freed: Callable[[], None] = lambda: None
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Starts all engines side by side."""
         refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
         sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
-        self.capacity = sum(sizes)
+        self._fleet = FleetCapacity(sizes)
+
+    @property
+    def capacity(self) -> int:
+        """Responses that all engines together run at once."""
+        return self._fleet.responses
+
+    def room(self, n: int) -> int:
+        """Groups of n responses that may start now, so that all engines are full and each has a group waiting."""
+        return max(0, (self.capacity + len(self._workers) * n - sum(self._load)) // n)
+
+    def notify(self, freed: Callable[[], None]) -> None:
+        """From now on calls `freed`, and only that, whenever responses have ended."""
+        self._freed = freed
 
     async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
         """n responses to one prompt; `key` names the group for `abort`."""
         home = self._load.index(min(self._load))
-        self._load[home] += sampling.n
+        running = sampling.n
+        self._load[home] += running
         self._home[key] = home
+        responses: list[Response | None] = [None] * sampling.n
         try:
-            ref = self._workers[home].generate.remote(key, prompt, sampling)
-            (responses,) = await wait([ref], self._timeout_s, f"group {key} from engine {home}", "rollout.timeout_s")
-            return tuple(responses)
+            parts = self._workers[home].generate.options(num_returns="streaming").remote(key, prompt, sampling)
+            what = f"group {key} from engine {home}"
+            async for part in wait_for_stream(parts, self._timeout_s, what, "rollout.timeout_s"):
+                for sample, response in part:
+                    responses[sample] = response
+                    self._fleet.observe(len(prompt), len(response.token_ids))
+                running -= len(part)
+                self._load[home] -= len(part)
+                self._freed()
+            return tuple(response for response in responses if response is not None)
         finally:
-            self._load[home] -= sampling.n
+            self._load[home] -= running
             del self._home[key]
 
     async def abort(self, keys: list[str]) -> None:

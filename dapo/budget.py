@@ -1,0 +1,66 @@
+"""The budget of draws for one update: what they gave, and an error that helps when it is spent (DESIGN section 4).
+
+In: the outcome and pass rate of every scored group of a step. Out: a message with rates, a histogram of pass rates, and
+what to change.
+"""
+
+import math
+from collections import Counter
+
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.types import Group
+
+REMEDIES = {
+    ALL_CORRECT: "the prompts are too easy for this policy: take harder ones",
+    ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
+    "responses by hand, take easier prompts or a stronger model",
+    UNSCORABLE: "the reward function gives no verdict: look at its errors and at `filter_groups.min_scored`",
+}
+BINS = 4  # of pass rates strictly between 0 and 1
+
+
+class BudgetExhausted(RuntimeError):
+    """One update drew its whole budget without a full batch."""
+
+
+class StepTally:
+    """What one update has seen so far."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.stale = 0  # draws that went back to the stream before this update because they were too old
+        self._outcomes: Counter[str] = Counter()
+        self._bins: Counter[int] = Counter()
+
+    def add(self, group: Group, outcome: str) -> None:
+        """A scored group."""
+        self._outcomes[outcome] += 1
+        accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
+        if accuracies:
+            self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
+
+    def explain(self, *, usable: int, wanted: int) -> str:
+        """The message of `BudgetExhausted`."""
+        scored = max(1, self._outcomes.total())
+        names = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
+        shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in names)
+        most = max(REMEDIES, key=lambda name: self._outcomes[name])
+        return (
+            f"{self.drawn} draws gave {usable} of the {wanted} usable groups that an update needs: {shares}, stale "
+            f"{self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
+            f"{REMEDIES[most]}; or raise `filter_groups.max_num_gen_batches`, lower `data.train_batch_size`, or set "
+            "`filter_groups.on_budget=train_partial`; the groups accepted so far are kept for the next run"
+        )
+
+    def _histogram(self) -> str:
+        edges = [f"{edge / BINS:g}" for edge in range(BINS + 1)]
+        between = [f"{low}..{high}" for low, high in zip(edges, edges[1:], strict=False)]
+        names = ["0", *between, "1"]
+        return ", ".join(f"{name}: {self._bins[number]}" for number, name in enumerate(names))
+
+
+def _bin(rate: float) -> int:
+    """0 for none right, BINS + 1 for all right, and equal shares between."""
+    if rate <= 0:
+        return 0
+    return BINS + 1 if rate >= 1 else 1 + min(BINS - 1, int(rate * BINS))
