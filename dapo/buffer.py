@@ -47,9 +47,11 @@ class OversamplingBuffer:
         admission: str = DRAW_ORDER,
         on_budget: str = "fail",
         max_staleness: int = 0,
+        total_steps: int = 0,
     ) -> None:
         """max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or `train_partial` with
-        what there is. filter_groups false keeps every group that can be scored."""
+        what there is. filter_groups false keeps every group that can be scored. total_steps: updates of the run, for
+        which alone is generated ahead; 0 = no end."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
         self._max_draws = max_draws
@@ -58,6 +60,7 @@ class OversamplingBuffer:
         self._in_order = admission == DRAW_ORDER
         self._train_partial = on_budget == "train_partial"
         self._max_staleness = max_staleness
+        self._total_steps = total_steps
         self.rate = UsableRate(certain=not filter_groups)
         self.ledger = Ledger()
         self.version = 0
@@ -90,6 +93,7 @@ class OversamplingBuffer:
             admission=filtering.admission,
             on_budget=filtering.on_budget,
             max_staleness=filtering.max_staleness,
+            total_steps=cfg.trainer.total_steps,
         )
 
     def open(self, version: int) -> None:
@@ -115,19 +119,29 @@ class OversamplingBuffer:
         demand = Demand(known=self._known, open=self.in_flight)
         count = self.rate.missing(self._batch, demand) if self.collecting else 0
         if self._max_staleness:
-            batches = self._max_staleness + self.collecting
-            count = max(count, self.rate.allowed(batches * self._batch, demand))
+            count = max(count, self.rate.allowed(self._batches_ahead() * self._batch, demand))
         count = min(count, self._max_in_flight - self.in_flight)
         if room is not None:
             count = min(count, room)
         if self._max_draws:
-            count = min(count, self._max_draws - self._tally.drawn)
-            if count <= 0 and self.collecting and not self.full and self.in_flight == 0:
-                if not self._train_partial or self._known == 0:
-                    raise BudgetExhausted(self._tally.explain(usable=self._known, wanted=self._batch))
-                self._wanted = self._known
-                self._advance()
+            left = self._max_draws - self._tally.drawn
+            count = min(count, left)
+            if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
+                self._end_budget()
         return [self._start() for _ in range(count)]
+
+    def _batches_ahead(self) -> int:
+        """That may use what starts now: this update's, if it still collects, and those after it."""
+        after = self._max_staleness
+        if self._total_steps:
+            after = max(0, min(after, self._total_steps - 1 - self.version))
+        return after + self.collecting
+
+    def _end_budget(self) -> None:
+        if not self._train_partial or self._known == 0:
+            raise BudgetExhausted(self._tally.explain(usable=self._known, wanted=self._batch))
+        self._wanted = self._known
+        self._advance()
 
     def _start(self) -> int:
         if self._retry:

@@ -4,7 +4,6 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 """
 
 import importlib.metadata
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dapo.algorithm_config import (
 )
 from dapo.config import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
 from dapo.paths import checked_path
+from dapo.ranges import numbers
 from dapo.rewards.functions import load_reward_function
 from dapo.schedule import learning_rates
 
@@ -36,7 +36,7 @@ OWN_ENGINE_ARGS = {
 def validate(cfg: Config) -> None:
     """Raises ValueError with one line per problem."""
     checks: list[Callable[[Config], Iterator[str]]] = [
-        _numbers,
+        numbers,
         _sampling,
         _choices,
         _batch_shapes,
@@ -51,99 +51,6 @@ def validate(cfg: Config) -> None:
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def _numbers(cfg: Config) -> Iterator[str]:
-    """Ranges of single values: (bound in words, test, values by key)."""
-    ranges: list[tuple[str, Callable[[float], bool], dict[str, float]]] = [
-        ("at least 1", lambda value: value >= 1, _counts(cfg)),
-        ("at least 2: the advantage compares the responses of a group", lambda v: v >= 2, {"rollout.n": cfg.rollout.n}),
-        ("0 or more", lambda value: 0 <= value < math.inf, _not_negative(cfg)),
-        ("greater than 0", lambda value: 0 < value < math.inf, _positive(cfg)),
-        (
-            "in (0, 1]; 1.0 keeps every token",
-            lambda value: 0 < value <= 1,
-            {"rollout.top_p": cfg.rollout.top_p, "eval.top_p": cfg.eval.top_p},
-        ),
-        (
-            "above 0 and at most 1; 0.2 is the published value (1, no lower bound, suits cispo)",
-            lambda value: 0 < value <= 1,
-            {"algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low},
-        ),
-        (
-            "above 1; 10.0 is the published value",
-            lambda value: value > 1,
-            {"algorithm.clip_ratio_c": cfg.algorithm.clip_ratio_c},
-        ),
-    ]
-    for words, holds, values in ranges:
-        for key, value in values.items():
-            if not holds(value):
-                yield f"`{key}` ({value}) must be {words}"
-    betas = cfg.actor.optim.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"`actor.optim.betas` ({betas}) must be two numbers in [0, 1)"
-
-
-def _counts(cfg: Config) -> dict[str, float]:
-    return {
-        "data.train_batch_size": cfg.data.train_batch_size,
-        "data.gen_batch_size": cfg.data.gen_batch_size,
-        "data.max_prompt_length": cfg.data.max_prompt_length,
-        "data.max_response_length": cfg.data.max_response_length,
-        "rollout.num_engines": cfg.rollout.num_engines,
-        "rollout.cpu_threads": cfg.rollout.cpu_threads,
-        "eval.n": cfg.eval.n,
-        "reward.num_workers": cfg.reward.num_workers,
-        "actor.num_workers": cfg.actor.num_workers,
-        "actor.cpu_threads": cfg.actor.cpu_threads,
-        "actor.ppo_mini_batch_size": cfg.actor.ppo_mini_batch_size,
-        "actor.ppo_epochs": cfg.actor.ppo_epochs,
-        "trainer.total_steps": cfg.trainer.total_steps,
-        "weight_sync.bucket_bytes": cfg.weight_sync.bucket_bytes,
-    }
-
-
-def _not_negative(cfg: Config) -> dict[str, float]:
-    return {
-        "eval.every": cfg.eval.every,
-        "eval.temperature": cfg.eval.temperature,
-        "filter_groups.max_num_gen_batches": cfg.filter_groups.max_num_gen_batches,
-        "filter_groups.max_staleness": cfg.filter_groups.max_staleness,
-        "checkpoint.every": cfg.checkpoint.every,
-        "checkpoint.keep": cfg.checkpoint.keep,
-        "logging.samples": cfg.logging.samples,
-        "actor.optim.lr_warmup_steps": cfg.actor.optim.lr_warmup_steps,
-        "actor.optim.weight_decay": cfg.actor.optim.weight_decay,
-        "reward.overlong_buffer.penalty_factor": cfg.reward.overlong_buffer.penalty_factor,
-        "trainer.seed": cfg.trainer.seed,
-        "algorithm.kl.loss_coeff": cfg.algorithm.kl.loss_coeff,
-        "algorithm.kl.reward_coeff": cfg.algorithm.kl.reward_coeff,
-        "algorithm.entropy_coeff": cfg.algorithm.entropy_coeff,
-    }
-
-
-def _positive(cfg: Config) -> dict[str, float]:
-    return {
-        "rollout.temperature": cfg.rollout.temperature,
-        "rollout.start_timeout_s": cfg.rollout.start_timeout_s,
-        "rollout.timeout_s": cfg.rollout.timeout_s,
-        "reward.timeout_s": cfg.reward.timeout_s,
-        "actor.start_timeout_s": cfg.actor.start_timeout_s,
-        "actor.timeout_s": cfg.actor.timeout_s,
-        "actor.optim.lr": cfg.actor.optim.lr,
-        "actor.optim.eps": cfg.actor.optim.eps,
-        "actor.optim.grad_clip": cfg.actor.optim.grad_clip,
-        "algorithm.clip_ratio_high": cfg.algorithm.clip_ratio_high,
-        "algorithm.rollout_correction.lower": cfg.algorithm.rollout_correction.lower,
-        "algorithm.rollout_correction.upper": cfg.algorithm.rollout_correction.upper,
-        "algorithm.rollout_correction.max_mean_stale_logprob_diff": (
-            cfg.algorithm.rollout_correction.max_mean_stale_logprob_diff
-        ),
-        "weight_sync.max_mean_logprob_diff": cfg.weight_sync.max_mean_logprob_diff,
-        "weight_sync.timeout_s": cfg.weight_sync.timeout_s,
-        "checkpoint.timeout_s": cfg.checkpoint.timeout_s,
-    }
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
@@ -182,6 +89,12 @@ def _batch_shapes(cfg: Config) -> Iterator[str]:
         yield (
             f"`actor.ppo_mini_batch_size` ({mini}) must divide `data.train_batch_size` ({batch}); "
             f"the next divisor below is {near}"
+        )
+    scored, n = cfg.filter_groups.min_scored, cfg.rollout.n
+    if n >= 2 and not 2 <= scored <= n:
+        yield (
+            f"`filter_groups.min_scored` ({scored}) must be at least 2, for a mixed group has a right and a wrong "
+            f"response, and at most `rollout.n` ({n})"
         )
     budget = cfg.filter_groups.max_num_gen_batches * cfg.data.gen_batch_size
     if 0 < budget < batch:

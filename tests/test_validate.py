@@ -80,6 +80,12 @@ def test_qwen32b_has_the_published_numbers():
         ),
         pytest.param(["algorithm.loss_agg_mode=tokenmean"], ["loss_agg_mode", "token-mean"], id="unknown mode"),
         pytest.param(["rollout.n=1"], ["rollout.n", "at least 2"], id="groups of one"),
+        pytest.param([f"{FILTER}.min_scored=1"], [f"`{FILTER}.min_scored` (1)", "at least 2"], id="one verdict"),
+        pytest.param([f"{FILTER}.min_scored=17"], [f"`{FILTER}.min_scored` (17)", "`rollout.n` (16)"], id="verdicts"),
+        pytest.param([f"{FILTER}.max_staleness=-1"], [f"`{FILTER}.max_staleness` (-1)", "0 or more"], id="staleness"),
+        pytest.param([f"{FILTER}.max_staleness=1"], ["older policies", "truncate or mask"], id="stale, uncorrected"),
+        pytest.param([f"{FILTER}.admission=fifo"], ["(fifo)", "draw_order, completion"], id="admission"),
+        pytest.param([f"{FILTER}.on_budget=stop"], ["(stop)", "fail, train_partial"], id="on budget"),
         pytest.param(["rollout.temperature=0"], ["rollout.temperature", "greater than 0"], id="greedy training"),
         pytest.param(["rollout.top_p=0.9"], ["rollout.top_p", "must be 1.0"], id="cut distribution"),
         pytest.param(["rollout.top_p=1.5"], ["rollout.top_p", "(0, 1]"], id="top_p above 1"),
@@ -113,6 +119,7 @@ def test_bad_values_are_named(overrides, parts):
         assert part in str(error.value)
 
 
+FILTER = "filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 
 
