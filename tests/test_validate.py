@@ -20,6 +20,9 @@ def composed(*overrides: str) -> Any:
         return compose("dapo", overrides=checked_overrides(overrides))
 
 
+FILTER = "filter_groups"
+
+
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_composes_and_validates(name):
     cfg = to_config(composed(f"+experiment={name}"))
@@ -119,7 +122,6 @@ def test_bad_values_are_named(overrides, parts):
         assert part in str(error.value)
 
 
-FILTER = "filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 
 
