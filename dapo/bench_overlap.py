@@ -50,7 +50,7 @@ async def one_round(
     """Groups trained per second, after the warm-up."""
     cfg = deepcopy(cfg)
     cfg.filter_groups.max_staleness = staleness
-    cfg.trainer.total_steps = steps + WARM_UP
+    cfg.trainer.total_steps = steps + WARM_UP + 2  # more than measured: the last steps generate nothing ahead
     directory = Path(cfg.trainer.output_dir) / name
     directory.mkdir()
     logger = MetricsLogger(directory, tensorboard=False)

@@ -23,14 +23,39 @@ class BudgetExhausted(RuntimeError):
     """One update drew its whole budget without a full batch."""
 
 
-class StepTally:
-    """What one update has seen so far."""
+class Budget:
+    """What one update has drawn so far, and what it may.
 
-    def __init__(self) -> None:
+    drawn: draws started for it. stale: draws that went back to the stream before it, because they were too old for it.
+    """
+
+    def __init__(self, *, max_draws: int, train_partial: bool) -> None:
+        """max_draws: 0 = no bound. train_partial: an update that has spent them trains on what there is."""
+        self._max_draws = max_draws
+        self._train_partial = train_partial
+        self.open(stale=0)
+
+    def open(self, *, stale: int) -> None:
+        """The next update."""
         self.drawn = 0
-        self.stale = 0  # draws that went back to the stream before this update because they were too old
+        self.stale = stale
         self._outcomes: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
+
+    @property
+    def left(self) -> float:
+        """Draws that may still start."""
+        return self._max_draws - self.drawn if self._max_draws else math.inf
+
+    def end(self, *, usable: int, wanted: int) -> int:
+        """The budget is spent: the number of groups to train on.
+
+        Raises:
+            BudgetExhausted: none, or fewer than wanted where only a full batch will do.
+        """
+        if usable and self._train_partial:
+            return usable
+        raise BudgetExhausted(self._explain(usable=usable, wanted=wanted))
 
     def add(self, group: Group, outcome: str) -> None:
         """A scored group."""
@@ -39,15 +64,14 @@ class StepTally:
         if accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
 
-    def explain(self, *, usable: int, wanted: int) -> str:
-        """The message of `BudgetExhausted`."""
+    def _explain(self, *, usable: int, wanted: int) -> str:
         scored = max(1, self._outcomes.total())
         names = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
         shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in names)
         most = max(REMEDIES, key=lambda name: self._outcomes[name])
         return (
-            f"{self.drawn} draws gave {usable} of the {wanted} usable groups that an update needs: {shares}, stale "
-            f"{self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
+            f"{self.drawn} draws for one update, and {usable} of the {wanted} usable groups that it needs: {shares}, "
+            f"stale {self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
             f"{REMEDIES[most]}; or raise `filter_groups.max_num_gen_batches`, lower `data.train_batch_size`, or set "
             "`filter_groups.on_budget=train_partial`; the groups accepted so far are kept for the next run"
         )

@@ -9,14 +9,14 @@ draw and token is accounted for by `dapo.ledger`; how many draws to start is `da
 """
 
 import copy
-import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from dapo.budget import BudgetExhausted, StepTally
-from dapo.buffer_state import BufferState, folded
+from dapo.budget import Budget
+from dapo.buffer_state import BufferState
 from dapo.config import Config
 from dapo.demand import Demand, UsableRate
+from dapo.draw_queue import DrawQueue
 from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
 from dapo.types import Collected, Group
@@ -54,21 +54,19 @@ class OversamplingBuffer:
         which alone is generated ahead; 0 = no end."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
-        self._max_draws = max_draws
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
         self._min_scored = min_scored
         self._in_order = admission == DRAW_ORDER
-        self._train_partial = on_budget == "train_partial"
         self._max_staleness = max_staleness
         self._total_steps = total_steps
         self.rate = UsableRate(certain=not filter_groups)
         self.ledger = Ledger()
-        self.version = 0
+        self.version = 0  # of the policy that the engines serve; set after each weight sync
         self.collecting = False
+        self._update = 0  # policy version that the next batch is trained from
+        self._closed: list[tuple[Group, int]] = []  # the batch of the update under way, and what was dropped with it
         self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
-        self._next = 0  # no draw from here on is in flight, finished or used up
-        self._reached = 0  # no draw from here on was ever started
-        self._retry: list[int] = []  # a heap of draws that the stream has to start again, before new ones
+        self._queue = DrawQueue()
         self._started: dict[int, int] = {}  # policy version at the start of each draw that is in flight or finished
         self._groups: dict[int, Group] = {}  # finished, waiting for their turn
         self._outcomes: dict[int, str] = {}
@@ -77,7 +75,8 @@ class OversamplingBuffer:
         self._frontier = 0  # in draw order: all draws before it are used up or finished
         self._ready = 0  # usable ones before the frontier, or finished ones under `completion`
         self.cursor = 0  # in draw order: all draws before it are used up
-        self._tally = StepTally()
+        self._budget = Budget(max_draws=max_draws, train_partial=on_budget == "train_partial")
+        self._stale = 0  # draws that the last step sent back because they were too old
         self._lost = SURPLUS if max_staleness == 0 else STALE  # why a draw goes back to the stream
 
     @classmethod
@@ -98,12 +97,12 @@ class OversamplingBuffer:
 
     def open(self, version: int) -> None:
         """Starts to collect for the update from policy `version`, which the engines serve from now on."""
-        self.version = version
+        assert not self._closed, "open() before the closed batch was trained on"
+        self.version = self._update = version
         self.collecting = True
         self._wanted = self._batch
-        stale = self._tally.stale
-        self._tally = StepTally()
-        self._tally.stale = stale
+        self._budget.open(stale=self._stale)
+        self._advance()
 
     @property
     def in_flight(self) -> int:
@@ -120,38 +119,27 @@ class OversamplingBuffer:
         count = self.rate.missing(self._batch, demand) if self.collecting else 0
         if self._max_staleness:
             count = max(count, self.rate.allowed(self._batches_ahead() * self._batch, demand))
-        count = min(count, self._max_in_flight - self.in_flight)
-        if room is not None:
-            count = min(count, room)
-        if self._max_draws:
-            left = self._max_draws - self._tally.drawn
-            count = min(count, left)
-            if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
-                self._end_budget()
-        return [self._start() for _ in range(count)]
+        # Draws that went back leave gaps in the order; what waits behind a gap does not make the batch full.
+        gaps = len(self._queue.gaps) if self._in_order and self.collecting and not self.full else 0
+        count = max(count, gaps)
+        left = max(gaps, self._budget.left)
+        if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
+            self._wanted = self._budget.end(usable=self._known, wanted=self._batch)
+            self._advance()
+        count = int(min(count, left, self._max_in_flight - self.in_flight))
+        return [self._start() for _ in range(count if room is None else min(count, room))]
 
     def _batches_ahead(self) -> int:
-        """That may use what starts now: this update's, if it still collects, and those after it."""
-        after = self._max_staleness
+        """Updates that may train on what starts now."""
+        last = self.version + self._max_staleness
         if self._total_steps:
-            after = max(0, min(after, self._total_steps - 1 - self.version))
-        return after + self.collecting
-
-    def _end_budget(self) -> None:
-        if not self._train_partial or self._known == 0:
-            raise BudgetExhausted(self._tally.explain(usable=self._known, wanted=self._batch))
-        self._wanted = self._known
-        self._advance()
+            last = min(last, self._total_steps - 1)
+        return max(0, last - self._update + 1)
 
     def _start(self) -> int:
-        if self._retry:
-            index = heapq.heappop(self._retry)
-        else:
-            index = self._next
-            self._next += 1
-            self._reached = max(self._reached, self._next)
+        index = self._queue.pop()
         self._started[index] = self.version
-        self._tally.drawn += 1
+        self._budget.drawn += 1
         self.ledger.start(index)
         return index
 
@@ -169,7 +157,7 @@ class OversamplingBuffer:
         self._in_reward.discard(index)
         self.ledger.buffer(index)
         outcome = self._keep(group)
-        self._tally.add(group, outcome)
+        self._budget.add(group, outcome)
         self.rate.observe(outcome in self._usable)
         self._advance()
 
@@ -194,57 +182,68 @@ class OversamplingBuffer:
         return self._ready >= self._wanted
 
     def close(self) -> Collected:
-        """Ends the step: the batch leaves the buffer, and with it what was dropped up to its last group."""
+        """Ends the step: the batch leaves the buffer, and with it what was dropped up to its last group.
+
+        Until `trained`, both still count as buffered and go into a checkpoint: a failed update loses no group.
+        """
         assert self.collecting and self.full, "close() before the batch is full"
         self.collecting = False
+        self._update += 1
         used = self._used_up()
-        groups = tuple(self._groups[index] for index in used if self._outcomes[index] in self._usable)
-        returned = self._late(used)
+        outcomes = {index: self._outcomes[index] for index in used}
+        self._closed = [(self._groups[index], self._started[index]) for index in used]
+        self._forget(used)
+        late = self._late()
         collected = Collected(
-            drawn=tuple(self._groups[index] for index in used),
-            groups=groups,
-            outcomes=Counter(self._outcomes[index] for index in used),
-            returned=returned,
-            unfinished=frozenset(i for i in returned if i not in self._outcomes and i not in self._in_reward),
+            drawn=tuple(group for group, _ in self._closed),
+            groups=tuple(group for group, _ in self._closed if outcomes[group.draw.index] in self._usable),
+            outcomes=Counter(outcomes.values()),
+            returned=late,
+            unfinished=frozenset(i for i in late if i not in self._outcomes and i not in self._in_reward),
+            lost=tuple(self._groups[index] for index in late if index in self._groups),
         )
-        for index in used:
-            if self._outcomes[index] in self._usable:
-                self.ledger.train(index)
-            else:
-                self.ledger.drop(index, self._outcomes[index])
-        for index in returned:
-            self.ledger.retry(index, self._lost)
-        self._tally.stale = len(returned) if self._max_staleness else 0
-        self._forget((*used, *returned))
-        self._retry, self._next = folded([*self._retry, *returned], self._next)
-        self._known = self._ready = sum(outcome in self._usable for outcome in self._outcomes.values())
-        if self._in_order:
-            self.cursor = self._frontier
-            self._ready = 0
-            self._advance()
-        self.rate.end_step(usable=len(groups), draws=len(used))
+        self._send_back(late)
+        self._stale = len(late) if self._max_staleness else 0
+        self._recount(cursor=self._frontier)
+        self.rate.end_step(usable=len(collected.groups), draws=len(used))
         self.ledger.check(self._held())
         return collected
+
+    def trained(self) -> None:
+        """The update with the closed batch is done."""
+        for group, _ in self._closed:
+            outcome = classify(group, self._min_scored)
+            if outcome in self._usable:
+                self.ledger.train(group.draw.index)
+            else:
+                self.ledger.drop(group.draw.index, outcome)
+        self._closed = []
+        self.ledger.check(self._held())
 
     def _used_up(self) -> list[int]:
         """Finished draws that this step uses up, in draw order."""
         if self._in_order:
-            return [index for index in range(self.cursor, self._frontier)]
+            return list(range(self.cursor, self._frontier))
         usable = [index for index, outcome in self._outcomes.items() if outcome in self._usable][: self._wanted]
         dropped = [index for index, outcome in self._outcomes.items() if outcome not in self._usable]
         return sorted(usable + dropped)
 
-    def _late(self, used: list[int]) -> tuple[int, ...]:
+    def _late(self) -> tuple[int, ...]:
         """Draws that the next update may not train on: they started at too old a version. At staleness 0, all."""
-        oldest = self.version + 1 - self._max_staleness
-        gone = set(used)
-        return tuple(
-            sorted(index for index, version in self._started.items() if version < oldest and index not in gone)
-        )
+        oldest = self._update - self._max_staleness
+        return tuple(sorted(index for index, version in self._started.items() if version < oldest))
+
+    def _send_back(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self.ledger.retry(index, self._lost)
+        self._forget(indices)
+        self._queue.put_back(indices)
 
     def held(self) -> list[tuple[Group, int]]:
-        """Finished groups that wait for their turn, each with the policy version at its start, in draw order."""
-        return [(self._groups[index], self._started[index]) for index in sorted(self._groups)]
+        """Finished groups that wait for their turn or for the update under way to end, each with the policy version at
+        its start, in draw order."""
+        waiting = [(group, self._started[index]) for index, group in self._groups.items()]
+        return sorted(self._closed + waiting, key=lambda entry: entry[0].draw.index)
 
     def aborted(self, tokens: int) -> None:
         """What the unfinished ones of the returned draws had generated, known once the engines have ended them."""
@@ -252,36 +251,36 @@ class OversamplingBuffer:
 
     def state(self) -> BufferState:
         """For the checkpoint. Draws in flight are as if they had gone back to the stream."""
-        self.ledger.check(self._held())
         running = [index for index in self._started if index not in self._outcomes]
-        retry, following = folded([*self._retry, *running], self._next)
+        queue = self._queue.copy()
+        queue.put_back(running)
         ledger = copy.deepcopy(self.ledger)
         for index in running:
             ledger.retry(index, STOPPED)
         return BufferState(
-            reached=self._reached, next=following, retry=retry, rate=self.rate.state(), ledger=ledger.state()
+            reached=queue.reached, next=queue.fresh, retry=queue.gaps, rate=self.rate.state(), ledger=ledger.state()
         )
 
     def restore(self, state: BufferState, held: Iterable[tuple[Group, int]], *, version: int) -> None:
         """From a checkpoint of policy `version`, into an unused buffer; groups that are too old are drawn again."""
+        self.version = self._update = version
         self.rate.restore(state.rate)
-        groups = {group.draw.index: (group, started) for group, started in held}
-        to_retry = [*state.retry, *range(state.next, state.reached)]
-        self.ledger.restore(
-            state.ledger, to_retry=to_retry, buffered={i: group.num_tokens for i, (group, _) in groups.items()}
-        )
-        late = [index for index, (_, started) in groups.items() if started < version - self._max_staleness]
-        for index in late:
-            self.ledger.retry(index, STALE)
-            del groups[index]
-        self._reached = state.reached
-        self._retry, self._next = folded([*state.retry, *late], state.next)
-        for index, (group, started) in groups.items():
-            self._started[index] = started
+        self._queue = DrawQueue(fresh=state.next, reached=state.reached, gaps=state.retry)
+        tokens: dict[int, int] = {}
+        for group, started in held:
+            tokens[group.draw.index] = group.num_tokens
+            self._started[group.draw.index] = started
             self._keep(group)
-        self.cursor = self._frontier = min([self._next, *self._retry, *groups])
-        self._advance()
+        self.ledger.restore(state.ledger, to_retry=self._queue.to_retry, buffered=tokens)
+        self._send_back(self._late())
+        self._recount(cursor=min([self._queue.fresh, *self._queue.gaps, *self._groups]))
         self.ledger.check(self._held())
+
+    def _recount(self, *, cursor: int) -> None:
+        self._known = sum(outcome in self._usable for outcome in self._outcomes.values())
+        self._ready = 0 if self._in_order else self._known
+        self.cursor = self._frontier = cursor
+        self._advance()
 
     def _forget(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -294,6 +293,6 @@ class OversamplingBuffer:
         return {
             IN_GENERATION: self.in_flight - len(self._in_reward),
             IN_REWARD: len(self._in_reward),
-            BUFFERED: len(self._outcomes),
-            TO_RETRY: len(self._retry) + self._reached - self._next,
+            BUFFERED: len(self._outcomes) + len(self._closed),
+            TO_RETRY: len(self._queue.to_retry),
         }

@@ -35,13 +35,3 @@ class BufferState:
         if not 0 < usable <= draws:
             raise ValueError(f"no rate: {state.rate}")
         return state
-
-
-def folded(retry: list[int], following: int) -> tuple[list[int], int]:
-    """(heap of draws to start again, first draw after them): a tail of draws that all went back counts as not drawn."""
-    gone = set(retry)
-    while following - 1 in gone:
-        following -= 1
-        gone.remove(following)
-    heap = sorted(gone)  # sorted is a heap
-    return heap, following

@@ -5,15 +5,16 @@ whose every byte is as written. A step is written beside its place, hashed into 
 named by `LATEST`; reading verifies the manifest before anything is opened, because DCP's metadata is a pickle.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,12 @@ class CheckpointStore:
         self._root = root
         self._keep = keep
 
-    @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
+    @asynccontextmanager
+    async def writing(self, step: int) -> AsyncIterator[Path]:
         """A directory to write the checkpoint of `step` into: committed at the end, removed when the body raises.
 
-        A checkpoint of the same step is replaced. Later ones go: they belong to a course that resuming has left.
+        Hashing and moving files is left to a thread, so that generation can go on meanwhile. A checkpoint of the same
+        step is replaced. Later ones go: they belong to a course that resuming has left.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         for left_over in self._root.glob(f"*{TEMPORARY}"):
@@ -86,10 +88,13 @@ class CheckpointStore:
         temporary.mkdir()
         try:
             yield temporary
-            _seal(temporary)
+            await asyncio.to_thread(_seal, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        await asyncio.to_thread(self._commit, step, temporary, final)
+
+    def _commit(self, step: int, temporary: Path, final: Path) -> None:
         if final.exists():
             _discard(final)
         temporary.replace(final)

@@ -3,8 +3,9 @@
 In and out: groups, one Parquet row per response; prompts are not written but found again by their draw.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dapo.types import Draw, Group, Response, Score, VersionSpan
 
@@ -20,9 +22,9 @@ _SCHEMA = pa.schema(
     {
         "draw": pa.int64(),
         "started": pa.int64(),  # policy version when the draw started
-        "token_ids": pa.list_(pa.int32()),
-        "rollout_logprobs": pa.list_(pa.float32()),
-        "text": pa.string(),
+        "token_ids": pa.large_list(pa.int32()),
+        "rollout_logprobs": pa.large_list(pa.float32()),
+        "text": pa.large_string(),
         "finish_reason": pa.string(),
         "policy_versions": pa.string(),  # JSON
         "seconds": pa.float64(),
@@ -31,24 +33,28 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_groups(directory: Path, groups: Iterable[tuple[Group, int]]) -> None:
+def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
     """groups: each with the policy version at its start."""
     rows = [
-        {
-            "draw": group.draw.index,
-            "started": started,
-            "token_ids": response.token_ids,
-            "rollout_logprobs": response.rollout_logprobs,
-            "text": response.text,
-            "finish_reason": response.finish_reason,
-            "policy_versions": json.dumps([asdict(span) for span in response.policy_versions]),
-            "seconds": response.seconds,
-            "score": json.dumps(asdict(score)),
-        }
+        (group.draw.index, started, response, score)
         for group, started in groups
         for response, score in zip(group.responses, group.scores, strict=True)
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), directory / FILE)
+    responses = [response for _, _, response, _ in rows]
+    columns = [
+        [index for index, _, _, _ in rows],
+        [started for _, started, _, _ in rows],
+        _column([response.token_ids for response in responses], np.dtype(np.int32)),
+        _column([response.rollout_logprobs for response in responses], np.dtype(np.float32)),
+        [response.text for response in responses],
+        [response.finish_reason for response in responses],
+        [json.dumps([asdict(span) for span in response.policy_versions]) for response in responses],
+        [response.seconds for response in responses],
+        [json.dumps(asdict(score)) for _, _, _, score in rows],
+    ]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
+    # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
+    pq.write_table(pa.table(arrays, schema=_SCHEMA), directory / FILE, compression="none", use_dictionary=False)
 
 
 def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
@@ -56,28 +62,42 @@ def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Grou
     path = directory / FILE
     if not path.is_file():
         return []
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in pq.read_table(path, schema=_SCHEMA).to_pylist():
-        found.setdefault((row["draw"], row["started"]), []).append(row)
-    return [
-        (
-            Group(
-                draw=draw(index),
-                responses=tuple(_response(row) for row in rows),
-                scores=tuple(Score(**json.loads(row["score"])) for row in rows),
-            ),
-            started,
+    table = pq.read_table(path, schema=_SCHEMA)
+    token_ids, logprobs = _arrays(table, "token_ids"), _arrays(table, "rollout_logprobs")
+    rest = table.drop_columns(["token_ids", "rollout_logprobs"]).to_pylist()
+    found: dict[tuple[int, int], tuple[list[Response], list[Score]]] = {}
+    for row, ids, own in zip(rest, token_ids, logprobs, strict=True):
+        responses, scores = found.setdefault((row["draw"], row["started"]), ([], []))
+        spans = tuple(VersionSpan(**span) for span in json.loads(row["policy_versions"]))
+        responses.append(
+            Response(
+                token_ids=ids,
+                rollout_logprobs=own,
+                text=row["text"],
+                finish_reason=row["finish_reason"],
+                policy_versions=spans,
+                seconds=row["seconds"],
+            )
         )
-        for (index, started), rows in found.items()
+        scores.append(Score(**json.loads(row["score"])))
+    return [
+        (Group(draw=draw(index), responses=tuple(responses), scores=tuple(scores)), started)
+        for (index, started), (responses, scores) in found.items()
     ]
 
 
-def _response(row: dict[str, Any]) -> Response:
-    return Response(
-        token_ids=np.array(row["token_ids"], dtype=np.int32),
-        rollout_logprobs=np.array(row["rollout_logprobs"], dtype=np.float32),
-        text=row["text"],
-        finish_reason=row["finish_reason"],
-        policy_versions=tuple(VersionSpan(**span) for span in json.loads(row["policy_versions"])),
-        seconds=row["seconds"],
-    )
+def _column(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.LargeListArray:
+    """One list per array, without a Python number per token."""
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
+    values = np.concatenate([np.zeros(0, dtype), *arrays])
+    return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), pa.array(values))
+
+
+def _arrays(table: pa.Table, name: str) -> list[NDArray[Any]]:
+    lists = [chunk for chunk in table.column(name).chunks]
+    return [
+        values[start:end]
+        for chunk in lists
+        for values in [chunk.values.to_numpy()]
+        for start, end in itertools.pairwise(chunk.offsets.to_numpy())
+    ]

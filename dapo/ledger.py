@@ -24,8 +24,8 @@ STOPPED = "stopped"  # between generation and verdict when the run stopped
 ABORTED = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the stream are lost
 LIVE = (IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY)
 NEXT = {  # the transitions that exist
-    IN_GENERATION: {IN_REWARD, TO_RETRY, *DROPPED},
-    IN_REWARD: {BUFFERED, TO_RETRY, *DROPPED},
+    IN_GENERATION: {IN_REWARD, TO_RETRY},
+    IN_REWARD: {BUFFERED, TO_RETRY},
     BUFFERED: {TRAINED, TO_RETRY, *DROPPED},
     TO_RETRY: {IN_GENERATION},
 }
@@ -58,7 +58,7 @@ class Ledger:
         self._move(index, BUFFERED)
 
     def train(self, index: int) -> None:
-        """The group is part of a batch."""
+        """The group was part of an update."""
         self._move(index, TRAINED)
 
     def drop(self, index: int, reason: str) -> None:

@@ -28,6 +28,7 @@ def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER
         if update_end <= run.next_end:
             run.let_time_pass(update_end)
             run.updated()
+            buffer.trained()
             buffer.open(run.version)
             update_end = math.inf
             continue

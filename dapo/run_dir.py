@@ -20,13 +20,15 @@ log = logging.getLogger(__name__)
 CONFIG, CHECKPOINTS, METRICS, LOCK = "config.yaml", "checkpoints", "metrics.jsonl", ".lock"
 FINGERPRINT = "data_fingerprint"
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
-# What a run may not change on the way: the same draw index would mean another prompt or other responses.
+# What a run may not change on the way: the same draw index would mean another prompt or other responses, and admission
+# decides which draws are used up.
 FIXED_KEYS = (
     "model.path",
     "data.train_files",
     "data.max_prompt_length",
     "data.shuffle",
     "rollout.n",
+    "filter_groups.admission",
     "trainer.seed",
 )
 

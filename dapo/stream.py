@@ -9,7 +9,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
@@ -68,15 +68,15 @@ async def scored_group(
     rollouts: RolloutPool,
     rewards: RewardPool,
     clock: PhaseClock,
-    on_generated: Callable[[int], None] = lambda tokens: None,
+    still_wanted: Callable[[int], bool] = lambda tokens: True,
 ) -> Group:
-    """Generates and scores one group; between the two it tells the number of tokens. An aborted group comes back
-    without scores."""
+    """Generates and scores one group. Between the two it tells the number of tokens and asks whether the group is still
+    wanted; one that is not comes back without scores, as an aborted one does."""
     with clock("generation"):
         responses = await rollouts.generate(key, draw.prompt.token_ids, sampling)
-    if any(response.finish_reason == "abort" for response in responses):
+    aborted = any(response.finish_reason == "abort" for response in responses)
+    if aborted or not still_wanted(sum(len(response.token_ids) for response in responses)):
         return Group(draw=draw, responses=responses, scores=())
-    on_generated(sum(len(response.token_ids) for response in responses))
     with clock("reward"):
         scores = await rewards.score(draw.prompt, responses)
     return Group(draw=draw, responses=responses, scores=scores)
@@ -138,9 +138,7 @@ class GroupStream:
             await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
             if self._pump.done():
                 self._pump.result()  # raises
-            collected = self.buffer.close()
-            await self._abort(collected)
-            return collected
+            return await self._abort(self.buffer.close())
         finally:
             full.cancel()
 
@@ -173,9 +171,14 @@ class GroupStream:
             self._wake.clear()
             while self._finished:
                 task = self._finished.popleft()
-                if task in self._running:  # else its draw went back to the stream
-                    del self._keys[self._running.pop(task)[0]]
-                    self.buffer.add(task.result())
+                if task not in self._running:  # its draw went back to the stream
+                    continue
+                index, key = self._running.pop(task)
+                del self._keys[index]
+                group = task.result()
+                if not group.scores:
+                    raise RuntimeError(f"an engine ended group {key} unasked; its log may say why")
+                self.buffer.add(group)
 
     def _start(self, index: int) -> None:
         key = self._keys[index] = f"v{self.buffer.version}-d{index}"
@@ -198,19 +201,24 @@ class GroupStream:
             lambda tokens: self._generated(index, key, tokens),
         )
 
-    def _generated(self, index: int, key: str, tokens: int) -> None:
-        if self._keys.get(index) == key:
-            self.buffer.generated(index, tokens)
+    def _generated(self, index: int, key: str, tokens: int) -> bool:
+        """Whether the group is still wanted."""
+        if self._keys.get(index) != key:
+            return False
+        self.buffer.generated(index, tokens)
+        return True
 
-    async def _abort(self, collected: Collected) -> None:
+    async def _abort(self, collected: Collected) -> Collected:
         """Ends the draws that went back to the stream and counts what they had generated."""
-        gone = {task: key for task, (index, key) in self._running.items() if index in collected.returned}
-        if not gone:
-            return
-        for task in gone:
-            index, _ = self._running.pop(task)
-            del self._keys[index]
-        await self._rollouts.abort(list(gone.values()))
-        groups = await asyncio.gather(*gone)
-        lost = [group.num_tokens for group in groups if group.draw.index in collected.unfinished]
-        self.buffer.aborted(sum(lost))
+        gone = {task: place for task, place in self._running.items() if place[0] in collected.returned}
+        for task, (index, _) in gone.items():
+            del self._running[task], self._keys[index]
+            if index not in collected.unfinished:
+                task.cancel()  # nobody waits for its verdict
+        unfinished = {task: key for task, (index, key) in gone.items() if index in collected.unfinished}
+        if not unfinished:
+            return collected
+        await self._rollouts.abort(list(unfinished.values()))
+        cut = await asyncio.gather(*unfinished)
+        self.buffer.aborted(sum(group.num_tokens for group in cut))
+        return replace(collected, lost=(*collected.lost, *cut))

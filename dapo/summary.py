@@ -1,7 +1,7 @@
 """What a step looked like, as metrics: of the groups drawn, of the update, and of the time it took.
 
-In: what the buffer collected, the actors' metrics, seconds per phase. Out: flat names. Everything outside `perf/` is a
-function of the seed alone; `perf/` depends on timing.
+In: what the buffer collected, the actors' metrics, seconds per phase. Out: flat names. `perf/` and `ledger/` depend on
+timing; at staleness 0 everything else is a function of the seed alone.
 """
 
 import math
@@ -41,6 +41,7 @@ def step_metrics(
     perf = {f"perf/{phase}_s": value for phase, value in seconds.items()}
     perf |= {
         "perf/returned_draws": len(collected.returned),
+        "perf/length_ks": length_distance(collected.groups, (*collected.drawn, *collected.lost)),
         "perf/aborted_tokens": aborted_tokens,
         "perf/goodput": trained / generated,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),

@@ -112,8 +112,10 @@ class Trainer:
         with self.clock("update"):
             metrics = await self._pools.actors.update(batch)
         self.version += 1
+        self._buffer.trained()
         with self.clock("sync"):
             await self._pools.sync_weights(self.version)
+        self._buffer.version = self.version
         return metrics
 
     def _is_due(self, every: int, at_end: bool) -> bool:
@@ -122,13 +124,11 @@ class Trainer:
         return every > 0 and self.version % every == 0
 
     async def _evaluate(self) -> None:
-        settings = SamplingSettings.of(self._cfg.eval, self._cfg.data.max_response_length)
-        pools = self._pools
         if not self._held_out:
             return
-        metrics = await evaluate(
-            self._held_out, pools.rollouts, pools.rewards, settings, seed=self._cfg.trainer.seed, clock=self.clock
-        )
+        settings = SamplingSettings.of(self._cfg.eval, self._cfg.data.max_response_length)
+        engines, rewards, seed = self._pools.rollouts, self._pools.rewards, self._cfg.trainer.seed
+        metrics = await evaluate(self._held_out, engines, rewards, settings, seed=seed, clock=self.clock)
         self._logger.log(self.version, metrics)
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
@@ -146,13 +146,14 @@ class Trainer:
         return self.version > self._saved_version or bool(self._buffer.held())
 
     async def save(self) -> None:
-        """Writes a checkpoint of the current version."""
-        with self._store.writing(self.version) as directory:
+        """Writes a checkpoint of the current version, while generation may go on."""
+        held, state = self._buffer.held(), DriverState(version=self.version, buffer=self._buffer.state())
+        async with self._store.writing(self.version) as directory:
             await self._pools.actors.save(str(directory / "actor"))
             if self._cfg.checkpoint.hf_export:
                 await self._pools.actors.export_hf(str(directory / "hf"))
-            write_groups(directory, self._buffer.held())
-            DriverState(version=self.version, buffer=self._buffer.state()).write(directory)
+            await asyncio.to_thread(write_groups, directory, held)
+            state.write(directory)
         self._saved_version = self.version
 
     async def _resume(self) -> None:

@@ -117,7 +117,7 @@ class Collected:
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
     outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
     those that still run. unfinished: those of them whose responses were not all there; the caller tells
-    `OversamplingBuffer.aborted` what they had generated.
+    `OversamplingBuffer.aborted` what they had generated. lost: groups of returned draws, as far as they were generated.
     """
 
     drawn: tuple[Group, ...]
@@ -125,6 +125,7 @@ class Collected:
     outcomes: Counter[str]
     returned: tuple[int, ...]
     unfinished: frozenset[int]
+    lost: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -151,7 +151,8 @@ def _objective(cfg: Config) -> Iterator[str]:
     if staleness and correction.mode == "none":
         yield (
             f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
-            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask"
+            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
+            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
         )
     if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
         yield (

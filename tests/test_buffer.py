@@ -35,7 +35,9 @@ def run_step(buffer: OversamplingBuffer, verdicts, order: random.Random, version
         running += buffer.take()
         index = running.pop(order.randrange(len(running)))
         finish(buffer, index, verdicts(index))
-    return buffer.close()
+    collected = buffer.close()
+    buffer.trained()
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
     finish(buffer, 3, [1.0, 0.0])
     finish(buffer, 1, [1.0, 0.0])
     collected = buffer.close()
+    buffer.trained()
     assert [group.draw.index for group in collected.groups] == [1, 3]
     assert collected.returned == (0, 2)
     buffer.open(1)
@@ -131,7 +134,7 @@ def draw_until_the_budget_ends(buffer: OversamplingBuffer, verdicts) -> int:
 
 def test_budget_ends_with_the_rates_and_what_to_change():
     buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
-    with pytest.raises(BudgetExhausted, match="12 draws gave 0 of the 4") as error:
+    with pytest.raises(BudgetExhausted, match="12 draws for one update, and 0 of the 4") as error:
         draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0] if index % 4 else [0.0, 0.0])
     message = str(error.value)
     assert "mixed 0%, all correct 75%, all wrong 25%, unscorable 0%, stale 0%" in message
@@ -143,6 +146,7 @@ def test_a_partial_batch_is_trained_on_where_asked_for_but_an_empty_one_is_an_er
     buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12, on_budget="train_partial")
     assert draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0]) == 12
     collected = buffer.close()
+    buffer.trained()
     assert [group.draw.index for group in collected.groups] == [2, 11] and len(collected.drawn) == 12
     with pytest.raises(BudgetExhausted):
         draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0])
@@ -199,6 +203,8 @@ def test_the_books_balance_whatever_happens(data):
         if buffer.full:
             before = buffer.cursor
             collected = buffer.close()
+            buffer.ledger.check(buffer._held())
+            buffer.trained()
             indices = [group.draw.index for group in collected.groups]
             assert len(indices) == 3 and indices == sorted(indices)
             assert all(classify(group) == MIXED for group in collected.groups)
@@ -214,3 +220,47 @@ def test_the_books_balance_whatever_happens(data):
 
 def vars_of(state: BufferState) -> dict:
     return {name: getattr(state, name) for name in BufferState.__slots__}
+
+
+def test_a_gap_in_the_draw_order_is_closed_after_a_stop():
+    """What is held beyond the gap would fill the batch, but its turn comes after the draw that was in flight."""
+    buffer = make_buffer(batch=2, max_in_flight=4, max_draws=4)
+    buffer.open(0)
+    assert buffer.take() == [0, 1, 2, 3]
+    for index in (1, 2, 3):
+        finish(buffer, index, [1.0, 0.0])
+    again = make_buffer(batch=2, max_in_flight=4, max_draws=4)
+    again.restore(buffer.state(), buffer.held(), version=0)
+    again.open(0)
+    assert again.take() == [0] and not again.full
+    finish(again, 0, [1.0, 1.0])
+    assert [group.draw.index for group in again.close().groups] == [1, 2]
+
+
+def test_a_batch_is_kept_until_it_was_trained_on():
+    buffer = make_buffer(batch=2, max_in_flight=4)
+    buffer.open(0)
+    for index in buffer.take():
+        finish(buffer, index, [1.0, 0.0] if index else [0.0, 0.0])
+    collected = buffer.close()
+    assert buffer.ledger.draws["trained"] == 0
+    again = make_buffer(batch=2, max_in_flight=4)
+    again.restore(buffer.state(), buffer.held(), version=0)
+    again.open(0)
+    assert again.full and [g.draw.index for g in again.close().groups] == [g.draw.index for g in collected.groups]
+    again.trained()
+    assert again.ledger.draws["trained"] == 2 and again.held() == []
+
+
+def test_nothing_is_generated_for_updates_after_the_last():
+    buffer = make_buffer(batch=4, max_in_flight=100, max_staleness=1, total_steps=2, filter_groups=False)
+    counts = []
+    for version in range(2):
+        buffer.open(version)
+        taken = buffer.take()
+        for index in taken:
+            finish(buffer, index, [1.0, 0.0])
+        buffer.close()
+        buffer.trained()
+        counts.append((len(taken), len(buffer.take())))
+    assert counts == [(8, 0), (0, 0)]

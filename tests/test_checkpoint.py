@@ -1,5 +1,6 @@
 """Checkpoints are complete or not there: faults of every kind are found, named, and stepped over."""
 
+import asyncio
 import json
 import logging
 import shutil
@@ -22,10 +23,13 @@ def driver_state(step: int) -> DriverState:
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
-    with store.writing(step) as directory:
-        (directory / "actor").mkdir()
-        (directory / "actor" / "rank0.bin").write_text(f"{text} of step {step}")
-        driver_state(step).write(directory)
+    async def write() -> None:
+        async with store.writing(step) as directory:
+            (directory / "actor").mkdir()
+            (directory / "actor" / "rank0.bin").write_text(f"{text} of step {step}")
+            driver_state(step).write(directory)
+
+    asyncio.run(write())
 
 
 def names(root: Path) -> list[str]:
@@ -74,9 +78,14 @@ def test_the_newest_are_kept(keep: int, left: list[int], root: Path) -> None:
 def test_an_error_while_writing_leaves_nothing(root: Path) -> None:
     store = CheckpointStore(root, keep=3)
     save(store, 1)
-    with pytest.raises(KeyboardInterrupt), store.writing(2) as directory:
-        (directory / "half").write_text("x")
-        raise KeyboardInterrupt
+
+    async def fail() -> None:
+        async with store.writing(2) as directory:
+            (directory / "half").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(fail())
     assert names(root) == ["LATEST", "step_000001"]
     assert store.latest() == root / "step_000001"
 

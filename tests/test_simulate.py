@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from dapo.buffer import COMPLETION
-from dapo.policies import barrier, first_finished, refill, streaming
+from dapo.policies import barrier, first_finished, refill, refill_in_rounds, streaming
 from dapo.simulated_run import Plan
 from dapo.simulation import Draws, Fleet, Workload
 
 
-def make_plan(rate: float = 0.5, slots: int = 64, steps: int = 4, **workload) -> Plan:
-    return Plan(workload=Workload(rate=rate, **workload), slots=slots, steps=steps)
+def make_plan(
+    rate: float = 0.5, slots: int = 64, steps: int = 4, update: float = 0.0, sync: float = 0.0, **workload
+) -> Plan:
+    return Plan(workload=Workload(rate=rate, **workload), slots=slots, steps=steps, update=update, sync=sync)
 
 
 def later(times: tuple[float, ...]) -> float:
@@ -38,21 +40,31 @@ def test_it_follows_a_rate_that_drifts(drift):
 
 
 def test_it_beats_a_barrier_and_a_refill():
-    plan = make_plan()
+    """Of the refill, the length of the last chain of rejections decides, which varies from step to step."""
+    plan = make_plan(steps=16)
     own = later(streaming(plan).generation)
     assert own <= 0.75 * later(barrier(plan).generation)
-    assert own <= 0.6 * later(refill(plan).generation)
+    assert own <= 0.5 * later(refill(plan).generation)
+    assert own <= 0.5 * later(refill_in_rounds(plan).generation)
 
 
-def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing():
-    generation = sum(streaming(make_plan()).generation) / 4
-    plan = Plan(workload=Workload(), steps=6, update=0.4 * generation, sync=0.01 * generation)
-    strict, loose = streaming(plan), streaming(plan, max_staleness=1)
-    assert later(strict.steps) >= 1.3 * later(loose.steps)
+@pytest.mark.parametrize("drift", [0.0, 0.02, -0.02])
+@pytest.mark.parametrize(("rate", "slots"), [(0.28, 64), (0.5, 64), (0.5, 128), (0.9, 128)])
+def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, slots, drift):
+    strict = streaming(make_plan(rate, slots, rate_drift=drift))
+    generation = later(strict.generation) / 3
+    plan = make_plan(rate, slots, steps=8, rate_drift=drift, update=0.43 * generation, sync=0.005 * generation)
+    loose = streaming(plan, max_staleness=1)
     assert loose.idle <= 0.05 and loose.wasted <= 0.01
     assert 0 < loose.staleness <= 1
     trained = [index for step in loose.trained for index in step]
     assert trained == sorted(set(trained))
+
+
+def test_staleness_1_trains_more_groups_per_second():
+    generation = later(streaming(make_plan()).generation) / 3
+    plan = make_plan(steps=8, update=0.43 * generation, sync=0.005 * generation)
+    assert later(streaming(plan).steps) >= 1.3 * later(streaming(plan, max_staleness=1).steps)
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:

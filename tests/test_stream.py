@@ -17,6 +17,7 @@ from dapo.metrics import MetricsLogger
 from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings, response_seed
 from dapo.trainer import Trainer
+from dapo.types import Collected
 from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
 
 PROMPTS = [make_prompt(number) for number in range(40)]
@@ -34,6 +35,13 @@ def make_stream(rollouts, rewards, *, batch: int = 4, max_batches: int = 0) -> G
     return GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
 
 
+async def step(stream: GroupStream, version: int) -> Collected:
+    """Collects a batch, and trains on it."""
+    collected = await stream.collect(version)
+    stream.buffer.trained()
+    return collected
+
+
 def texts(collected) -> list[tuple[int, str]]:
     return [(group.draw.index, response.text) for group in collected.drawn for response in group.responses]
 
@@ -44,7 +52,7 @@ def test_what_is_trained_on_does_not_depend_on_timing():
         stream = make_stream(FakeRollouts(seed=timing, max_turns=9), FakeRewards(some_mixed))
 
         async def three_steps(stream=stream):
-            return [texts(await stream.collect(version)) for version in range(3)]
+            return [texts(await step(stream, version)) for version in range(3)]
 
         seen.append(asyncio.run(three_steps()))
     assert all(each == seen[0] for each in seen)
@@ -55,7 +63,7 @@ def test_surplus_draws_are_aborted_counted_and_drawn_again():
     stream = make_stream(rollouts, FakeRewards(some_mixed))
 
     async def two_steps():
-        first = await stream.collect(0)
+        first = await step(stream, 0)
         aborted, tokens = list(rollouts.aborted), stream.aborted_tokens
         return first, aborted, tokens, await stream.collect(1)
 
@@ -75,7 +83,7 @@ def test_a_failing_pool_ends_the_step_with_its_error():
 
 def test_an_unsolvable_data_set_ends_within_the_budget():
     stream = make_stream(FakeRollouts(), FakeRewards(lambda *_: 0.0), max_batches=2)
-    with pytest.raises(BudgetExhausted, match="24 draws gave 0"):
+    with pytest.raises(BudgetExhausted, match="24 draws for one update, and 0"):
         asyncio.run(stream.collect(0))
 
 

@@ -70,6 +70,7 @@ def make_buffer() -> OversamplingBuffer:
     buffer.take()
     for index, tokens in ((0, 40), (1, 60)):
         buffer.ledger.generated(index, tokens)
+    buffer.ledger.buffer(0)
     buffer.ledger.drop(0, "all_wrong")
     buffer.aborted(100)
     return buffer
@@ -91,7 +92,7 @@ def stale_tokens(trained: list[Group], filtering: bool) -> list[int]:
 
 
 def brute_force(
-    drawn: list[Group], trained: list[Group], advantages: list[float], stale: list[int], aborted: int
+    drawn: list[Group], trained: list[Group], advantages: list[float], stale: list[int], lost: list[int]
 ) -> dict[str, float]:
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
@@ -103,8 +104,10 @@ def brute_force(
                 accuracies.append(score.accuracy)
             for name, value in score.parts.items():
                 parts.setdefault(name, []).append(value)
+    aborted = sum(lost)
     kinds = [classify(group) for group in drawn]
     per_group = [sum(len(response.token_ids) for response in group.responses) for group in trained]
+    trained_lengths = [len(response.token_ids) for group in trained for response in group.responses]
     trained_scores = [score for group in trained for score in group.scores]
     expected = {
         "buffer/drawn": len(drawn),
@@ -128,7 +131,8 @@ def brute_force(
         **UPDATE,
         **{f"ledger/{name}": value for name, value in LEDGER.items()},
         **{f"perf/{phase}_s": value for phase, value in SECONDS.items()},
-        "buffer/length_ks": ks([len(r.token_ids) for group in trained for r in group.responses], lengths),
+        "buffer/length_ks": ks(trained_lengths, lengths),
+        "perf/length_ks": ks(trained_lengths, lengths + lost),
         "batch/staleness_mean": sum(stale) / len(stale) if stale else 0.0,
         "batch/staleness_max": max(stale, default=0),
         "batch/stale_tokens": sum(stale) / len(stale) if stale else 0.0,  # all of them are one update old
@@ -154,17 +158,20 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
     trained = drawn[: random.randint(1, 3)]
     if penalized:  # the groups trained on are copies then
         trained = [some_group(group.draw.index, random, penalized=True) for group in trained]
+    cut_off = some_group(8, random, penalized=False)
+    lost = [len(response.token_ids) for response in cut_off.responses]
     collected = Collected(
         drawn=tuple(drawn),
         groups=tuple(trained),
         outcomes=Counter(classify(group) for group in drawn),
         returned=(7, 8, 9),
         unfinished=frozenset({8}),
+        lost=(cut_off,),
     )
     batch = build_batch(trained, cfg, version=VERSION)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
-    expected = brute_force(drawn, trained, advantages, stale_tokens(trained, filtering), 17)
-    metrics = step_metrics(collected, batch, UPDATE, SECONDS, 17, make_buffer())
+    expected = brute_force(drawn, trained, advantages, stale_tokens(trained, filtering), lost)
+    metrics = step_metrics(collected, batch, UPDATE, SECONDS, sum(lost), make_buffer())
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     assert all(type(value) is float for value in metrics.values())

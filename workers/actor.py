@@ -104,7 +104,15 @@ class ActorWorker:
         return export_buckets(self.named_full_parameters(), bucket_bytes, is_sender=self._rank == 0)
 
     def save(self, directory: str) -> None:
-        """Model and optimizer into `directory`. The actors draw no random number and hold no other state."""
+        """Model and optimizer into `directory`. The actors draw no random number and hold no other state.
+
+        Raises:
+            RuntimeError: an update failed between two of its optimizer steps.
+        """
+        if not self._updater.is_whole:
+            raise RuntimeError(
+                "the last update failed between two optimizer steps; its weights are of no policy version"
+            )
         self._fsdp.save_state(self._policy, self._optimizer, directory)
 
     def load(self, directory: str) -> None:

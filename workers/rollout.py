@@ -16,9 +16,10 @@ import ray
 
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
-from workers.remote import wait, wait_for_stream
+from workers.remote import RemoteError, wait, wait_for_stream
 from workers.weight_sync import BACKEND, Bucket
 
+ABORT_PAUSE_S = 0.002
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
@@ -210,13 +211,24 @@ class RolloutPool:
             del self._home[key]
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups wherever they run."""
-        refs = []
-        for index, worker in enumerate(self._workers):
-            here = [key for key in keys if self._home.get(key) == index]
-            if here:
-                refs.append(worker.abort.remote(here))
-        await wait(refs, self._timeout_s, "the engines to abort surplus groups", "rollout.timeout_s")
+        """Ends the named groups wherever they run; returns when none of them does.
+
+        An engine knows a request only some time after it was asked for it, and ignores to end an unknown one: asked
+        again until all are gone.
+        """
+        pause = ABORT_PAUSE_S
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        while left := [key for key in keys if key in self._home]:
+            refs = [
+                worker.abort.remote(here)
+                for index, worker in enumerate(self._workers)
+                if (here := [key for key in left if self._home[key] == index])
+            ]
+            await wait(refs, self._timeout_s, "the engines to abort surplus groups", "rollout.timeout_s")
+            if asyncio.get_running_loop().time() > deadline:
+                raise RemoteError(f"the engines did not end {left} within {self._timeout_s:g} s (`rollout.timeout_s`)")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.2)
 
     async def receive_weights(self, version: int, buckets: list[Bucket], timeout_s: float) -> None:
         """All engines load the buckets; afterwards they serve `version`."""

@@ -48,6 +48,7 @@ class Updater:
         self._device = device
         self._learning_rate = learning_rates(cfg)
         self._skipped_in_a_row = 0
+        self.is_whole = True  # no update ended after some of its optimizer steps: the weights are of a policy version
 
     def update(
         self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
@@ -80,6 +81,7 @@ class Updater:
                 steps.append(totals)
             empty += totals.trained_tokens == 0
         assert parity is not None, "an update without mini-batches"
+        self.is_whole = True
         metrics = metrics_of(steps, parity, lr=lr, skipped=len(order) - len(steps) - empty, empty=empty)
         return metrics | {"actor/response_tokens": sum(response_tokens.values())}
 
@@ -170,6 +172,7 @@ class Updater:
                 torch.nn.utils.clip_grads_with_norm_(
                     self._policy.parameters(), max_norm, torch.tensor(totals.grad_norm, device=self._device)
                 )
+            self.is_whole = False
             self._optimizer.step()
         elif not totals.finite:
             self._skipped_in_a_row += 1

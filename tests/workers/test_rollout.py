@@ -1,6 +1,7 @@
 """Real vLLM engines on CPU: responses, their log-probabilities, aborts, and weights that arrive whole."""
 
 import asyncio
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.ma
 
 PROMPT = np.array([20, 21, 22, 23, 24, 25], dtype=np.int32)
 VERSION_1 = 1
+LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
 
 
 def sampling(first_seed: int, n: int = 4, max_tokens: int = 48) -> Sampling:
@@ -25,7 +27,7 @@ def sampling(first_seed: int, n: int = 4, max_tokens: int = 48) -> Sampling:
 def make_config(path: str, engines: int) -> Config:
     cfg = Config()
     cfg.model.path, cfg.model.dtype = path, "float32"
-    cfg.data.max_prompt_length, cfg.data.max_response_length = 64, 192
+    cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
     cfg.rollout.num_engines = engines
     cfg.rollout.vllm = {"max_num_seqs": 64}
     return cfg
@@ -55,15 +57,22 @@ def engines(request, ray_cluster, tmp_path_factory, loop):
 
 
 @torch.no_grad()
+def differences(model, response) -> np.ndarray:
+    """|log-probability of transformers - of the engine| of every token, [R]."""
+    ids = torch.from_numpy(np.concatenate([PROMPT, response.token_ids]).astype(np.int64))[None]
+    logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[len(PROMPT) - 1 : -1]
+    own = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+    return np.abs(own - response.rollout_logprobs)
+
+
 def largest_difference(model, responses) -> float:
-    """Largest |log-probability of transformers - of the engine| over all tokens."""
-    worst = 0.0
-    for response in responses:
-        ids = torch.from_numpy(np.concatenate([PROMPT, response.token_ids]).astype(np.int64))[None]
-        logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[len(PROMPT) - 1 : -1]
-        own = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-        worst = max(worst, (own - torch.from_numpy(response.rollout_logprobs.copy())).abs().max().item())
-    return worst
+    """Over all tokens of all responses."""
+    return max(differences(model, response).max() for response in responses)
+
+
+def change(parameter, generator, scale: float, shift: float) -> None:
+    with torch.no_grad():
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator) + shift)
 
 
 async def on_every_engine(pool, count: int, first_seed: int):
@@ -101,6 +110,82 @@ def test_a_seed_gives_the_same_response_on_a_busy_engine_and_alone(engines, loop
         np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
 
 
+async def when_few_are_left(pool, generating, left: int, then):
+    """What `generating` gives; `then()` runs as soon as at most `left` responses are still running."""
+    empty, few = pool.room(1), asyncio.Event()
+    pool.notify(lambda: few.set() if pool.room(1) >= empty - left else None)
+    running = asyncio.ensure_future(generating)
+    await asyncio.wait_for(few.wait(), 60)
+    await then()
+    return await running
+
+
+def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop):
+    pool, _, count = engines
+    empty = pool.room(1)
+    assert (empty, pool.room(8)) == (64 * count + count, 8 * count + count), "full engines, and one more group each"
+    rooms: list[int] = []
+
+    async def two_groups():
+        pool.notify(lambda: rooms.append(pool.room(1)))
+        groups = [
+            asyncio.ensure_future(pool.generate(f"room{i}", PROMPT, sampling(2000 + 10 * i, 8, LONG))) for i in range(2)
+        ]
+        await asyncio.sleep(0)
+        assert pool.room(1) == empty - 16
+        return await asyncio.gather(*groups)
+
+    assert [len(group) for group in loop.run(two_groups())] == [8, 8]
+    assert rooms == sorted(set(rooms)), "told whenever there is more room, and only then"
+    assert empty - 16 < rooms[0] < empty - 8 and rooms[-1] == empty
+    assert len(rooms) > 4, "responses end one by one"
+
+
+def test_an_abort_while_responses_stream_in_returns_all_of_them(engines, loop):
+    pool, model, _ = engines
+    empty, asked = pool.room(1), sampling(3000, 16, LONG)
+    group = pool.generate("gone", PROMPT, asked)
+    responses = loop.run(when_few_are_left(pool, group, 15, lambda: pool.abort(["gone"])))
+    reasons = [response.finish_reason for response in responses]
+    assert len(responses) == 16 and set(reasons) == {"stop", "abort"}
+    assert pool.room(1) == empty
+    assert all(len(response.token_ids) == len(response.rollout_logprobs) for response in responses)
+    assert largest_difference(model, [response for response in responses if len(response.token_ids)]) <= 1e-4
+    whole = loop.run(pool.generate("whole", PROMPT, asked))
+    for cut, full in zip(responses, whole, strict=True):  # in the order of the seeds, whatever ended first
+        np.testing.assert_array_equal(cut.token_ids, full.token_ids[: len(cut.token_ids)])
+
+
+def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop):
+    """A token's log-probability is that of its version's weights over the whole context: no old keys and values."""
+    from workers.weight_sync import export_buckets
+
+    pool, model, count = engines
+    models = {0: deepcopy(model), VERSION_1: model}
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        change(parameter, generator, 0.02, 0.0)
+    buckets = export_buckets(model.named_parameters(), 1 << 30, is_sender=True)
+
+    async def on_all():
+        each = [pool.generate(f"flight{i}", PROMPT, sampling(4000 + 100 * i, 32, LONG)) for i in range(count)]
+        return await asyncio.gather(*each)
+
+    update = when_few_are_left(pool, on_all(), 24 * count, lambda: pool.receive_weights(VERSION_1, buckets, 60))
+    for group in loop.run(update):
+        crossed = [response for response in group if len(response.policy_versions) == 2]
+        assert len(crossed) >= 8, "the update came when most of the group had ended"
+        for response in group:
+            spans = response.policy_versions
+            assert [span.version for span in spans] in ([0], [0, VERSION_1])
+            assert [span.start for span in spans] + [len(response.token_ids)] == [0] + [span.end for span in spans]
+            own, other = differences(models[0], response), differences(models[VERSION_1], response)
+            for span in spans:
+                right, wrong = (own, other) if span.version == 0 else (other, own)
+                assert right[span.start : span.end].max() <= 1e-4
+                assert span.end - span.start < 20 or wrong[span.start : span.end].max() > 1e-2
+
+
 def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):
     from workers.weight_sync import export_buckets
 
@@ -108,8 +193,7 @@ def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):
     before = loop.run(on_every_engine(pool, count, 10))
     generator = torch.Generator().manual_seed(1)
     for version, (name, parameter) in enumerate(model.named_parameters(), start=VERSION_1):
-        with torch.no_grad():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator) + 0.1)
+        change(parameter, generator, 0.3, 0.1)
         # A bucket bound of 100 kB splits the model into many transfers.
         buckets = export_buckets(model.named_parameters(), 100_000, is_sender=True)
         assert len(buckets) > 5

@@ -1,0 +1,241 @@
+"""A run around one oversampling buffer, played by a test: engines, verifier, weight updates, stops (tests only).
+
+In: events. The world writes down what it saw, reads nothing of `dapo.ledger` or of the buffer's private parts, and
+asserts at each event what the rules of DESIGN section 4 say about it.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from dapo.budget import BudgetExhausted
+from dapo.buffer import DRAW_ORDER, OversamplingBuffer
+from dapo.checkpoint import DriverState
+from dapo.group_store import read_groups, write_groups
+from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.types import Draw, Group
+from tests.fakes import make_group, make_prompt, make_response
+
+NAN = math.nan
+ACCURACIES = {MIXED: [1.0, 0.0], ALL_CORRECT: [1.0, 1.0], ALL_WRONG: [0.0, 0.0], UNSCORABLE: [NAN, 1.0]}
+BASE = {"train_batch_size": 3, "max_in_flight": 8}
+
+Verdict = Callable[[int, int], str]  # the outcome of a draw, by index and by policy version at its start
+
+
+def verdicts(seed: int, share: float) -> Verdict:
+    """`share` of the draws are mixed, the others anything else."""
+
+    def outcome(index: int, version: int) -> str:
+        rng = random.Random(f"{seed}/{index}/{version}")
+        return MIXED if rng.random() < share else rng.choice([ALL_CORRECT, ALL_WRONG, UNSCORABLE])
+
+    return outcome
+
+
+class World:
+    """A run around one buffer; `stop` continues it in another one, from files."""
+
+    def __init__(self, directory: Path, verdict: Verdict, **options) -> None:
+        self.directory, self.verdict, self.options = directory, verdict, {**BASE, **options}
+        self.buffer = OversamplingBuffer(**self.options)
+        self.version = self.serving = 0  # completed updates; what the engines serve
+        self.where: dict[int, str] = {}  # every draw ever started: where it is, or how it ended
+        self.size: dict[int, int] = {}  # tokens of the groups that are complete, or ended
+        self.since: dict[int, int] = {}  # policy version at the last start
+        self.lost: Counter[str] = Counter()  # tokens of draws that went back
+        self.finished: list[int] = []  # buffered, in the order of their verdicts
+        self.steps: list[list[int]] = []  # draws that each step used up
+        self.closed: list[int] = []  # of the last step, while its update is under way
+        self.exhausted = 0  # budgets that ended the run
+        self.open()
+
+    def open(self) -> None:
+        self.drawn_now = 0
+        self.serving = self.version
+        self.buffer.open(self.version)
+
+    def at(self, *places: str) -> list[int]:
+        return sorted(index for index, place in self.where.items() if place in places)
+
+    def outcome(self, index: int) -> str:
+        return self.verdict(index, self.since[index])
+
+    def usable(self, index: int) -> bool:
+        kinds = {MIXED} if self.options.get("filter_groups", True) else {MIXED, ALL_CORRECT, ALL_WRONG}
+        return self.outcome(index) in kinds
+
+    @property
+    def in_order(self) -> bool:
+        return self.options.get("admission", DRAW_ORDER) == DRAW_ORDER
+
+    @property
+    def staleness(self) -> int:
+        return self.options.get("max_staleness", 0)
+
+    @property
+    def spent(self) -> bool:
+        return 0 < self.options.get("max_draws", 0) <= self.drawn_now
+
+    def take(self, room: int | None = None) -> list[int]:
+        """Draws that start; a budget that ends also ends the run, which is continued. Never nothing for ever."""
+        buffer, running = self.buffer, len(self.at(IN_GENERATION, IN_REWARD))
+        assert buffer.in_flight == running
+        idle = buffer.collecting and running == 0 and not buffer.full
+        try:
+            taken = buffer.take(room)
+        except BudgetExhausted:
+            assert idle and self.spent, "the budget ended too soon"
+            self.exhausted += 1
+            self.stop()
+            return []
+        if idle and room != 0:
+            assert taken or buffer.full, "nothing runs and nothing starts"
+        following = [*self.at(TO_RETRY), *range(len(self.where), len(self.where) + len(taken))]
+        assert taken == following[: len(taken)], "what went back comes first, then new draws, none left out"
+        assert room is None or len(taken) <= room
+        assert running + len(taken) <= self.options["max_in_flight"]
+        self.drawn_now += len(taken)
+        bound = self.options.get("max_draws", 0)
+        assert not bound or self.drawn_now <= bound or not set(taken) - set(self.where), "new draws beyond the budget"
+        assert buffer.collecting or self.staleness or not taken
+        for index in taken:
+            self.where[index], self.since[index] = IN_GENERATION, self.serving
+        return taken
+
+    def generate(self, index: int) -> None:
+        self.where[index] = IN_REWARD
+        self.size[index] = self.group(index).num_tokens
+        self.buffer.generated(index, self.size[index])
+
+    def score(self, index: int) -> None:
+        if self.where[index] == IN_GENERATION:
+            self.generate(index)
+        self.where[index] = BUFFERED
+        self.finished.append(index)
+        self.buffer.add(self.group(index))
+
+    def group(self, index: int) -> Group:
+        group = make_group(index, ACCURACIES[self.outcome(index)])
+        length = 1 + (7 * index + self.since[index]) % 13
+        return replace(group, responses=tuple(make_response(length + sample) for sample in range(2)))
+
+    def late(self, index: int) -> None:
+        """A result of a draw that went back or ended."""
+        held = self.buffer.held()
+        self.buffer.generated(index, 5)
+        self.buffer.add(make_group(index, [1.0, 0.0]))
+        assert [group for group, _ in self.buffer.held()] == [group for group, _ in held]
+
+    def close(self) -> None:
+        """The batch goes to the update; it must be what the rules say."""
+        used = self.rightful()
+        trained = [index for index in used if self.usable(index)]
+        oldest = self.version + 1 - self.staleness
+        living = [i for i in self.at(IN_GENERATION, IN_REWARD, BUFFERED) if i not in used]
+        back = [index for index in living if self.since[index] < oldest]
+        collected = self.buffer.close()
+        assert [group.draw.index for group in collected.drawn] == used
+        assert [group.draw.index for group in collected.groups] == trained
+        assert all(group.num_tokens == self.size[group.draw.index] for group in collected.drawn)
+        assert 0 <= min(self.version - self.since[index] for index in trained)
+        assert max(self.version - self.since[index] for index in trained) <= self.staleness
+        assert collected.outcomes == Counter(self.outcome(index) for index in used)
+        assert list(collected.returned) == back
+        assert collected.unfinished == {index for index in back if self.where[index] == IN_GENERATION}
+        assert all(self.where[index] == BUFFERED for index in used), "used up twice"
+        reason = STALE if self.staleness else SURPLUS
+        self.closed = used
+        self.steps.append(used)
+        self.send_back(back, reason)
+        self.finished = [index for index in self.finished if self.where[index] == BUFFERED and index not in used]
+        self.audit()
+        partial = 3 * len(collected.unfinished)
+        self.lost[reason] += partial
+        self.buffer.aborted(partial)
+
+    def rightful(self) -> list[int]:
+        """The draws that a full step uses up, in draw order. Fewer than a batch only where the budget is spent."""
+        wanted = self.options["train_batch_size"]
+        if self.in_order:
+            used: list[int] = []
+            following = sum(len(step) for step in self.steps)
+            while self.where.get(following) == BUFFERED and sum(map(self.usable, used)) < wanted:
+                used.append(following)
+                following += 1
+        else:
+            first = [index for index in self.finished if self.usable(index)][:wanted]
+            used = sorted(first + [index for index in self.finished if not self.usable(index)])
+        found = sum(map(self.usable, used))
+        assert found == wanted or (found and self.spent and self.options.get("on_budget") == "train_partial")
+        return used
+
+    def send_back(self, indices: list[int], reason: str) -> None:
+        for index in indices:
+            self.lost[reason] += self.size.pop(index, 0)
+            self.where[index] = TO_RETRY
+
+    def update(self) -> None:
+        """The next part of an update: it is done, the engines serve its weights, the next batch is collected."""
+        if self.closed:
+            for index in self.closed:
+                self.where[index] = TRAINED if self.usable(index) else self.outcome(index)
+            self.closed = []
+            self.version += 1
+            self.buffer.trained()
+        elif self.serving < self.version:
+            self.serving = self.version
+            self.buffer.serve(self.version)
+        elif not self.buffer.collecting:
+            self.open()
+
+    def stop(self, **changes) -> None:
+        """The run ends and is continued from its files, with other options where that is asked for. A batch that was
+        not trained on comes again."""
+        write_groups(self.directory, self.buffer.held())
+        DriverState(version=self.version, buffer=self.buffer.state()).write(self.directory)
+        self.options |= changes
+        self.buffer = OversamplingBuffer(**self.options)
+        state = DriverState.read(self.directory)
+        groups = read_groups(self.directory, lambda index: Draw(index=index, epoch=0, prompt=make_prompt(index)))
+        self.buffer.restore(state.buffer, groups, version=state.version)
+        self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
+        self.send_back([i for i in self.at(BUFFERED) if self.version - self.since[i] > self.staleness], STALE)
+        self.finished = self.at(BUFFERED)
+        if self.closed:
+            self.closed = []
+            self.steps.pop()
+        held = [(group.draw.index, since, group.num_tokens) for group, since in self.buffer.held()]
+        assert held == [(index, self.since[index], self.size[index]) for index in self.finished]
+        self.audit()
+        self.open()
+
+    def audit(self) -> None:
+        """Both identities of the ledger, recounted from what the world saw."""
+        ledger = self.buffer.ledger
+        assert +ledger.draws == Counter(self.where.values())
+        assert ledger.drawn == len(self.where)
+        tokens = Counter(self.lost)
+        for index, size in self.size.items():
+            tokens[self.where[index]] += size
+        assert +ledger.tokens == +tokens + Counter({"generated": tokens.total()})
+        ledger.check(Counter(self.where.values()))
+
+    def run(self, picks: Iterator[int], *, until: int, at_most: int) -> None:
+        """Goes on by itself, until so many steps are done or for so many groups; picks: which one finishes next."""
+        for _ in range(at_most):
+            if self.buffer.collecting and self.buffer.full:
+                self.close()
+            if len(self.steps) >= until:
+                return
+            while not self.buffer.collecting:
+                self.update()
+            self.take()
+            running = self.at(IN_GENERATION, IN_REWARD)
+            if running:
+                self.score(running[next(picks) % len(running)])
+            self.audit()

@@ -1,0 +1,136 @@
+"""The error of a spent budget: rates, histogram, remedy and share of stale draws (DESIGN section 4)."""
+
+import math
+import re
+
+import pytest
+
+from dapo.budget import REMEDIES, BudgetExhausted, StepTally
+from dapo.buffer import OversamplingBuffer
+from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from tests.fakes import make_group
+
+NAN = math.nan
+BINS = ["0", "0..0.25", "0.25..0.5", "0.5..0.75", "0.75..1", "1"]
+
+
+def tally_of(*groups: list[float], drawn: int = 0) -> StepTally:
+    tally = StepTally()
+    tally.drawn = drawn or len(groups)
+    for index, accuracies in enumerate(groups):
+        group = make_group(index, accuracies)
+        tally.add(group, classify(group))
+    return tally
+
+
+def histogram(message: str) -> dict[str, int]:
+    found = re.search(r"groups by pass rate: (.*)\n", message)
+    assert found, message
+    return {name: int(count) for name, count in (part.split(": ") for part in found[1].split(", "))}
+
+
+def share(message: str, name: str) -> int:
+    found = re.search(rf"\b{name} (\d+)%", message)
+    assert found, message
+    return int(found[1])
+
+
+def right(count: int, of: int = 16) -> list[float]:
+    return [1.0] * count + [0.0] * (of - count)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        pytest.param(right(0), "0", id="none right"),
+        pytest.param(right(1), "0..0.25", id="one of 16"),
+        pytest.param(right(3), "0..0.25", id="three of 16"),
+        pytest.param(right(4), "0.25..0.5", id="a quarter"),
+        pytest.param(right(7), "0.25..0.5", id="seven of 16"),
+        pytest.param(right(8), "0.5..0.75", id="half"),
+        pytest.param(right(12), "0.75..1", id="three quarters"),
+        pytest.param(right(15), "0.75..1", id="15 of 16"),
+        pytest.param(right(16), "1", id="all right"),
+        pytest.param(right(1, 3), "0.25..0.5", id="a third"),
+        pytest.param([NAN] * 14 + [1.0, 0.0], "0.5..0.75", id="NaN counts neither way"),
+        pytest.param([NAN] * 15 + [1.0], "1", id="one scored, right"),
+        pytest.param([0.95] * 16, "0.75..1", id="equal floats below 1"),
+        pytest.param([1.0, 1e-9], "0.5..0.75", id="just over half"),
+        pytest.param([NAN] * 4, None, id="none scored"),
+    ],
+)
+def test_each_pass_rate_has_its_bin(accuracies, expected):
+    found = histogram(tally_of(accuracies).explain(usable=0, wanted=4))
+    assert found == {name: int(name == expected) for name in BINS}
+
+
+def test_the_rates_are_shares_of_the_scored_groups():
+    groups = [right(16)] * 5 + [right(0)] * 2 + [right(8)] * 2 + [[NAN] * 4]
+    message = tally_of(*groups, drawn=20).explain(usable=2, wanted=8)
+    assert message.startswith("20 draws ") and " 2 of the 8 usable groups " in message
+    rates = {name: share(message, name.replace("_", " ")) for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)}
+    assert rates == {MIXED: 20, ALL_CORRECT: 50, ALL_WRONG: 20, UNSCORABLE: 10}
+    assert sum(histogram(message).values()) == 9
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        pytest.param([right(16)] * 3 + [right(0)] * 2, ALL_CORRECT, id="too easy"),
+        pytest.param([right(16)] * 2 + [right(0)] * 3, ALL_WRONG, id="too hard"),
+        pytest.param([right(16)] * 2 + [[NAN] * 16] * 3, UNSCORABLE, id="no verdicts"),
+        pytest.param([right(8)] * 9 + [right(0)], ALL_WRONG, id="mostly mixed, and the rest too hard"),
+    ],
+)
+def test_the_remedy_is_that_of_the_largest_share(groups, reason):
+    message = tally_of(*groups).explain(usable=0, wanted=16)
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [reason]
+    for key in ("filter_groups.max_num_gen_batches", "data.train_batch_size", "filter_groups.on_budget=train_partial"):
+        assert key in message
+
+
+def test_without_a_scored_group_there_are_rates_all_the_same():
+    message = StepTally().explain(usable=0, wanted=4)
+    assert message.startswith("0 draws ") and " 0 of the 4 usable " in message and "stale 0%" in message
+    assert set(histogram(message).values()) == {0}
+
+
+def finish(buffer: OversamplingBuffer, indices: list[int], accuracies: list[float]) -> None:
+    for index in indices:
+        group = make_group(index, accuracies)
+        buffer.generated(index, group.num_tokens)
+        buffer.add(group)
+
+
+@pytest.mark.parametrize("ahead", [2, 3, 12, 38])
+def test_what_went_back_before_the_update_is_told_as_a_share_of_its_draws(ahead):
+    buffer = OversamplingBuffer(train_batch_size=2, max_in_flight=40, max_draws=40, max_staleness=1)
+    buffer.rate.restore([1e6, 2e7])  # rare: many are started ahead
+    buffer.open(0)
+    first = buffer.take(2 + ahead)
+    finish(buffer, first[:2], [1.0, 0.0])
+    buffer.close()
+    buffer.trained()
+    buffer.open(1)
+    finish(buffer, first[2:4], [1.0, 0.0])
+    returned = buffer.close().returned
+    assert len(returned) == ahead - 2
+    buffer.trained()
+    buffer.open(2)
+    with pytest.raises(BudgetExhausted) as error:
+        for _ in range(50):
+            finish(buffer, buffer.take(7), [0.0, 0.0])
+    assert share(str(error.value), "stale") == round(100 * (ahead - 2) / 40)
+
+
+def test_at_staleness_0_nothing_is_called_stale():
+    """What goes back at the end of a step is surplus."""
+    buffer = OversamplingBuffer(train_batch_size=2, max_in_flight=6, max_draws=6)
+    buffer.open(0)
+    finish(buffer, buffer.take()[:2], [1.0, 0.0])
+    assert buffer.close().returned
+    buffer.trained()
+    buffer.open(1)
+    with pytest.raises(BudgetExhausted, match="stale 0%"):
+        for _ in range(4):
+            finish(buffer, buffer.take(), [0.0, 0.0])

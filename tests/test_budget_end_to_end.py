@@ -1,0 +1,109 @@
+"""The real program over data that gives few usable groups or none: the budget, its message, what is left on disk."""
+
+import subprocess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dapo.checkpoint import DriverState, verify
+from dapo.data import PromptOrder
+from dapo.group_store import FILE
+from dapo.metrics import read_metrics
+from dapo.paths import resolve_path
+from tests.fakes import make_prompt
+from tests.test_end_to_end import START_S, checkpoint, command
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+BATCH, N = 4, 4
+BUDGET = 16
+SMALL = ("data.gen_batch_size=8", "filter_groups.max_num_gen_batches=2", "eval.before_train=false")
+
+
+def run(tmp_path: Path, verdict: str, *overrides: str) -> subprocess.CompletedProcess:
+    """The program with a reward function of its own, whose body is `verdict`."""
+    reward = tmp_path / "reward.py"
+    arguments = "data_source, solution_str, ground_truth, extra_info=None"
+    reward.write_text(
+        f"from itertools import count\n\nturn = count()\n\n\ndef compute_score({arguments}):\n    {verdict}\n"
+    )
+    functions = f"reward.functions=[{{path:{reward},name:compute_score}}]"
+    line = command(tmp_path / "run", "", *SMALL, functions, *overrides)
+    return subprocess.run(line, capture_output=True, text=True, timeout=START_S)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rates", "pass_rates", "remedy"),
+    [
+        pytest.param(
+            "return {'score': 1.0, 'acc': 1}",
+            "mixed 0%, all correct 100%, all wrong 0%, unscorable 0%, stale 0%",
+            "0: 0, 0..0.25: 0, 0.25..0.5: 0, 0.5..0.75: 0, 0.75..1: 0, 1: 16",
+            "take harder ones",
+            id="all solved",
+        ),
+        pytest.param(
+            "return -1",
+            "mixed 0%, all correct 0%, all wrong 100%, unscorable 0%, stale 0%",
+            "0: 16, 0..0.25: 0, 0.25..0.5: 0, 0.5..0.75: 0, 0.75..1: 0, 1: 0",
+            "take easier prompts",
+            id="unsolvable",
+        ),
+    ],
+)
+def test_ends_within_the_budget_with_a_message_and_a_checkpoint(tmp_path, verdict, rates, pass_rates, remedy):
+    done = run(tmp_path, verdict)
+    assert done.returncode == 1
+    message = done.stderr.strip()
+    assert message.startswith(f"dapo: {BUDGET} draws gave 0 of the {BATCH} usable groups that an update needs")
+    assert len(message.splitlines()) <= 3 and "Traceback" not in message
+    for part in (rates, pass_rates, remedy, "`filter_groups.max_num_gen_batches`", "`filter_groups.on_budget="):
+        assert part in message
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [], "nothing was trained"
+    saved = checkpoint(tmp_path / "run")
+    verify(saved)
+    assert saved.name == "step_000000"
+    buffer = DriverState.read(saved).buffer
+    assert buffer.reached == sum(buffer.ledger["draws"].values()) == buffer.ledger["draws"]["buffered"] == BUDGET
+    assert sorted(pq.read_table(saved / FILE)["draw"].to_pylist()) == [i for i in range(BUDGET) for _ in range(N)]
+
+
+def partial_batches(prompts: int, usable: int, steps: int) -> list[tuple[int, int]]:
+    """(draws used up, groups trained on) of each step that draws its budget, where one of the prompts is usable."""
+    order = PromptOrder([make_prompt(number) for number in range(prompts)], seed=0, shuffle=True)
+    cursor, expected = 0, []
+    for _ in range(steps):
+        found = [i for i in range(cursor, cursor + BUDGET) if order.draw(i).prompt.id == usable]
+        expected.append((found[-1] + 1 - cursor, len(found)))
+        cursor = found[-1] + 1
+    return expected
+
+
+def test_a_partial_batch_is_trained_on_where_asked_for(tmp_path):
+    """Eight prompts, of which one is mixed, so that each budget also passes through two epochs."""
+    rows = pq.read_table(resolve_path("pkg://dapo.tiny/data/train.parquet")).slice(0, 8)
+    pq.write_table(rows, tmp_path / "train.parquet")
+    truths = [row["ground_truth"] for row in rows["reward_model"].to_pylist()]
+    assert len(set(truths)) == 8
+    done = run(
+        tmp_path,
+        f"return 1 if ground_truth == {truths[3]!r} and next(turn) % 2 else -1",
+        f"data.train_files=[{tmp_path / 'train.parquet'}]",
+        *("filter_groups.on_budget=train_partial", "trainer.total_steps=2"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    expected = partial_batches(prompts=8, usable=3, steps=2)
+    assert [(line["buffer/drawn"], line["buffer/trained"]) for line in lines] == expected
+    assert all(0 < trained < BATCH for _, trained in expected)
+    for step, line in enumerate(lines, start=1):
+        assert line["ledger/draws_trained"] == sum(trained for _, trained in expected[:step])
+        assert line["ledger/draws_all_wrong"] == sum(drawn - trained for drawn, trained in expected[:step])
+        assert line["actor/optimizer_steps"] == 2 * -(-line["buffer/trained"] // 2), "two epochs of mini-batches of two"
+        assert line["actor/grad_norm"] > 1e-3
+    base = load_file(Path(resolve_path("pkg://dapo.tiny/base")) / "model.safetensors")
+    trained = load_file(checkpoint(tmp_path / "run") / "hf" / "model.safetensors")
+    assert all(not torch.equal(trained[name].float(), base[name].float()) for name in trained)

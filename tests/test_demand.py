@@ -1,0 +1,173 @@
+"""How many draws to start: the least that has the promised quantile, the most that has, and what neither may do."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo.demand import Demand, UsableRate
+
+EXAMPLES = settings(deadline=None, max_examples=200)
+
+
+def rate_of(share: float, draws: float, *, certain: bool = False) -> UsableRate:
+    rate = UsableRate(certain=certain)
+    rate.restore([share * draws, draws])
+    return rate
+
+
+def demand(known: int = 0, running: int = 0) -> Demand:
+    return Demand(known=known, open=running)
+
+
+def at_least(successes: int, draws: int, p: float) -> float:
+    """P(Binomial(draws, p) >= successes), summed exactly."""
+    if successes <= 0 or p >= 1.0:
+        return float(successes <= draws)
+    logs = (
+        math.lgamma(draws + 1) - math.lgamma(k + 1) - math.lgamma(draws - k + 1) + k * math.log(p)
+        + (draws - k) * math.log1p(-p)
+        for k in range(successes, draws + 1)
+    )  # fmt: skip
+    return math.fsum(map(math.exp, logs))
+
+
+def covers(rate: UsableRate, wanted: int, at: Demand, more: int) -> bool:
+    """The promise of `missing`, one standard deviation below the mean; the doubt of the rate is kept finite."""
+    p = rate.value
+    _, draws = rate.state()
+    variance = p * (1 - p) * (at.open + more) + min(p * (1 - p) / draws, 0.95 * p * p) * more**2
+    return at.known + (at.open + more) * p - math.sqrt(variance) >= wanted - 1e-6
+
+
+RATES = st.builds(rate_of, st.floats(0.01, 1.0), st.floats(1.0, 5000.0))
+COUNTS = st.integers(0, 600)
+SHORT = st.one_of(st.integers(-3, 3), st.integers(-200, 600))  # usable groups that are not known yet
+
+
+@EXAMPLES
+@given(rate=RATES, wanted=st.integers(1, 600), short=SHORT, running=COUNTS)
+def test_missing_is_the_least_number_that_covers_the_need(rate, wanted, short, running):
+    known = max(0, wanted - short)
+    at = demand(known, running)
+    more = rate.missing(wanted, at)
+    if known >= wanted:
+        assert more == 0, "the batch is there: no draw can be needed"
+        return
+    assert more >= 0 and covers(rate, wanted, at, more)
+    tried = {more - 1, more // 2, more * 9 // 10, 0} - {more, -1}
+    assert not any(covers(rate, wanted, at, fewer) for fewer in tried), more
+
+
+@EXAMPLES
+@given(rate=RATES, wanted=st.integers(1, 600), short=SHORT, running=COUNTS)
+def test_missing_grows_with_the_need_and_shrinks_with_what_is_there(rate, wanted, short, running):
+    known = max(0, wanted - short)
+    more = rate.missing(wanted, demand(known, running))
+    assert rate.missing(wanted + 1, demand(known, running)) >= more
+    assert rate.missing(wanted, demand(known + 1, running)) <= more
+    assert rate.missing(wanted, demand(known, running + 1)) <= more
+
+
+@EXAMPLES
+@given(rate=RATES, limit=st.integers(1, 600), known=COUNTS, running=COUNTS)
+def test_allowed_shrinks_with_what_is_there(rate, limit, known, running):
+    more = rate.allowed(limit, demand(known, running))
+    assert more >= 0
+    assert rate.allowed(limit + 1, demand(known, running)) >= more
+    assert rate.allowed(limit, demand(known + 1, running)) <= more
+    assert rate.allowed(limit, demand(known, running + 1)) <= more
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.9, 1.0])
+def test_what_was_started_is_enough_and_no_excuse_for_more(share, certain):
+    """The buffer asks at every event: a second question at once must give no more draws."""
+    rate = rate_of(share, 300.0, certain=certain)
+    for count in (rate.missing, rate.allowed):
+        first = count(128, demand())
+        assert first > 0 and count(128, demand(running=first)) <= 1
+
+
+@pytest.mark.parametrize("share", [0.05, 0.28, 0.5, 0.9, 0.98])
+@pytest.mark.parametrize("wanted", [16, 128, 512])
+@pytest.mark.parametrize("running", [0, 40])
+def test_against_the_exact_binomial(share, wanted, running):
+    """With a rate that is known: 84 % for what is missing, 2 % of too many for what is allowed, about as a normal."""
+    rate = rate_of(share, 1e9)
+    enough = running + rate.missing(wanted, demand(running=running))
+    assert 0.80 <= at_least(wanted, enough, share) <= 0.97 or enough == running
+    assert at_least(wanted, enough - 2, share) < 0.95 or enough == running
+    most = running + rate.allowed(wanted, demand(running=running))
+    if most > running:
+        assert at_least(wanted + 1, most, share) <= 0.033
+        deviation = math.sqrt(most * share * (1 - share))
+        assert most * share >= wanted - 2 * deviation - 2, "as many as the bound lets"
+
+
+def test_a_rate_that_is_in_doubt_asks_for_more():
+    """Monte-Carlo: the true rate is drawn from what 60 draws tell of it. Without the doubt, half as safe."""
+    rng = random.Random(0)
+    rate = rate_of(0.5, 60.0)
+    more = rate.missing(128, demand())
+    enough = 0
+    for _ in range(1500):
+        true = rng.betavariate(30, 30)
+        enough += sum(rng.random() < true for _ in range(more)) >= 128
+    assert 0.79 <= enough / 1500 <= 0.92
+    assert more > rate_of(0.5, 1e9).missing(128, demand()) + 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "wanted", "at", "missing", "allowed"),
+    [
+        pytest.param(rate_of(1.0, 50.0), 8, demand(), 8, 8, id="every draw usable"),
+        pytest.param(rate_of(1.0, 50.0), 8, demand(3, 2), 3, 3, id="every draw usable, some there"),
+        pytest.param(rate_of(1.0, 50.0), 8, demand(9, 0), 0, 0, id="more known than wanted"),
+        pytest.param(rate_of(0.5, 50.0), 8, demand(9, 0), 0, 0, id="more known than wanted, half usable"),
+        pytest.param(rate_of(0.5, 50.0), 8, demand(8, 0), 0, 0, id="all known"),
+        pytest.param(rate_of(0.01, 1e3), 8, demand(8, 1), 0, 0, id="all known, rare, one runs"),
+        pytest.param(rate_of(0.5, 50.0), 8, demand(0, 1000), 0, 0, id="more than enough run"),
+        pytest.param(UsableRate(certain=True), 8, demand(2, 3), 3, 3, id="no filter"),
+    ],
+)
+def test_edges(rate, wanted, at, missing, allowed):
+    assert (rate.missing(wanted, at), rate.allowed(wanted, at)) == (missing, allowed)
+
+
+@pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1 - 1e-9, 1 - 1e-15])
+@pytest.mark.parametrize("draws", [1.0, 1e9])
+@pytest.mark.parametrize("wanted", [1, 10**6])
+def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws, wanted):
+    rate = rate_of(share, draws)
+    missing, allowed = rate.missing(wanted, demand()), rate.allowed(wanted, demand())
+    assert type(missing) is int and type(allowed) is int
+    assert wanted <= missing <= 60 * (wanted / share) + 60 / share
+    assert 0 <= allowed <= wanted / share
+    assert rate.missing(wanted, demand(0, 10**13)) == 0 and rate.allowed(wanted, demand(0, 10**13)) == 0
+
+
+def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():
+    rate = UsableRate(certain=False)
+    for usable in [True, False, False, False]:
+        rate.observe(usable)
+    assert rate.value == pytest.approx(1.5 / 5)
+    rate.end_step(usable=2, draws=10)  # timing had shown others
+    assert rate.value == pytest.approx(2.5 / 11)
+    rate.end_step(usable=9, draws=10)
+    assert rate.value == pytest.approx((2.5 / 2 + 9) / (11 / 2 + 10))
+    again = UsableRate(certain=False)
+    rate.observe(True)  # is not part of the state: another run may have seen others by then
+    again.restore(rate.state())
+    assert again.value == pytest.approx((2.5 / 2 + 9) / (11 / 2 + 10))
+
+
+def test_a_rate_that_only_fails_goes_down_but_never_to_nothing():
+    rate = UsableRate(certain=False)
+    asked = []
+    for _ in range(2000):
+        rate.observe(False)
+        asked.append(rate.missing(4, demand()))
+    assert 0 < rate.value < 3e-4 and asked == sorted(asked)

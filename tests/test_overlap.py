@@ -1,0 +1,167 @@
+"""The real program at staleness 1: generation goes on during updates, and a stopped run continues from what it held.
+
+One run in two program starts: SIGTERM stops it in the middle, the same command takes it to its end.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.buffer_state import BufferState
+from dapo.checkpoint import DriverState
+from dapo.group_store import FILE
+from dapo.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
+from dapo.metrics import read_metrics
+from dapo.paths import resolve_path
+from tests.test_end_to_end import START_S, checkpoint, command, finish
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+TOTAL, STOP_AFTER, BATCH = 10, 6, 4
+OVERLAP = (f"trainer.total_steps={TOTAL}", "filter_groups.max_staleness=1", "eval.before_train=false", "eval.every=4")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The buffer's part of a checkpoint. rows: of the groups that it held, one per response."""
+
+    name: str
+    version: int
+    buffer: BufferState
+    rows: list[dict]
+
+    @classmethod
+    def of(cls, directory: Path) -> "Saved":
+        state = DriverState.read(directory)
+        rows = pq.read_table(directory / FILE).to_pylist()
+        for row in rows:
+            row |= {name: json.loads(row[name]) for name in ("policy_versions", "score")}
+        return cls(directory.name, state.version, state.buffer, rows)
+
+    @property
+    def cursor(self) -> int:
+        """Every draw before it is used up."""
+        return min([self.buffer.next, *self.buffer.retry, *[row["draw"] for row in self.rows]])
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: list[dict]  # the metrics of each
+    stopped: Saved
+    returncode: int
+    output: str  # of the second start
+    ended: Saved
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    output_dir = tmp_path_factory.mktemp("overlap") / "run"
+    held_out = output_dir.parent / "held_out.parquet"
+    pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 16), held_out)
+    line = command(output_dir, str(held_out), *OVERLAP)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    deadline = time.monotonic() + START_S
+    assert process.stdout is not None
+    for told in process.stdout:
+        assert time.monotonic() < deadline
+        if told.startswith(f"step {STOP_AFTER}/"):
+            break
+    else:
+        raise AssertionError(process.communicate()[1])
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGTERM)
+    returncode, _ = finish(process, children)
+    stopped = Saved.of(checkpoint(output_dir))
+    second = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
+    assert second.returncode == 0, second.stderr
+    lines = read_metrics(output_dir / "metrics.jsonl")
+    assert {4, TOTAL} <= {each["step"] for each in lines if "eval/accuracy" in each}
+    steps = [each for each in lines if "actor/loss" in each]
+    return Run(steps, stopped, returncode, second.stdout, Saved.of(checkpoint(output_dir)))
+
+
+def test_the_run_was_stopped_in_the_middle_and_continued_to_its_end(run):
+    assert run.returncode == 85
+    assert STOP_AFTER <= run.stopped.version < TOTAL
+    assert "resuming from" in run.output and run.stopped.name in run.output
+    assert run.ended.version == TOTAL
+    # The step that the signal met in its update is saved and has no line.
+    assert {line["step"] for line in run.steps} | {run.stopped.version} == set(range(1, TOTAL + 1))
+
+
+def test_tokens_of_the_policy_before_are_trained_on_and_none_older(run):
+    assert max(line["batch/staleness_max"] for line in run.steps) == 1
+    assert run.steps[0]["batch/stale_tokens"] == 0, "at version 0 there is nothing older"
+    assert sum(line["batch/stale_tokens"] > 0 for line in run.steps) >= TOTAL // 2
+    assert not any("parity/staleness_2/ess" in line for line in run.steps)
+
+
+def test_current_tokens_have_the_actors_logprobs_and_stale_ones_have_not(run):
+    """Also within one response, whose keys and values were recomputed when the weights changed in flight."""
+    both = 0
+    for line in run.steps:
+        fresh, stale = (line.get(f"parity/staleness_{age}/max_abs_logprob_diff") for age in (0, 1))
+        share = line["batch/stale_tokens"]
+        assert (fresh is not None, stale is not None) == (0 < share < 1, share > 0)
+        if share < 1:
+            assert (line["parity/max_abs_logprob_diff"] if fresh is None else fresh) <= 1e-4
+        if stale is not None:
+            assert 1e-4 < stale < 5
+        both += fresh is not None
+    assert both > 0
+
+
+def test_every_draw_is_in_one_state_and_each_step_trains_a_batch(run):
+    for before, line in zip([None, *run.steps], run.steps, strict=False):
+        states = {name: line[f"ledger/draws_{name}"] for name in (*LIVE, TRAINED, *DROPPED)}
+        assert line["ledger/drawn"] == sum(states.values())
+        assert states[TRAINED] == BATCH * line["step"]
+        assert line["buffer/trained"] == line["buffer/mixed"] == BATCH
+        shares = [line[f"ledger/dropped_{name}"] for name in DROPPED]
+        wasted = {name: line[f"ledger/wasted_{name}"] for name in ABORTED}
+        assert 0 < line["ledger/goodput"] + sum(shares) + sum(wasted.values()) <= 1 + 1e-9
+        assert wasted["surplus"] == 0, "what a step has too many waits for the next"
+        assert before is None or before["ledger/drawn"] <= line["ledger/drawn"]
+    assert any(line["ledger/draws_buffered"] + line["ledger/draws_in_generation"] > 0 for line in run.steps)
+
+
+@pytest.mark.parametrize("end", ["stopped", "ended"])
+def test_a_checkpoint_has_every_draw_and_token_once(run, end):
+    saved = run.stopped if end == "stopped" else run.ended
+    draws, tokens = (saved.buffer.ledger[name] for name in ("draws", "tokens"))
+    held = {row["draw"] for row in saved.rows}
+    assert draws[TRAINED] == BATCH * saved.version
+    # In draw order all draws before the cursor have ended: one trained or dropped twice would be one too many.
+    assert sum(draws.get(name, 0) for name in (TRAINED, *DROPPED)) == saved.cursor
+    assert sum(draws.values()) == saved.buffer.reached
+    assert draws.get(BUFFERED, 0) == len(held) and len(saved.rows) == 4 * len(held)
+    assert tokens.get(BUFFERED, 0) == sum(len(row["token_ids"]) for row in saved.rows)
+    fates = (TRAINED, *DROPPED, BUFFERED, IN_REWARD, *ABORTED)
+    assert tokens["generated"] == sum(tokens.get(name, 0) for name in fates)
+    assert all(saved.version - 1 <= row["started"] <= saved.version for row in saved.rows)
+
+
+def test_the_continued_run_trains_on_the_groups_that_the_stop_had_saved(run):
+    """Its first step can have old tokens from them alone: whatever it generates is of the version that it loads."""
+    stopped = run.stopped
+    first = next(line for line in run.steps if line["step"] == stopped.version + 1)
+    used = range(stopped.cursor, stopped.cursor + int(first["buffer/drawn"]))
+    verdicts: dict[int, set[float]] = {}
+    stale: dict[int, int] = {}
+    for row in stopped.rows:
+        verdicts.setdefault(row["draw"], set()).add(row["score"]["accuracy"])
+        old = [span["end"] - span["start"] for span in row["policy_versions"] if span["version"] < stopped.version]
+        stale[row["draw"]] = stale.get(row["draw"], 0) + sum(old)
+    expected = sum(stale[draw] for draw, found in verdicts.items() if draw in used and len(found) == 2)
+    assert expected > 0, "the stop came when no held group had tokens of the version before"
+    assert math.isclose(first["batch/stale_tokens"] * first["buffer/trained_tokens"], expected)

@@ -1,0 +1,108 @@
+"""How many responses the engines run at once, against a simulated engine whose cache is counted token by token."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.capacity import EngineSize, FleetCapacity
+
+WINDOW = 1100  # prompt and response together
+Lengths = tuple[int, int]  # prompt, response
+
+
+def size(kv_tokens: int, sequences: int = 10**6, window: int = WINDOW) -> EngineSize:
+    return EngineSize(sequences=sequences, kv_tokens=kv_tokens, window=window)
+
+
+def cache_use(fleet: FleetCapacity, draw: Callable[[], Lengths], ticks: int, warm_up: int) -> float:
+    """Mean number of tokens in the cache of an engine that always runs as many responses as the fleet says.
+
+    Every tick adds a token to each running response; one that has all of its own ends, and another takes its place.
+    """
+    running: list[list[int]] = []  # prompt, response, tokens so far
+    held = []
+    for _ in range(ticks):
+        while len(running) < fleet.responses:
+            running.append([*draw(), 0])
+        for each in running:
+            each[2] += 1
+        held.append(sum(prompt + tokens for prompt, _, tokens in running))
+        for prompt, response, _ in [each for each in running if each[2] == each[1]]:
+            fleet.observe(prompt, response)
+        running = [each for each in running if each[2] < each[1]]
+    return float(np.mean(held[warm_up:]))
+
+
+def constant(rng: np.random.Generator) -> Lengths:
+    return 50, 200
+
+
+def uniform(rng: np.random.Generator) -> Lengths:
+    return int(rng.integers(10, 100)), int(rng.integers(1, 400))
+
+
+def long_tailed(rng: np.random.Generator) -> Lengths:
+    return 40, int(np.clip(rng.lognormal(np.log(100), 0.9), 1, 1000))
+
+
+def long_prompts_have_long_answers(rng: np.random.Generator) -> Lengths:
+    return (200, 300) if rng.random() < 0.3 else (10, 20)
+
+
+@pytest.mark.parametrize("lengths", [constant, uniform, long_tailed, long_prompts_have_long_answers])
+def test_the_responses_that_it_names_fill_the_cache(lengths):
+    rng = np.random.default_rng(0)
+    kv_tokens = 12_000
+    used = cache_use(FleetCapacity([size(kv_tokens)]), lambda: lengths(rng), ticks=6000, warm_up=2000)
+    assert used == pytest.approx(kv_tokens, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(100, 800, id="longer"), pytest.param(800, 100, id="shorter")]
+)
+def test_follows_lengths_that_drift(before, after):
+    fleet = FleetCapacity([size(1_000_000)])
+    for response in [before] * 8000 + [after] * 8000:
+        fleet.observe(20, response)
+    assert fleet.responses == pytest.approx(1_000_000 / (20 + after / 2), rel=0.03)
+
+
+def test_before_the_first_response_every_one_fills_the_window():
+    assert FleetCapacity([size(10_000, window=1000)]).responses == 20
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        pytest.param([size(0, sequences=64)], 64, id="cache not known"),
+        pytest.param([size(100_000_000, sequences=64)], 64, id="sequences are the bound"),
+        pytest.param([size(10, sequences=64)], 1, id="cache smaller than one response"),
+        pytest.param([size(1210), size(130), size(10), size(0, sequences=7)], 10 + 1 + 1 + 7, id="sum over engines"),
+        pytest.param([], 0, id="no engine yet"),
+    ],
+)
+def test_bounds_of_each_engine(engines, expected):
+    fleet = FleetCapacity(engines)
+    for _ in range(20_000):
+        fleet.observe(70, 100)  # 120 tokens in the mean
+    assert fleet.responses == expected
+
+
+SIZES = st.builds(
+    EngineSize, sequences=st.integers(1, 512), kv_tokens=st.integers(0, 10**7), window=st.integers(1, 32768)
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    engines=st.lists(SIZES, max_size=4),
+    seen=st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 32768)), max_size=50),
+)
+def test_at_least_one_response_per_engine_and_never_more_than_its_sequences(engines, seen):
+    fleet = FleetCapacity(engines)
+    for prompt, response in seen:
+        fleet.observe(prompt, response)
+        assert len(engines) <= fleet.responses <= sum(engine.sequences for engine in engines)
