@@ -142,6 +142,8 @@ def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> 
         parts.append(f"acc {metrics['rollout/accuracy']:.2f}")
     if "rollout/response_length_mean" in metrics:
         parts.append(f"len {_short(metrics['rollout/response_length_mean'])}")
+    if metrics.get("batch/staleness_mean", 0.0) > 0:
+        parts.append(f"staleness {metrics['batch/staleness_mean']:.1f}")
     if "actor/loss" in metrics:
         parts.append(f"loss {metrics['actor/loss']:.3f}")
     if "perf/step_s" in metrics:

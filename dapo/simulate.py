@@ -25,8 +25,8 @@ POLICIES: dict[str, Callable[[Plan], Outcome]] = {
     "first-finished-3x": first_finished,
 }
 COLUMNS = (
-    *("policy", "mixed rate", "slots", "step s", "of staleness 0", "engines idle", "wasted", "goodput"),
-    *("staleness", "of oracle", "first step of oracle"),
+    *("policy", "mixed rate", "slots", "batch full after s", "step s", "step of staleness 0", "engines idle", "wasted"),
+    *("goodput", "staleness", "batch of oracle", "first batch of oracle"),
 )
 
 
@@ -42,6 +42,7 @@ def row(name: str, plan: Plan, outcome: Outcome, base: float, seconds_per_token:
         name,
         f"{plan.workload.rate:g}{drift}",
         f"{plan.engines} x {plan.slots}",
+        f"{later(outcome.generation) * seconds_per_token:.0f}",
         f"{later(outcome.steps) * seconds_per_token:.0f}",
         f"{later(outcome.steps) / base:.2f}",
         f"{outcome.idle:.1%}",

@@ -189,7 +189,7 @@ class World:
             self.buffer.trained()
         elif self.serving < self.version:
             self.serving = self.version
-            self.buffer.serve(self.version)
+            self.buffer.version = self.version
         elif not self.buffer.collecting:
             self.open()
 
@@ -204,7 +204,8 @@ class World:
         groups = read_groups(self.directory, lambda index: Draw(index=index, epoch=0, prompt=make_prompt(index)))
         self.buffer.restore(state.buffer, groups, version=state.version)
         self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
-        self.send_back([i for i in self.at(BUFFERED) if self.version - self.since[i] > self.staleness], STALE)
+        reason = STALE if self.staleness else SURPLUS
+        self.send_back([i for i in self.at(BUFFERED) if self.version - self.since[i] > self.staleness], reason)
         self.finished = self.at(BUFFERED)
         if self.closed:
             self.closed = []

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dapo.budget import REMEDIES, BudgetExhausted, StepTally
+from dapo.budget import REMEDIES, Budget, BudgetExhausted
 from dapo.buffer import OversamplingBuffer
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from tests.fakes import make_group
@@ -14,13 +14,19 @@ NAN = math.nan
 BINS = ["0", "0..0.25", "0.25..0.5", "0.5..0.75", "0.75..1", "1"]
 
 
-def tally_of(*groups: list[float], drawn: int = 0) -> StepTally:
-    tally = StepTally()
-    tally.drawn = drawn or len(groups)
+def budget_of(*groups: list[float], drawn: int = 0, **options) -> Budget:
+    budget = Budget(**{"max_draws": 0, "train_partial": False, **options})
+    budget.drawn = drawn or len(groups)
     for index, accuracies in enumerate(groups):
         group = make_group(index, accuracies)
-        tally.add(group, classify(group))
-    return tally
+        budget.add(group, classify(group))
+    return budget
+
+
+def message_of(budget: Budget, *, usable: int, wanted: int) -> str:
+    with pytest.raises(BudgetExhausted) as error:
+        budget.end(usable=usable, wanted=wanted)
+    return str(error.value)
 
 
 def histogram(message: str) -> dict[str, int]:
@@ -60,13 +66,13 @@ def right(count: int, of: int = 16) -> list[float]:
     ],
 )
 def test_each_pass_rate_has_its_bin(accuracies, expected):
-    found = histogram(tally_of(accuracies).explain(usable=0, wanted=4))
+    found = histogram(message_of(budget_of(accuracies), usable=0, wanted=4))
     assert found == {name: int(name == expected) for name in BINS}
 
 
 def test_the_rates_are_shares_of_the_scored_groups():
     groups = [right(16)] * 5 + [right(0)] * 2 + [right(8)] * 2 + [[NAN] * 4]
-    message = tally_of(*groups, drawn=20).explain(usable=2, wanted=8)
+    message = message_of(budget_of(*groups, drawn=20), usable=2, wanted=8)
     assert message.startswith("20 draws ") and " 2 of the 8 usable groups " in message
     rates = {name: share(message, name.replace("_", " ")) for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)}
     assert rates == {MIXED: 20, ALL_CORRECT: 50, ALL_WRONG: 20, UNSCORABLE: 10}
@@ -83,16 +89,38 @@ def test_the_rates_are_shares_of_the_scored_groups():
     ],
 )
 def test_the_remedy_is_that_of_the_largest_share(groups, reason):
-    message = tally_of(*groups).explain(usable=0, wanted=16)
+    message = message_of(budget_of(*groups), usable=0, wanted=16)
     assert [name for name, remedy in REMEDIES.items() if remedy in message] == [reason]
     for key in ("filter_groups.max_num_gen_batches", "data.train_batch_size", "filter_groups.on_budget=train_partial"):
         assert key in message
 
 
 def test_without_a_scored_group_there_are_rates_all_the_same():
-    message = StepTally().explain(usable=0, wanted=4)
+    message = message_of(budget_of(), usable=0, wanted=4)
     assert message.startswith("0 draws ") and " 0 of the 4 usable " in message and "stale 0%" in message
     assert set(histogram(message).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("max_draws", "drawn", "left"),
+    [(0, 0, math.inf), (0, 10**6, math.inf), (24, 0, 24), (24, 23, 1), (24, 24, 0)],
+)
+def test_what_is_left(max_draws, drawn, left):
+    assert budget_of(max_draws=max_draws, drawn=drawn).left == left
+
+
+def test_a_partial_batch_is_what_there_is_and_never_nothing():
+    budget = budget_of(right(8), right(0), train_partial=True)
+    assert budget.end(usable=1, wanted=4) == 1
+    assert " 0 of the 4 usable " in message_of(budget, usable=0, wanted=4)
+
+
+def test_each_update_starts_with_an_empty_tally():
+    budget = budget_of(right(16), right(0), drawn=9, max_draws=10)
+    budget.open(stale=3)
+    assert budget.left == 10
+    message = message_of(budget, usable=0, wanted=4)
+    assert message.startswith("0 draws ") and set(histogram(message).values()) == {0}
 
 
 def finish(buffer: OversamplingBuffer, indices: list[int], accuracies: list[float]) -> None:

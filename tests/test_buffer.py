@@ -4,12 +4,9 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dapo.budget import BudgetExhausted
-from dapo.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
-from dapo.buffer_state import BufferState
+from dapo.buffer import COMPLETION, OversamplingBuffer
 from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected
 from tests.fakes import make_group
@@ -163,63 +160,6 @@ def test_accepted_groups_survive_a_stop():
     assert running and running[0] == 12, "nothing is drawn twice"
     finish(again, 12, [1.0, 0.0])
     assert [group.draw.index for group in again.close().groups] == [2, 11, 12]
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_the_books_balance_whatever_happens(data):
-    """Random completions, versions, stops and policies: every draw is somewhere, none is trained twice or too old."""
-    seed = data.draw(st.integers(0, 10**6))
-    rng = random.Random(seed)
-    staleness = data.draw(st.integers(0, 2))
-    admission = data.draw(st.sampled_from([DRAW_ORDER, COMPLETION]))
-    share = data.draw(st.sampled_from([0.2, 0.5, 0.9]))
-    options = {"batch": 3, "max_in_flight": 12, "max_staleness": staleness, "admission": admission}
-    buffer = make_buffer(**options)
-    kinds: dict[tuple[int, int], list[float]] = {}
-    started: dict[int, int] = {}
-    trained: list[int] = []
-    running: list[int] = []
-    version = 0
-    buffer.open(version)
-    for _ in range(data.draw(st.integers(20, 200))):
-        for index in buffer.take():
-            started[index] = buffer.version
-            running.append(index)
-        event = rng.random()
-        if event < 0.05:  # the run stops and is continued from its checkpoint
-            state, held = BufferState.parse(vars_of(buffer.state())), buffer.held()
-            buffer = make_buffer(**options)
-            buffer.restore(state, held, version=version)
-            buffer.open(version)
-            running.clear()
-        elif running:
-            index = running.pop(rng.randrange(len(running)))
-            verdict = kinds.setdefault(
-                (index, started[index]), [1.0, 0.0] if rng.random() < share else [rng.choice([0.0, 1.0, NAN])] * 2
-            )
-            finish(buffer, index, verdict)
-        buffer.ledger.check(buffer._held())
-        if buffer.full:
-            before = buffer.cursor
-            collected = buffer.close()
-            buffer.ledger.check(buffer._held())
-            buffer.trained()
-            indices = [group.draw.index for group in collected.groups]
-            assert len(indices) == 3 and indices == sorted(indices)
-            assert all(classify(group) == MIXED for group in collected.groups)
-            assert all(version - started[index] <= staleness for index in indices)
-            if admission == DRAW_ORDER:
-                assert [group.draw.index for group in collected.drawn] == list(range(before, buffer.cursor))
-            trained += indices
-            running = [index for index in running if index not in collected.returned]
-            version += 1
-            buffer.open(version)
-    assert len(trained) == len(set(trained))
-
-
-def vars_of(state: BufferState) -> dict:
-    return {name: getattr(state, name) for name in BufferState.__slots__}
 
 
 def test_a_gap_in_the_draw_order_is_closed_after_a_stop():

@@ -1,4 +1,4 @@
-"""The oversampling buffer under random schedules: the books balance, and every step trains on what is due (DESIGN 4)."""
+"""The oversampling buffer under random schedules: the books balance, every step trains on what is due (DESIGN 4)."""
 
 import random
 from collections import deque

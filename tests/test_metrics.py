@@ -133,6 +133,8 @@ FULL = {
             "60.0 s · ETA 1h38m",
             id="unscorable-and-long",
         ),
+        pytest.param({"batch/staleness_mean": 0.0, "perf/step_s": 1.0}, "step 12/110 · 1.0 s · ETA 2m", id="on-policy"),
+        pytest.param({"batch/staleness_mean": 0.71}, "step 12/110 · staleness 0.7", id="older policies"),
         pytest.param({"perf/step_s": 0.5}, "step 12/110 · 0.5 s · ETA 49s", id="seconds"),
         pytest.param({"perf/step_s": 3600.0}, "step 12/110 · 3600.0 s · ETA 4d02h", id="days"),
         pytest.param({"rollout/accuracy": math.nan}, "step 12/110 · acc nan", id="nothing-scored"),

@@ -156,6 +156,23 @@ def test_an_abort_while_responses_stream_in_returns_all_of_them(engines, loop):
         np.testing.assert_array_equal(cut.token_ids, full.token_ids[: len(cut.token_ids)])
 
 
+def test_an_abort_reaches_requests_that_the_engine_does_not_know_yet(engines, loop):
+    pool, _, count = engines
+
+    async def at_once():
+        keys = [f"early{i}" for i in range(2 * count)]
+        groups = [asyncio.ensure_future(pool.generate(key, PROMPT, sampling(3500, 4, LONG))) for key in keys]
+        await asyncio.sleep(0)
+        await pool.abort(keys)
+        return [group.done() for group in groups], await asyncio.gather(*groups)
+
+    empty = pool.room(1)
+    ended, groups = loop.run(at_once())
+    assert all(ended) and [len(group) for group in groups] == [4] * (2 * count)
+    assert {response.finish_reason for group in groups for response in group} == {"abort"}
+    assert pool.room(1) == empty
+
+
 def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop):
     """A token's log-probability is that of its version's weights over the whole context: no old keys and values."""
     from workers.weight_sync import export_buckets
