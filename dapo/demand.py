@@ -39,7 +39,7 @@ class UsableRate:
     @property
     def value(self) -> float:
         """The estimate, in (0, 1]."""
-        return self._usable / self._draws
+        return 1.0 if self._certain else self._usable / self._draws
 
     def observe(self, usable: bool) -> None:
         """Adds the outcome of a draw within a step."""
@@ -58,6 +58,8 @@ class UsableRate:
         With u usable ones among `open` + D draws of rate p, u is at least E[u] - z sd(u), and sd holds the uncertainty
         of p itself, which matters in the very first step.
         """
+        if demand.known >= wanted:
+            return 0
         p = self.value
         if self._certain:
             return max(0, wanted - demand.known - demand.open)

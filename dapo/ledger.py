@@ -118,10 +118,14 @@ class Ledger:
         Raises AssertionError: a defect of ours; the message has all counts.
         """
         states = Counter(state for state, _ in self._live.values())
+        tokens: Counter[str] = Counter()
+        for state, count in self._live.values():
+            tokens[state] += count
         counts = f"drawn {self.drawn}, draws {dict(self.draws)}, tokens {dict(self.tokens)}, held {dict(held)}"
         assert self.drawn == sum(self.draws.values()), counts
         assert all(states[state] == self.draws[state] for state in LIVE), counts
         assert all(states[state] == held.get(state, 0) for state in LIVE), counts
+        assert all(tokens[state] == self.tokens[state] for state in LIVE), counts
         fates = self.tokens.total() - self.tokens["generated"]
         assert self.tokens["generated"] == fates, counts
 

@@ -167,6 +167,7 @@ class GroupStream:
                 self._start(index)
             if self.buffer.collecting and self.buffer.full:
                 self._full.set()
+            await asyncio.sleep(0)  # what was just started takes its room only now
             await self._wake.wait()
             self._wake.clear()
             while self._finished:
@@ -218,7 +219,11 @@ class GroupStream:
         unfinished = {task: key for task, (index, key) in gone.items() if index in collected.unfinished}
         if not unfinished:
             return collected
-        await self._rollouts.abort(list(unfinished.values()))
-        cut = await asyncio.gather(*unfinished)
+        try:
+            await self._rollouts.abort(list(unfinished.values()))
+            cut = await asyncio.gather(*unfinished)
+        finally:
+            for task in unfinished:  # where the abort failed
+                task.cancel()
         self.buffer.aborted(sum(group.num_tokens for group in cut))
         return replace(collected, lost=(*collected.lost, *cut))

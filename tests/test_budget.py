@@ -72,11 +72,14 @@ def test_each_pass_rate_has_its_bin(accuracies, expected):
 
 def test_the_rates_are_shares_of_the_scored_groups():
     groups = [right(16)] * 5 + [right(0)] * 2 + [right(8)] * 2 + [[NAN] * 4]
-    message = message_of(budget_of(*groups, drawn=20), usable=2, wanted=8)
+    budget = budget_of(*groups, drawn=20)
+    budget.stale = 5
+    message = message_of(budget, usable=2, wanted=8)
     assert message.startswith("20 draws ") and " 2 of the 8 usable groups " in message
     rates = {name: share(message, name.replace("_", " ")) for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)}
     assert rates == {MIXED: 20, ALL_CORRECT: 50, ALL_WRONG: 20, UNSCORABLE: 10}
     assert sum(histogram(message).values()) == 9
+    assert share(message, "stale") == 25, "of the draws"
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def endless(seed: int) -> Iterator[int]:
 
 @st.composite
 def some_options(draw) -> dict:
-    width = draw(st.integers(1, 12))
+    width = draw(st.integers(1, 24))
     return {
-        "train_batch_size": draw(st.integers(1, 4)),
+        "train_batch_size": draw(st.integers(1, 8)),
         "max_in_flight": width,
         "max_draws": width * draw(st.sampled_from([0, 0, 1, 2, 4])),
         "filter_groups": draw(st.sampled_from([True, True, True, False])),

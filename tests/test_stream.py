@@ -87,6 +87,21 @@ def test_an_unsolvable_data_set_ends_within_the_budget():
         asyncio.run(stream.collect(0))
 
 
+def test_a_data_set_smaller_than_a_batch_goes_on_with_the_next_epoch():
+    buffer = OversamplingBuffer(train_batch_size=8, max_in_flight=12)
+    order = PromptOrder(PROMPTS[:3], seed=0, shuffle=True)
+    rewards = FakeRewards(lambda prompt, sample, _: float(sample % 2))
+    stream = GroupStream(order, buffer, FakeRollouts(), rewards, SETTINGS, seed=7, clock=PhaseClock())
+
+    async def three_steps():
+        return [await step(stream, version) for version in range(3)]
+
+    draws = [group.draw for collected in asyncio.run(three_steps()) for group in collected.groups]
+    assert [draw.index for draw in draws] == list(range(24))
+    assert [draw.epoch for draw in draws] == [index // 3 for index in range(24)]
+    assert all({draw.prompt.id for draw in draws if draw.epoch == epoch} == {0, 1, 2} for epoch in range(8))
+
+
 def test_unscorable_groups_are_counted_and_replaced():
     rewards = FakeRewards(lambda prompt, sample, _: math.nan if prompt.id % 2 else float(sample % 2))
     collected = asyncio.run(make_stream(FakeRollouts(), rewards).collect(0))

@@ -109,6 +109,21 @@ def test_close_does_not_wait_for_engines_that_never_answer(monkeypatch):
     run(close_in_flight())
 
 
+def test_what_aborted_groups_had_generated_is_counted():
+    rollouts = EndlessRollouts()
+    rollouts.first = 4
+    stream = make_stream(rollouts)
+
+    async def one_step() -> Collected:
+        collected = await stream.collect(0)
+        await stream.close()
+        return collected
+
+    collected = run(one_step())
+    assert len(collected.unfinished) == 8 and len(collected.lost) == 8
+    assert stream.aborted_tokens == stream.buffer.ledger.tokens["surplus"] == 8 * N * 2
+
+
 @pytest.mark.parametrize(("done", "staleness"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
 def test_close_may_come_at_any_time_and_twice(done, staleness):
     """Before the first step, between two and in the middle of one."""
