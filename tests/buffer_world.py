@@ -91,7 +91,7 @@ class World:
         except BudgetExhausted:
             assert idle and self.spent, "the budget ended too soon"
             self.exhausted += 1
-            self.stop()
+            self.stop(through_files=False)
             return []
         if idle and room != 0:
             assert taken or buffer.full, "nothing runs and nothing starts"
@@ -193,16 +193,18 @@ class World:
         elif not self.buffer.collecting:
             self.open()
 
-    def stop(self, **changes) -> None:
-        """The run ends and is continued from its files, with other options where that is asked for. A batch that was
-        not trained on comes again."""
-        write_groups(self.directory, self.buffer.held())
-        DriverState(version=self.version, buffer=self.buffer.state()).write(self.directory)
+    def stop(self, *, through_files: bool = True, **changes) -> None:
+        """The run ends and is continued, with other options where that is asked for. A batch that was not trained on
+        comes again."""
+        state, held = DriverState(version=self.version, buffer=self.buffer.state()), self.buffer.held()
+        if through_files:
+            write_groups(self.directory, held)
+            state.write(self.directory)
+            state = DriverState.read(self.directory)
+            held = read_groups(self.directory, lambda index: Draw(index=index, epoch=0, prompt=make_prompt(index)))
         self.options |= changes
         self.buffer = OversamplingBuffer(**self.options)
-        state = DriverState.read(self.directory)
-        groups = read_groups(self.directory, lambda index: Draw(index=index, epoch=0, prompt=make_prompt(index)))
-        self.buffer.restore(state.buffer, groups, version=state.version)
+        self.buffer.restore(state.buffer, held, version=state.version)
         self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
         reason = STALE if self.staleness else SURPLUS
         self.send_back([i for i in self.at(BUFFERED) if self.version - self.since[i] > self.staleness], reason)
@@ -210,8 +212,8 @@ class World:
         if self.closed:
             self.closed = []
             self.steps.pop()
-        held = [(group.draw.index, since, group.num_tokens) for group, since in self.buffer.held()]
-        assert held == [(index, self.since[index], self.size[index]) for index in self.finished]
+        found = [(group.draw.index, since, group.num_tokens) for group, since in self.buffer.held()]
+        assert found == [(index, self.since[index], self.size[index]) for index in self.finished]
         self.audit()
         self.open()
 

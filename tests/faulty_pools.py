@@ -19,6 +19,10 @@ SETTINGS = SamplingSettings(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_token
 PATIENCE_S = 10.0  # nothing here takes one
 
 
+def some_mixed(prompt: Prompt, sample: int, response: Response) -> float:
+    return float(prompt.id % 3 != 0 and sample % 2 == 1)
+
+
 class BrokenRollouts(FakeRollouts):
     """Raises at the call number `at` of `generate` or `abort`."""
 
@@ -123,8 +127,11 @@ class NarrowRollouts(FakeRollouts):
     running = 0
     most = 0
 
+    def freed(self) -> None:
+        """Nobody listens yet."""
+
     def notify(self, freed: Callable[[], None]) -> None:
-        self.freed = freed
+        self.freed = freed  # type: ignore[method-assign]
 
     def room(self, n: int) -> int:
         return max(0, (self.capacity - self.running) // n)

@@ -42,7 +42,7 @@ def covers(rate: UsableRate, wanted: int, at: Demand, more: int, *, slack: float
     return at.known + (at.open + more) * p - math.sqrt(variance) >= wanted + slack
 
 
-RATES = st.builds(rate_of, st.floats(0.01, 1.0), st.floats(1.0, 5000.0))
+RATES = st.builds(rate_of, st.one_of(st.floats(0.01, 0.999), st.just(1.0)), st.floats(1.0, 5000.0))
 COUNTS = st.integers(0, 600)
 SHORT = st.one_of(st.integers(-3, 3), st.integers(-200, 600))  # usable groups that are not known yet
 

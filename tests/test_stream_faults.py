@@ -8,7 +8,7 @@ from dapo import stream as stream_module
 from dapo.clock import PhaseClock
 from dapo.evaluate import evaluate
 from dapo.stream import SamplingSettings, response_seed
-from dapo.types import Collected, Prompt, Response
+from dapo.types import Collected
 from tests.fakes import FakeRewards, FakeRollouts, make_prompt
 from tests.faulty_pools import (
     SEED,
@@ -23,13 +23,10 @@ from tests.faulty_pools import (
     make_stream,
     resumed,
     run,
+    some_mixed,
     steps,
     turns,
 )
-
-
-def some_mixed(prompt: Prompt, sample: int, response: Response) -> float:
-    return float(prompt.id % 3 != 0 and sample % 2 == 1)
 
 
 @pytest.mark.parametrize(
@@ -64,44 +61,38 @@ def test_a_failing_pool_ends_the_run_and_the_next_one_misses_no_draw(staleness, 
     assert [index for step in used for index in step] == list(range(4 * len(used)))
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_close_ends_everything_even_where_the_engines_can_end_nothing(at, monkeypatch):
-    """The first abort is that of a full step, the second one that of `close`."""
-    monkeypatch.setattr(stream_module, "CLOSE_GRACE_S", 0.05)
-    rollouts = EndlessRollouts("abort", at)
+def test_an_abort_that_fails_at_the_end_of_a_step_leaves_nothing_running():
+    rollouts = EndlessRollouts("abort", 1)
     rollouts.first = 4
     stream = make_stream(rollouts)
 
     async def fail_and_close() -> None:
-        if at == 1:
-            with pytest.raises(RuntimeError, match="abort broke"):
-                await stream.collect(0)
-        else:
-            assert drawn(await stream.collect(0)) == [0, 1, 2, 3]
-            stream.buffer.trained()
-            waiting = asyncio.create_task(stream.collect(1))
-            await turns(20)
-            waiting.cancel()
-            await asyncio.wait([waiting])
+        with pytest.raises(RuntimeError, match="abort broke"):
+            await stream.collect(0)
         await stream.close()
 
     run(fail_and_close())
 
 
-def test_close_does_not_wait_for_engines_that_never_answer(monkeypatch):
+async def silent_abort(keys: list[str]) -> None:
+    await asyncio.Event().wait()
+
+
+async def failing_abort(keys: list[str]) -> None:
+    raise RuntimeError("the engines are gone")
+
+
+@pytest.mark.parametrize("abort", [silent_abort, failing_abort])
+def test_close_needs_no_answer_of_the_engines(abort, monkeypatch):
     monkeypatch.setattr(stream_module, "CLOSE_GRACE_S", 0.05)
     rollouts = EndlessRollouts()
-
-    async def silent(keys: list[str]) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(rollouts, "abort", silent)
+    monkeypatch.setattr(rollouts, "abort", abort)
     stream = make_stream(rollouts)
 
     async def close_in_flight() -> None:
         collecting = asyncio.create_task(stream.collect(0))
         await turns(10)
-        assert len(rollouts.seen) == 0 and stream.buffer.in_flight == 12
+        assert stream.buffer.in_flight == 12
         await stream.close()
         with pytest.raises(asyncio.CancelledError):
             await collecting
@@ -255,11 +246,6 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
         rewards = FakeRewards(lambda prompt, sample, response: float(response.text[-1] in "02468"))
         return await evaluate(held_out, rollouts, rewards, settings, seed=SEED, clock=PhaseClock())
 
-    async def alone() -> dict[str, float]:
-        rollouts = NarrowRollouts()
-        rollouts.notify(lambda: None)
-        return await evaluated(rollouts)
-
     async def together() -> tuple[list[list[int]], dict[str, float]]:
         rollouts = NarrowRollouts(max_turns=9)
         stream = make_stream(rollouts, staleness=staleness, max_draws=24)
@@ -271,7 +257,7 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
 
     used, metrics = run(together())
     assert used == [list(range(4 * step, 4 * step + 4)) for step in range(5)]
-    assert metrics == run(alone())
+    assert metrics == run(evaluated(NarrowRollouts()))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
