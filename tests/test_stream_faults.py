@@ -105,13 +105,12 @@ def test_what_aborted_groups_had_generated_is_counted():
     rollouts.first = 4
     stream = make_stream(rollouts)
 
-    async def one_step() -> Collected:
+    async def one_step() -> None:
         collected = await stream.collect(0)
+        assert len(collected.unfinished) == 8 and len(collected.lost) == 8
         await stream.close()
-        return collected
 
-    collected = run(one_step())
-    assert len(collected.unfinished) == 8 and len(collected.lost) == 8
+    run(one_step())
     assert stream.aborted_tokens == stream.buffer.ledger.tokens["surplus"] == 8 * N * 2
 
 
@@ -141,12 +140,11 @@ def test_a_verdict_that_never_comes_holds_up_no_step_that_does_not_need_it(stale
     """Its draw goes back, and is asked for again."""
     stream = make_stream(FakeRollouts(), BrokenRewards(silent=silent), staleness=staleness)
 
-    async def three_steps() -> list[list[int]]:
-        used = await steps(stream, range(3))
+    async def three_steps() -> None:
+        assert await steps(stream, range(3)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
         await stream.close()
-        return used
 
-    assert run(three_steps()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    run(three_steps())
     assert stream.buffer.ledger.tokens["stale" if staleness else "surplus"] > 0
 
 
@@ -262,8 +260,7 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_engines_are_filled_and_never_overfilled(staleness):
-    rollouts = NarrowRollouts(max_turns=9)
-    stream = make_stream(rollouts, staleness=staleness)
+    stream = make_stream(rollouts := NarrowRollouts(max_turns=9), staleness=staleness)
 
     async def some_steps() -> None:
         await steps(stream, range(5), update_turns=20)
