@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,9 @@ SHAPES = {
         "data.max_response_length=2048",
         "actor.max_tokens_per_gpu=4096",
         "reward.overlong_buffer.enable=false",
-        "reward.functions=[{path: dapo.bench, name: even_length}]",
+        "reward.functions=[{path: dapo.tiny.even_length}]",
     ),
 }
-
-
-def even_length(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Reward of the long shape: random text cannot be right, but its length is even half of the time."""
-    return 1.0 if len(solution_str) % 2 == 0 else -1.0
 
 
 class RecordingRollouts:
@@ -57,9 +52,11 @@ class RecordingRollouts:
         self._pool = pool
         self.requests: dict[str, tuple[Int32Array, Sampling]] = {}
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
+    ) -> tuple[Response, ...]:
         self.requests[key] = (prompt, sampling)
-        return await self._pool.generate(key, prompt, sampling)
+        return await self._pool.generate(key, prompt, sampling, ended)
 
     async def abort(self, keys: list[str]) -> None:
         """The step did not need these: they do not belong to its floor."""

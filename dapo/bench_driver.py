@@ -31,6 +31,7 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
     prompt = Prompt(
         id=index,
         source="synthetic",
+        messages=(),
         text="",
         token_ids=np.zeros(500, dtype=np.int32),
         ground_truth="",
@@ -49,7 +50,14 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
         for sample in range(n)
     )
     scores = tuple(
-        Score(accuracy=float(s < right), reward=2.0 * (s < right) - 1, parts={"math": 1.0}, prediction="")
+        Score(
+            accuracy=float(s < right),
+            reward=2.0 * (s < right) - 1,
+            parts={"math": 1.0},
+            metrics={},
+            prediction="",
+            failure="",
+        )
         for s in range(n)
     )
     return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=responses, scores=scores)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo.algorithm_config import AlgorithmConfig
+from dapo.reward_config import RewardConfig
 
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
     "constant",
@@ -110,46 +111,6 @@ class FilterGroupsConfig:
     min_scored: int = 2
     admission: str = "draw_order"
     max_staleness: int = 0
-
-
-@dataclass(slots=True)
-class RewardFunctionConfig:
-    """A function with verl's signature. path: a Python file or a dotted module. weight: factor of its score."""
-
-    path: str = "dapo.rewards.math"
-    name: str = "compute_score"
-    weight: float = 1.0
-
-
-@dataclass(slots=True)
-class OverlongBufferConfig:
-    """Soft Overlong Punishment (Eq. 13): the last `len` tokens below the cap are punished by up to `penalty_factor`."""
-
-    enable: bool = True
-    len: int = 4096
-    penalty_factor: float = 1.0
-
-
-@dataclass(slots=True)
-class OverlongFilteringConfig:
-    """Overlong filtering (section 3.4 of the paper): truncated responses leave the loss, numerator and denominator.
-
-    in_baseline: their rewards stay in the group's mean and standard deviation; false takes them out there too.
-    """
-
-    enable: bool = False
-    in_baseline: bool = True
-
-
-@dataclass(slots=True)
-class RewardConfig:
-    """timeout_s: longest wait for the verdicts on one group; then the worker is replaced and the group tried again."""
-
-    functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
-    num_workers: int = 8
-    timeout_s: float = 60.0
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    overlong_filtering: OverlongFilteringConfig = field(default_factory=OverlongFilteringConfig)
 
 
 @dataclass(slots=True)

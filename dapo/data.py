@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from dapo.datafiles import SCHEMA, Chunk, read_chunks, shown
 from dapo.paths import checked_path
-from dapo.types import Draw, Prompt
-
-Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
+from dapo.types import Draw, Messages, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +94,7 @@ def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt
     return Prompt(
         id=number,
         source=problem.source,
+        messages=problem.messages,
         text=text,
         token_ids=np.asarray(ids, dtype=np.int32),
         ground_truth=problem.ground_truth,

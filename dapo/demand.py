@@ -55,25 +55,22 @@ class UsableRate:
     def missing(self, wanted: int, demand: Demand) -> int:
         """Draws to start now so that `wanted` usable groups come out of the window with a probability of about 84 %.
 
-        With u usable ones among `open` + D draws of rate p, u is at least E[u] - z sd(u), and sd holds the uncertainty
-        of p itself, which matters in the very first step.
+        With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u), and sd holds
+        the uncertainty of p itself, which matters in the very first step.
         """
         if demand.known >= wanted:
             return 0
-        p = self.value
+        need = wanted - demand.known
         if self._certain:
-            return max(0, wanted - demand.known - demand.open)
-        need = wanted - demand.known - demand.open * p
+            return max(0, need - demand.open)
+        p = self.value
         variance = self.LATE_Z**2 * p * (1.0 - p)  # of one draw
         doubt = variance / self._draws  # of the rate: grows with the square of the draws
         slope = max(p * p - doubt, 0.05 * p * p)
-        # (D p - need)^2 >= variance (open + D) + doubt D^2
-        constant = need * need - variance * demand.open
-        if need <= 0 and constant >= 0:
-            return 0
+        # (T p - need)^2 >= variance T + doubt T^2
         half = need * p + variance / 2
-        root = math.sqrt(max(half * half - slope * constant, 0.0))
-        return max(0, math.ceil((half + root) / slope - 1e-9))
+        total = (half + math.sqrt(max(half * half - slope * need * need, 0.0))) / slope
+        return max(0, math.ceil(total - demand.open - 1e-9))
 
     def allowed(self, limit: int, demand: Demand) -> int:
         """Draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the window."""

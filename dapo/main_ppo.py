@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +36,7 @@ from dapo.validate import validate
 
 if TYPE_CHECKING:
     from workers.cluster import Placement
+    from workers.reward_model import RewardModelPool
     from workers.rollout import RolloutPool
 
 STOP_GRACE_S = 3.0
@@ -69,6 +70,11 @@ def _hydra_main(tree: DictConfig) -> None:
 def say(line: str) -> None:
     """One line for a person, at once also where the output is a file."""
     print(line, flush=True)
+
+
+def warn(message: str) -> None:
+    """One line about what went wrong and did not stop the run."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def end(message: str, code: int) -> NoReturn:
@@ -209,17 +215,16 @@ async def build_pools(cfg: Config, rollouts: "RolloutPool | None" = None) -> Asy
     actors = ActorPool(cfg, device, placement.actors())
     rewards = RewardPool(
         placement.rewards(),
-        num_workers=cfg.reward.num_workers,
-        functions=cfg.reward.functions,
-        overlong=cfg.reward.overlong_buffer,
+        cfg.reward,
         max_response_length=cfg.data.max_response_length,
-        timeout_s=cfg.reward.timeout_s,
+        model=_create_reward_model(cfg, placement, device) if cfg.reward.model.path else None,
+        warn=warn,
     )
     try:
-        starts = [actors.start(), rewards.start(cfg.rollout.start_timeout_s)]
+        starts: list[Awaitable[Any]] = [rewards.start(cfg.rollout.start_timeout_s), actors.start()]
         if rollouts is None:
             starts.append(engines.start(cfg.model.path, engine_args(cfg, device)))
-        await asyncio.gather(*starts)
+        say((await asyncio.gather(*starts))[0])
         sync = WeightSync(actors, engines, cfg.weight_sync)
         yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
     finally:
@@ -271,6 +276,13 @@ def _create_rollouts(cfg: Config, placement: "Placement") -> "RolloutPool":
     return RolloutPool(
         placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
     )
+
+
+def _create_reward_model(cfg: Config, placement: "Placement", device: str) -> "RewardModelPool":
+    from workers.cluster import reward_model_device
+    from workers.reward_model import RewardModelPool
+
+    return RewardModelPool(cfg.reward.model, placement.reward_model(), device=reward_model_device(cfg, device))
 
 
 def cancel_on_signals() -> None:

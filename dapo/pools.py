@@ -26,7 +26,11 @@ class RolloutPool(Protocol):
         """From now on calls `freed`, and only that, whenever responses have ended and there may be room for more."""
         ...
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]: ...
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
+    ) -> tuple[Response, ...]:
+        """n responses to one prompt. Calls `ended`, and only that, with the number of each response that has ended."""
+        ...
 
     async def abort(self, keys: list[str]) -> None: ...
 
@@ -34,7 +38,13 @@ class RolloutPool(Protocol):
 class RewardPool(Protocol):
     """The reward workers."""
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]: ...
+    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
+        """Of response number `sample` to the prompt."""
+        ...
+
+    async def check(self) -> None:
+        """Raises RuntimeError when known answers are not scored as they must be: no verdict can be trusted then."""
+        ...
 
 
 class ActorPool(Protocol):

@@ -13,7 +13,9 @@ from dapo.simulation import Attempt, Draws, Fleet, Workload
 from dapo.types import Draw, Group, Prompt, Score
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
-RIGHT, WRONG = (Score(accuracy=a, reward=2 * a - 1, parts={}, prediction="") for a in (1.0, 0.0))
+RIGHT, WRONG = (
+    Score(accuracy=a, reward=2 * a - 1, parts={}, metrics={}, prediction="", failure="") for a in (1.0, 0.0)
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,7 @@ class Run:
     def group(self, index: int) -> Group:
         """The scored group of a finished draw."""
         attempt = self.attempts[index]
-        prompt = Prompt(id=index, source="", text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
+        prompt = Prompt(id=index, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
         scores = (RIGHT,) * attempt.correct + (WRONG,) * (len(attempt.lengths) - attempt.correct)
         return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=(), scores=scores)
 

@@ -1,7 +1,8 @@
 """The stream: draws go out to the engines, scored groups come back into the buffer (DESIGN sections 3 and 4).
 
-In: prompts in their counter-based order, two pools, a buffer. Out: one `Collected` per step. Groups flow one at a time:
-each is scored when its own responses are complete, and the buffer refills at once; there is no generation barrier.
+In: prompts in their counter-based order, two pools, a buffer. Out: one `Collected` per step. Responses flow one at
+a time: each is scored when it ends, its group is kept when all are, and the buffer refills at once; there is no
+generation barrier.
 """
 
 import asyncio
@@ -10,13 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dapo.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.config import EvalConfig, RolloutConfig
 from dapo.data import PromptOrder
+from dapo.group_store import read_groups
 from dapo.pools import RewardPool, RolloutPool
-from dapo.types import Collected, Draw, Group, Sampling
+from dapo.types import Collected, Draw, Group, Response, Sampling, Score
 
 CLOSE_GRACE_S = 5.0
 
@@ -70,16 +73,26 @@ async def scored_group(
     clock: PhaseClock,
     still_wanted: Callable[[int], bool] = lambda tokens: True,
 ) -> Group:
-    """Generates and scores one group. Between the two it tells the number of tokens and asks whether the group is still
-    wanted; one that is not comes back without scores, as an aborted one does."""
-    with clock("generation"):
-        responses = await rollouts.generate(key, draw.prompt.token_ids, sampling)
-    aborted = any(response.finish_reason == "abort" for response in responses)
-    if aborted or not still_wanted(sum(len(response.token_ids) for response in responses)):
-        return Group(draw=draw, responses=responses, scores=())
-    with clock("reward"):
-        scores = await rewards.score(draw.prompt, responses)
-    return Group(draw=draw, responses=responses, scores=scores)
+    """Generates one group and scores each response as it ends. When all have ended it tells the number of tokens and
+    asks whether the group is still wanted; one that is not comes back without scores, as an aborted one does."""
+    verdicts: dict[int, asyncio.Future[Score]] = {}
+
+    def ended(sample: int, response: Response) -> None:
+        if response.finish_reason != "abort":
+            verdicts[sample] = asyncio.ensure_future(rewards.score(draw.prompt, sample, response))
+
+    try:
+        with clock("generation"):
+            responses = await rollouts.generate(key, draw.prompt.token_ids, sampling, ended)
+        aborted = len(verdicts) < len(responses)
+        if aborted or not still_wanted(sum(len(response.token_ids) for response in responses)):
+            return Group(draw=draw, responses=responses, scores=())
+        with clock("reward"):
+            scores = await asyncio.gather(*[verdicts[sample] for sample in range(len(responses))])
+        return Group(draw=draw, responses=responses, scores=tuple(scores))
+    finally:
+        for verdict in verdicts.values():
+            verdict.cancel()
 
 
 class GroupStream:
@@ -125,7 +138,8 @@ class GroupStream:
         """A full batch for the update from policy `version`, which the engines serve.
 
         Raises:
-            BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise.
+            BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise, also because they score known
+            answers wrong.
         """
         self._aborted_before = self.buffer.ledger.aborted_tokens
         self.buffer.open(version)
@@ -138,9 +152,22 @@ class GroupStream:
             await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
             if self._pump.done():
                 self._pump.result()  # raises
+            await self._rewards.check()
             return await self._abort(self.buffer.close())
         finally:
             full.cancel()
+
+    async def rescored(self, checkpoint: Path) -> list[tuple[Group, int]]:
+        """The groups of a checkpoint, scored anew: verdicts are cheap, and the old ones may be why the run stopped."""
+
+        async def score(group: Group) -> Group:
+            prompt, responses = group.draw.prompt, enumerate(group.responses)
+            scores = await asyncio.gather(*[self._rewards.score(prompt, k, response) for k, response in responses])
+            return replace(group, scores=tuple(scores))
+
+        held = read_groups(checkpoint, self._order.draw)
+        groups = await asyncio.gather(*[score(group) for group, _ in held])
+        return [(group, started) for group, (_, started) in zip(groups, held, strict=True)]
 
     async def close(self) -> None:
         """Ends the pump and what is in flight; the buffer keeps what had finished.
@@ -152,7 +179,7 @@ class GroupStream:
             await asyncio.wait([self._pump])
             self._pump = None
         if self._running:
-            with suppress(RuntimeError, TimeoutError):
+            with suppress(Exception):
                 await asyncio.wait_for(self._rollouts.abort(list(self._keys.values())), CLOSE_GRACE_S)
         for task in self._running:
             task.cancel()

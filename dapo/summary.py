@@ -5,6 +5,7 @@ timing; at staleness 0 everything else is a function of the seed alone.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +60,7 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
     lengths = np.array([len(response.token_ids) for response in responses])
     rewards = [score.reward for score in scores if not math.isnan(score.reward)]
     accuracies = [score.accuracy for score in scores if not math.isnan(score.accuracy)]
-    parts = sorted({name for score in scores for name in score.parts})
+    failures = Counter(score.failure for score in scores if score.failure)
     return {
         "rollout/accuracy": float(np.mean(accuracies)) if accuracies else math.nan,
         "rollout/reward_mean": float(np.mean(rewards)) if rewards else math.nan,
@@ -67,8 +68,23 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length_min": float(lengths.min()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
-        **{f"reward/{name}": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts},
+        **_means([score.parts | score.metrics for score in scores]),
+        **{f"reward/failed_{failure}": count / len(scores) for failure, count in failures.items()},
     }
+
+
+def _means(given: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each reward by name over the responses that have it; one that a function could not tell is left out."""
+    found: dict[str, list[float]] = {}
+    for values in given:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return {f"reward/{name}": _mean_without_nan(values) for name, values in sorted(found.items())}
+
+
+def _mean_without_nan(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
 def length_distance(trained: Sequence[Group], generated: Sequence[Group]) -> float:

@@ -21,7 +21,7 @@ from dapo.clock import PhaseClock
 from dapo.config import Config
 from dapo.data import PromptOrder
 from dapo.evaluate import evaluate
-from dapo.group_store import read_groups, write_groups
+from dapo.group_store import write_groups
 from dapo.metrics import MetricsLogger, progress_line
 from dapo.pools import Pools
 from dapo.stream import GroupStream, SamplingSettings
@@ -162,7 +162,7 @@ class Trainer:
             state = DriverState.read(directory)
             await self._pools.actors.load(str(directory / "actor"))
             self.version = self._saved_version = state.version
-            self._buffer.restore(state.buffer, read_groups(directory, self._order.draw), version=self.version)
+            self._buffer.restore(state.buffer, await self._stream.rescored(directory), version=self.version)
             self._say(f"resuming from {directory}")
         self._logger.resume(self.version)
         # Always, even at version 0: a broken sync shows before any GPU hour is spent.

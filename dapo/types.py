@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +22,13 @@ class Prompt:
 
     id: position among the distinct prompts kept after filtering.
     source: `data_source` of the row, handed to the reward function.
+    messages: the conversation before the policy's chat template; a reward model has a template of its own.
     text: the prompt after the chat template. token_ids: [P], what the engine sees.
     """
 
     id: int
     source: str
+    messages: Messages
     text: str
     token_ids: Int32Array
     ground_truth: str
@@ -87,13 +90,17 @@ class Score:
 
     accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter looks at.
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
-    prediction: the extracted answer, as the reward function gave it.
+    metrics: other numbers that a reward function gave, as LABEL/KEY. prediction: the extracted answer, as it gave it.
+    failure: "" for a verdict of the functions; "cpu" or "memory", the limit that made the response wrong; "error",
+    "wall", "crash" or "model" (the reward model has none), why it is unscorable.
     """
 
     accuracy: float
     reward: float
     parts: dict[str, float]
+    metrics: dict[str, float]
     prediction: str
+    failure: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,8 @@ from dapo.algorithm_config import (
 from dapo.config import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
 from dapo.paths import checked_path
 from dapo.ranges import numbers
-from dapo.rewards.functions import load_reward_function
+from dapo.reward_model_checks import reward_model
+from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,6 +47,7 @@ def validate(cfg: Config) -> None:
         _engine_args,
         _model,
         _reward_functions,
+        reward_model,
         _torchvision,
     ]
     problems = [problem for check in checks for problem in check(cfg)]
@@ -187,13 +189,53 @@ def _model(cfg: Config) -> Iterator[str]:
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:
-    if not cfg.reward.functions:
-        yield "`reward.functions` is empty; give at least one function, such as {path: dapo.rewards.math}"
-    for index, spec in enumerate(cfg.reward.functions):
+    functions, limits = cfg.reward.functions, cfg.reward.limits
+    if not functions:
+        yield "`reward.functions` is empty; give at least one, such as {path: math}"
+    for index, spec in enumerate(functions):
         try:
-            load_reward_function(spec.path, spec.name, index=index)
+            function = load(spec, index=index)
         except ValueError as error:
             yield str(error)
+            continue
+        if ready_name(spec.path):  # a person's function is called in child processes alone
+            yield from _known_answers(function, index)
+    try:
+        labels(functions)
+    except ValueError as error:
+        yield str(error)
+    if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
+        yield (
+            "`reward.functions` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens "
+            "once more; drop one of the two"
+        )
+    if 2 * limits.cpu_s > limits.wall_s:
+        yield (
+            f"`reward.limits.wall_s` ({limits.wall_s:g}) must be at least twice `reward.limits.cpu_s` "
+            f"({limits.cpu_s:g}), or a response that computes without end never reaches its CPU limit; raise the one "
+            "or lower the other"
+        )
+    if cfg.reward.timeout_s <= 2 * limits.wall_s:
+        yield (
+            f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be more than twice `reward.limits.wall_s` "
+            f"({limits.wall_s:g}), or a worker passes for lost while responses take their time; raise the one or lower "
+            "the other"
+        )
+
+
+def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
+    """Kwargs that do not go together show when a function is called."""
+    try:
+        for canary in function.canaries:
+            function.call(
+                data_source="canary",
+                solution_str=canary.solution_str,
+                ground_truth=canary.ground_truth,
+                extra_info=canary.extra_info,
+                **function.kwargs,
+            )
+    except ValueError as error:
+        yield f"`reward.functions[{index}].kwargs` ({function.kwargs}): {error}"
 
 
 def _torchvision(cfg: Config) -> Iterator[str]:

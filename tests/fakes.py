@@ -25,7 +25,10 @@ from dapo.types import (
 def make_prompt(number: int, source: str = "test") -> Prompt:
     text = f"{number}"
     ids = np.array([1, 2, 3 + number % 50], dtype=np.int32)
-    return Prompt(id=number, source=source, text=text, token_ids=ids, ground_truth=text, extra_info={})
+    messages = (("user", text),)
+    return Prompt(
+        id=number, source=source, messages=messages, text=text, token_ids=ids, ground_truth=text, extra_info={}
+    )
 
 
 def make_response(length: int = 4, finish_reason: str = "stop", text: str = "", version: int = 0) -> Response:
@@ -41,7 +44,7 @@ def make_response(length: int = 4, finish_reason: str = "stop", text: str = "", 
 
 def make_score(accuracy: float, reward: float | None = None) -> Score:
     value = 2 * accuracy - 1 if reward is None else reward
-    return Score(accuracy=accuracy, reward=value, parts={"compute_score": value}, prediction="")
+    return Score(accuracy=accuracy, reward=value, parts={"compute_score": value}, metrics={}, prediction="", failure="")
 
 
 def make_group(index: int, accuracies: Sequence[float], rewards: Sequence[float] | None = None) -> Group:
@@ -51,6 +54,13 @@ def make_group(index: int, accuracies: Sequence[float], rewards: Sequence[float]
         responses=tuple(make_response(4 + sample) for sample in range(len(accuracies))),
         scores=tuple(make_score(a, r) for a, r in zip(accuracies, values, strict=True)),
     )
+
+
+def told(ended: Callable[[int, Response], None], responses: Sequence[Response]) -> tuple[Response, ...]:
+    """The responses, each told of as an engine does."""
+    for sample, response in enumerate(responses):
+        ended(sample, response)
+    return tuple(responses)
 
 
 class FakeRollouts:
@@ -72,14 +82,18 @@ class FakeRollouts:
     def room(self, n: int) -> int:
         return self.capacity
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
+    ) -> tuple[Response, ...]:
         self.seen.append(key)
         for _ in range(self._random.randint(1, self._max_turns)):
             await asyncio.sleep(0)
             if key in self._stop:
                 return tuple(make_response(2, "abort") for _ in range(sampling.n))
         # A response depends on its seed alone, as the engine's does.
-        return tuple(make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in sampling.seeds)
+        return told(
+            ended, [make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in sampling.seeds]
+        )
 
     async def abort(self, keys: list[str]) -> None:
         self.aborted += keys
@@ -92,10 +106,13 @@ class FakeRewards:
     def __init__(self, verdict: Callable[[Prompt, int, Response], float]) -> None:
         self._verdict = verdict
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
         await asyncio.sleep(0)
-        verdicts = [self._verdict(prompt, sample, response) for sample, response in enumerate(responses)]
-        return tuple(make_score(v) if not math.isnan(v) else make_score(v, math.nan) for v in verdicts)
+        verdict = self._verdict(prompt, sample, response)
+        return make_score(verdict) if not math.isnan(verdict) else make_score(verdict, math.nan)
+
+    async def check(self) -> None:
+        """Nothing can be wrong with it."""
 
 
 class FakeActors:

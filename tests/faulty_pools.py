@@ -1,7 +1,7 @@
 """In-process pools that fail, keep silent, answer late or have little room, and streams around them (tests only)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from dapo.buffer import OversamplingBuffer
@@ -9,10 +9,11 @@ from dapo.clock import PhaseClock
 from dapo.data import PromptOrder
 from dapo.stream import GroupStream, SamplingSettings
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
-from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
+from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told
 
 N = 4  # responses of a group
 T = TypeVar("T")
+Ended = Callable[[int, Response], None]
 SEED = 7
 PROMPTS = [make_prompt(number) for number in range(40)]
 SETTINGS = SamplingSettings(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
@@ -35,9 +36,9 @@ class BrokenRollouts(FakeRollouts):
         if self.fuse[method] == 0:
             raise RuntimeError(f"{method} broke")
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
         self.count("generate")
-        return await super().generate(key, prompt, sampling)
+        return await super().generate(key, prompt, sampling, ended)
 
     async def abort(self, keys: list[str]) -> None:
         self.count("abort")
@@ -51,14 +52,14 @@ class BrokenRewards(FakeRewards):
         super().__init__(verdict)
         self.at, self.silent = at, set(silent)
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]:
+    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
         self.at -= 1
         if self.at == 0:
             raise RuntimeError("score broke")
         if prompt.id in self.silent:
             self.silent.remove(prompt.id)
             await asyncio.Event().wait()
-        return await super().score(prompt, responses)
+        return await super().score(prompt, sample, response)
 
 
 class EndlessRollouts(BrokenRollouts):
@@ -66,9 +67,9 @@ class EndlessRollouts(BrokenRollouts):
 
     first = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
         if int(key.partition("-d")[2]) < self.first:
-            return await super().generate(key, prompt, sampling)
+            return await super().generate(key, prompt, sampling, ended)
         while key not in self._stop:
             await asyncio.sleep(0)
         return tuple(make_response(2, "abort") for _ in range(sampling.n))
@@ -82,11 +83,11 @@ class StubbornRollouts(FakeRollouts):
         self.running: list[str] = []
         self.twice = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
         draw = key.partition("-")[2]
         self.twice += draw in self.running
         self.running.append(draw)
-        responses = await super().generate(key, prompt, sampling)
+        responses = await super().generate(key, prompt, sampling, ended)
         self.running.remove(draw)
         return responses
 
@@ -97,7 +98,7 @@ class StubbornRollouts(FakeRollouts):
 class SpanRollouts(FakeRollouts):
     """A token per turn, each of the version that is served then."""
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
         versions: list[int] = []
         for _ in range(self._random.randint(1, self._max_turns)):
             versions.append(self.version)
@@ -117,7 +118,7 @@ class SpanRollouts(FakeRollouts):
             policy_versions=spans,
             seconds=0.0,
         )
-        return (one,) * sampling.n
+        return told(ended, [one] * sampling.n)
 
 
 class NarrowRollouts(FakeRollouts):
@@ -136,11 +137,11 @@ class NarrowRollouts(FakeRollouts):
     def room(self, n: int) -> int:
         return max(0, (self.capacity - self.running) // n)
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
         self.running += sampling.n
         self.most = max(self.most, self.running)
         try:
-            return await super().generate(key, prompt, sampling)
+            return await super().generate(key, prompt, sampling, ended)
         finally:
             self.running -= sampling.n
             self.freed()

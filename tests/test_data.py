@@ -100,6 +100,7 @@ def test_tokens_are_those_of_the_chat_template_without_a_second_bos(
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert prompts[0].token_ids.tolist() == expected
     assert expected.count(tokenizer.bos_token_id) == 1
+    assert prompts[0].messages == (("system", "Add."), ("user", "1+1"))
 
 
 def test_optional_columns_may_be_missing_or_empty(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -256,7 +257,10 @@ def test_a_path_that_does_not_exist(value: str, message: str, tmp_path: Path, mo
 
 def prompts_of(count: int) -> list[Prompt]:
     ids = np.zeros(1, dtype=np.int32)
-    return [Prompt(id=i, source="s", text=str(i), token_ids=ids, ground_truth="1", extra_info={}) for i in range(count)]
+    return [
+        Prompt(id=i, source="s", messages=(), text=str(i), token_ids=ids, ground_truth="1", extra_info={})
+        for i in range(count)
+    ]
 
 
 def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> None:

@@ -38,7 +38,7 @@ def covers(rate: UsableRate, wanted: int, at: Demand, more: int, *, slack: float
     """The promise of `missing`, one standard deviation below the mean; the doubt of the rate is kept finite."""
     p = rate.value
     _, draws = rate.state()
-    variance = p * (1 - p) * (at.open + more) + min(p * (1 - p) / draws, 0.95 * p * p) * more**2
+    variance = p * (1 - p) * (at.open + more) + min(p * (1 - p) / draws, 0.95 * p * p) * (at.open + more) ** 2
     return at.known + (at.open + more) * p - math.sqrt(variance) >= wanted + slack
 
 
@@ -146,7 +146,7 @@ def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws,
     assert type(missing) is int and type(allowed) is int
     assert wanted <= missing <= 60 * (wanted / share) + 60 / share
     assert 0 <= allowed <= wanted / share
-    assert rate.missing(wanted, demand(0, 10**13)) == 0 and rate.allowed(wanted, demand(0, 10**13)) == 0
+    assert rate.missing(wanted, demand(0, 10**14)) == 0 and rate.allowed(wanted, demand(0, 10**13)) == 0
 
 
 def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():

@@ -230,6 +230,21 @@ def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
     assert clock.lap() == {"driver": 0.0, "step": 0.0}
 
 
+def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
+    """The verdicts of a run that stopped may be why it stopped."""
+    cfg = tiny_config(total_steps=1)
+    cfg.filter_groups.max_num_gen_batches = 1
+    first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
+    with pytest.raises(BudgetExhausted):
+        asyncio.run(run_steps(first, first._logger))
+    held = {group.draw.index for group, _ in first._buffer.held()}
+    cfg.filter_groups.max_num_gen_batches = 0
+    second, resumed = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: float(sample % 2))
+    asyncio.run(second.run())
+    assert held and not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
+    assert second._buffer.ledger.draws["all_correct"] == 0 and resumed.batches
+
+
 def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound(tmp_path):
     cfg = tiny_config(total_steps=12)
     cfg.filter_groups.max_staleness = 1

@@ -34,7 +34,7 @@ def some_group(index: int, random: Random, *, penalized: bool) -> Group:
         response = make_response(length, random.choice(["stop", "stop", "length"]))
         responses.append(dataclasses.replace(response, policy_versions=tuple(spans)))
         if random.random() < 0.25:
-            scores.append(Score(accuracy=NAN, reward=NAN, parts={}, prediction=""))
+            scores.append(Score(accuracy=NAN, reward=NAN, parts={}, metrics={}, prediction="", failure=""))
             continue
         accuracy, overlong = float(random.random() < 0.5), -random.random()
         parts = {"math": 2 * accuracy - 1, "overlong": overlong}
@@ -43,7 +43,7 @@ def some_group(index: int, random: Random, *, penalized: bool) -> Group:
         reward = sum(parts.values())
         if penalized:
             parts["kl_penalty"] = -random.random()
-        scores.append(Score(accuracy=accuracy, reward=reward, parts=parts, prediction=""))
+        scores.append(Score(accuracy=accuracy, reward=reward, parts=parts, metrics={}, prediction="", failure=""))
     return dataclasses.replace(group, responses=tuple(responses), scores=tuple(scores))
 
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     """Nothing scored, and every response filtered: NaN, no error and no zero that looks like a result."""
     group = make_group(0, [1.0, 0.0])
     responses = tuple(dataclasses.replace(response, finish_reason="length") for response in group.responses)
-    scores = tuple(Score(accuracy=NAN, reward=NAN, parts={}, prediction="") for _ in responses)
+    scores = tuple(Score(accuracy=NAN, reward=NAN, parts={}, metrics={}, prediction="", failure="") for _ in responses)
     group = dataclasses.replace(group, responses=responses, scores=scores if unscorable else group.scores)
     cfg = Config()
     cfg.reward.overlong_filtering.enable = True

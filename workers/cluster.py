@@ -5,6 +5,7 @@ asked, what is there, and for which pool.
 """
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -47,15 +48,39 @@ def gpus_per_engine(cfg: Config) -> int:
     return cfg.rollout.vllm.get("tensor_parallel_size", 1) * cfg.rollout.vllm.get("pipeline_parallel_size", 1)
 
 
-def check_gpus(cfg: Config, available: int) -> None:
-    """Raises ValueError when the pools together ask for more GPUs than the cluster has."""
-    engines = cfg.rollout.num_engines * gpus_per_engine(cfg)
-    actors = cfg.actor.num_workers
-    if engines + actors > available:
+def reward_model_device(cfg: Config, device: str) -> str:
+    """Where the reward model runs, `cpu` or `cuda`. device: the trainer's, from `resolve_device`."""
+    return device if cfg.reward.model.device == "auto" else cfg.reward.model.device
+
+
+def reward_model_gpus(cfg: Config, device: str) -> int:
+    """Whole GPUs for all copies of the reward model; copies share one where their shares fit. device: the trainer's."""
+    model = cfg.reward.model
+    if not model.path or reward_model_device(cfg, device) == "cpu":
+        return 0
+    return math.ceil(model.num_workers / int(1 / model.num_gpus))
+
+
+def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:
+    """GPUs by the role that asks for them, in words; device: the trainer's."""
+    asked = {"the reward model (`reward.model.num_workers` x `num_gpus`)": reward_model_gpus(cfg, device)}
+    if device == "cuda":
+        per_engine = gpus_per_engine(cfg)
+        asked[f"rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {per_engine} each)"] = (
+            cfg.rollout.num_engines * per_engine
+        )
+        asked["the actors (`actor.num_workers`)"] = cfg.actor.num_workers
+    return {role: gpus for role, gpus in asked.items() if gpus}
+
+
+def check_gpus(cfg: Config, available: int, device: str = "cuda") -> None:
+    """Raises ValueError when the pools together ask for more GPUs than the cluster has. device: the trainer's."""
+    asked = _gpus_asked(cfg, device)
+    if sum(asked.values()) > available:
+        pools = ", ".join(f"{gpus} for {role}" for role, gpus in asked.items())
         raise ValueError(
-            f"asked for {engines + actors} GPUs but the Ray cluster has {available}: "
-            f"{engines} for rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {gpus_per_engine(cfg)} each) "
-            f"and {actors} for the actors (`actor.num_workers`); lower them, add nodes, or set `trainer.device=cpu`"
+            f"asked for {sum(asked.values())} GPUs but the Ray cluster has {available}: {pools}; lower them, add "
+            "nodes, or set `trainer.device=cpu` (`reward.model.device=cpu` for the reward model alone)"
         )
 
 
@@ -80,6 +105,17 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     return args | cfg.rollout.vllm
 
 
+def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
+    """Of the placement group: engines, actor ranks, then copies of the reward model, each of them only on GPUs."""
+    bundles: list[dict[str, float]] = []
+    if device == "cuda":
+        bundles += [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines
+        bundles += [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
+    if reward_model_gpus(cfg, device):
+        bundles += [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
+    return bundles
+
+
 class Placement:
     """Ray options for each role: GPUs by one placement group on CUDA, thread counts on CPU."""
 
@@ -91,18 +127,17 @@ class Placement:
             raise ValueError(
                 "`actor.offload` (true) moves state from GPU to host memory, and `trainer.device` is cpu; unset it"
             )
-        if device == "cuda":
-            if cfg.model.dtype == "float32":
-                raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
-            check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)))
-            engines = [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines
-            actors = [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
-            self._group = placement_group(engines + actors, strategy="PACK")
+        if device == "cuda" and cfg.model.dtype == "float32":
+            raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
+        bundles = _bundles(cfg, device)
+        if bundles:
+            check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)), device)
+            self._group = placement_group(bundles, strategy="PACK")
             if not self._group.wait(timeout_seconds=cfg.actor.start_timeout_s):
+                pools = ", ".join(f"{gpus} GPUs for {role}" for role, gpus in _gpus_asked(cfg, device).items())
                 raise RuntimeError(
-                    f"the Ray cluster could not place {len(engines)} engines of {gpus_per_engine(cfg)} GPUs and "
-                    f"{len(actors)} actor ranks within {cfg.actor.start_timeout_s:g} s (`actor.start_timeout_s`): "
-                    "an engine's GPUs must lie on one node, and other jobs may hold some"
+                    f"the Ray cluster could not place {pools} within {cfg.actor.start_timeout_s:g} s "
+                    "(`actor.start_timeout_s`): an engine's GPUs must lie on one node, and other jobs may hold some"
                 )
 
     def rollout(self) -> list[dict[str, Any]]:
@@ -122,7 +157,7 @@ class Placement:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         gpus = gpus_per_engine(self._cfg)
-        return [self._options(i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
+        return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
 
     def actors(self) -> list[dict[str, Any]]:
         """One entry per FSDP rank."""
@@ -130,15 +165,25 @@ class Placement:
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
         first = self._cfg.rollout.num_engines
-        return [self._options(first + rank, 1, env) for rank in range(self._cfg.actor.num_workers)]
+        return [self._options(self._device, first + rank, 1, env) for rank in range(self._cfg.actor.num_workers)]
+
+    def reward_model(self) -> list[dict[str, Any]]:
+        """One entry per copy of the reward model."""
+        model, device = self._cfg.reward.model, reward_model_device(self._cfg, self._device)
+        env = {"TOKENIZERS_PARALLELISM": "false"}
+        if device == "cpu":
+            env["OMP_NUM_THREADS"] = str(model.cpu_threads)
+        first = self._cfg.rollout.num_engines + self._cfg.actor.num_workers if self._device == "cuda" else 0
+        return [self._options(device, first + i, model.num_gpus, env) for i in range(model.num_workers)]
 
     def rewards(self) -> dict[str, Any]:
         """Of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
         return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
-    def _options(self, bundle: int, gpus: int, env: dict[str, str]) -> dict[str, Any]:
+    def _options(self, device: str, bundle: int, gpus: float, env: dict[str, str]) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
-        if self._group is not None:
+        if device == "cuda":
+            assert self._group is not None
             options |= {
                 "num_cpus": 1,
                 "num_gpus": gpus,

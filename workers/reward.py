@@ -1,124 +1,234 @@
 """Reward workers and their driver-side pool (DESIGN section 6).
 
-In: a prompt and its responses. Out: one `Score` per response: the weighted reward functions, then the overlong penalty.
-A worker that does not answer in time is killed and replaced and the group tried once more; a second silence makes the
-group unscorable (NaN) and never a zero, which would make mixed groups out of nothing.
+In: one response at a time, as it ends. Out: its `Score`: the weighted reward functions, the overlong penalty, and the
+reward model's part where there is one. A failure of the machinery is tried once more elsewhere and is then unscorable
+(NaN), never a zero, which would make mixed groups out of nothing; a pool that scores known answers wrong stops the run.
 """
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
 
-from dapo.config import OverlongBufferConfig, RewardFunctionConfig
-from dapo.rewards.functions import RewardFunctions
+from dapo.reward_config import LimitsConfig, RewardConfig, RewardFunctionConfig
+from dapo.rewards.child import Item
+from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
-from workers.remote import RemoteError, wait
+from workers.children import Children
+from workers.remote import RemoteError
+from workers.reward_fleet import Fleet
+from workers.verdict import Verdict, no_score
+
+TOGETHER_S = 0.005  # verdicts that come within this travel together
+INNOCENT = ("wall", "crash")  # failures that say nothing about the response: once more elsewhere
+MAX_METRICS = 128
+RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
+MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
+WARNINGS = 3  # of one kind that are told in full; then every time that their number doubles
 
 
 class RewardWorker:
-    """Scores responses in a process of its own; `start` comes first, because Ray hides a constructor's error."""
+    """Scores in child processes of its own; `start` comes first, because Ray hides a constructor's error."""
 
-    def start(
-        self, functions: list[RewardFunctionConfig], overlong: OverlongBufferConfig, max_response_length: int
-    ) -> None:
-        """Loads the reward functions. Raises ValueError: see `dapo.rewards.functions`."""
-        self._functions = RewardFunctions(functions)
-        self._overlong = overlong
-        self._max_response_length = max_response_length
+    async def start(
+        self, functions: Sequence[RewardFunctionConfig], limits: LimitsConfig, children: int
+    ) -> dict[str, Any]:
+        """What is told of the functions, with `granted`. Raises ValueError, CanaryError: see `Children.start`."""
+        self._children = Children(functions, limits, children)
+        await self._children.start()
+        return {**self._children.about, "granted": self._children.granted, "worker_pid": os.getpid()}
 
-    def score(
-        self, source: str, ground_truth: str, extra_info: dict[str, Any], answers: list[tuple[str, int]]
-    ) -> list[Score]:
-        """answers: text and number of tokens of each response."""
-        return [self._score_one(source, ground_truth, extra_info, *answer) for answer in answers]
+    async def score(self, items: list[Item]) -> AsyncIterator[list[tuple[int, Verdict]]]:
+        """The verdicts with the numbers of their items, as they are made. Raises CanaryError."""
+        done: asyncio.Queue[asyncio.Task[Verdict]] = asyncio.Queue()
+        numbers = {asyncio.create_task(self._children.score(item)): number for number, item in enumerate(items)}
+        for task in numbers:
+            task.add_done_callback(done.put_nowait)
+        while numbers:
+            part = [await done.get()]
+            if len(numbers) > 1:
+                await asyncio.sleep(TOGETHER_S)
+            while not done.empty():
+                part.append(done.get_nowait())
+            yield [(numbers.pop(task), task.result()) for task in part]
 
-    def _score_one(self, source: str, ground_truth: str, extra_info: dict[str, Any], text: str, tokens: int) -> Score:
-        score = self._functions.score(source, text, ground_truth, extra_info)
-        if not self._overlong.enable:
-            return score
-        penalty = overlong_penalty(
-            tokens,
-            max_response_length=self._max_response_length,
-            buffer_length=self._overlong.len,
-            penalty_factor=self._overlong.penalty_factor,
-        )
-        return Score(
-            accuracy=score.accuracy,
-            reward=score.reward + penalty,
-            parts={**score.parts, "overlong": penalty},
-            prediction=score.prediction,
-        )
+    async def check(self) -> None:
+        """See `Children.check`."""
+        await self._children.check()
+
+    async def pids(self) -> list[int]:
+        """Of the children, for tests."""
+        return self._children.pids
 
 
-def unscorable() -> Score:
-    """The verdict when there is none."""
-    return Score(accuracy=math.nan, reward=math.nan, parts={}, prediction="")
+class RewardModel(Protocol):
+    """A model that scores, such as `workers.reward_model.RewardModelPool`; NaN where it cannot."""
+
+    async def start(self, timeout_s: float) -> None: ...
+
+    async def score(self, prompt: Prompt, response: Response) -> float: ...
+
+    def stop(self) -> None: ...
 
 
 class RewardPool:
-    """All reward workers, seen from the driver. A group goes to a worker that is free."""
+    """All reward workers, seen from the driver. failures: responses by the kind of failure, over the whole run."""
 
     def __init__(
         self,
         options: dict[str, Any],
+        cfg: RewardConfig,
         *,
-        num_workers: int,
-        functions: list[RewardFunctionConfig],
-        overlong: OverlongBufferConfig,
         max_response_length: int,
-        timeout_s: float,
+        model: RewardModel | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """options: Ray options of every worker, from `workers.cluster`."""
+        """options: Ray options of every worker, from `workers.cluster`. max_response_length: tokens."""
         worker: Any = ray.remote(RewardWorker)
-        self._worker_class = worker.options(**options)
-        self._arguments = (functions, overlong, max_response_length)
-        self._workers = [self._worker_class.remote() for _ in range(num_workers)]
-        self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._timeout_s = timeout_s
-        self.respawned = 0
-        self.unscorable_groups = 0
+        worker_class = worker.options(**options)
+        self.fleet = Fleet(
+            worker_class.remote,
+            (cfg.functions, cfg.limits, cfg.children_per_worker),
+            count=cfg.num_workers,
+            children=cfg.children_per_worker,
+            timeout_s=cfg.timeout_s,
+        )
+        self.failures: Counter[str] = Counter()
+        self._cfg = cfg
+        self._max_response_length = max_response_length
+        self._model = model
+        self._warn = warn
+        self._reads_last: int | None = None
+        self._failed_in_a_row = 0
+        self._metrics: set[str] = set()
 
-    async def start(self, start_timeout_s: float) -> None:
-        """Waits until every worker has loaded the reward functions.
-
-        Raises:
-            RemoteError: a reward function cannot be loaded, and why.
-        """
-        refs = [worker.start.remote(*self._arguments) for worker in self._workers]
-        await wait(refs, start_timeout_s, "the reward workers to start", "rollout.start_timeout_s")
-        for index in range(len(self._workers)):
-            self._free.put_nowait(index)
-
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> tuple[Score, ...]:
-        """One score per response.
+    async def start(self, start_timeout_s: float) -> str:
+        """Waits until every worker has scored the known answers; a line for a person about what guards the run.
 
         Raises:
-            RemoteError: a reward function raised; its error is not a verdict.
+            RemoteError: a reward function cannot be loaded, or fails a known answer, and why.
         """
-        answers = [(response.text, len(response.token_ids)) for response in responses]
-        for _ in range(2):
-            index = await self._free.get()
-            try:
-                ref = self._workers[index].score.remote(prompt.source, prompt.ground_truth, prompt.extra_info, answers)
-                return tuple(await asyncio.wait_for(ref, self._timeout_s))
-            except (TimeoutError, GetTimeoutError, RayActorError):
-                ray.kill(self._workers[index])
-                self._workers[index] = self._worker_class.remote()
-                self._workers[index].start.remote(*self._arguments)  # its calls run in order: the next one waits for it
-                self.respawned += 1
-            except ray.exceptions.RayTaskError as error:
-                raise RemoteError(f"reward function failed on prompt {prompt.id}: {error.cause}") from error.cause
-            finally:
-                self._free.put_nowait(index)
-        self.unscorable_groups += 1
-        return tuple(unscorable() for _ in responses)
+        starts: list[Awaitable[Any]] = [self.fleet.start(start_timeout_s)]
+        if self._model is not None:
+            starts.append(self._model.start(start_timeout_s))
+        about = (await asyncio.gather(*starts))[0]
+        self._reads_last = about["reads_last"]
+        return _describe(self._cfg, about)
+
+    async def check(self) -> None:
+        """Before an optimizer step: every child that scored since its last check scores the known answers again.
+
+        Raises:
+            RemoteError: one of them failed; no verdict can be trusted.
+        """
+        await self.fleet.check()
+
+    async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
+        """The score of response number `sample` of a prompt.
+
+        Raises:
+            RemoteError: the pool failed its known answers, or no response gets a verdict any more.
+        """
+        model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
+        try:
+            verdict = await self._verdict(prompt, response)
+            self._watch(verdict, f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}")
+            score = self._with_penalty(self._with_known_metrics(verdict.score), len(response.token_ids))
+            return score if model is None else self._with_model(score, await model)
+        finally:
+            if model is not None:
+                model.cancel()
 
     def stop(self) -> None:
-        """Ends all workers."""
-        for worker in self._workers:
-            ray.kill(worker)
+        """Ends all workers, the model's too."""
+        self.fleet.stop()
+        if self._model is not None:
+            self._model.stop()
+
+    async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:
+        item = Item(
+            source=prompt.source,
+            text=tail(response.text, self._reads_last),  # Ray need not carry the rest
+            ground_truth=prompt.ground_truth,
+            extra_info={**prompt.extra_info, "num_response_tokens": len(response.token_ids)},
+        )
+        verdict, worker = await self.fleet.verdict(item)
+        if verdict.score.failure in INNOCENT or verdict.score.failure == "cpu" and self._was_starved(verdict):
+            await asyncio.sleep(RETRY_PAUSE_S)
+            verdict, _ = await self.fleet.verdict(item, avoid=worker)
+        return verdict
+
+    def _was_starved(self, verdict: Verdict) -> bool:
+        """Whether it computed up to the wall-clock limit: where another machine is less busy, it may do with its CPU
+        time."""
+        return verdict.wall_s >= self._cfg.limits.wall_s
+
+    def _watch(self, verdict: Verdict, where: str) -> None:
+        """Tells of failures; stops the run where there is nothing but failures."""
+        failure = verdict.score.failure
+        unscorable = bool(failure) and math.isnan(verdict.score.accuracy)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if unscorable else 0
+        if not failure:
+            return
+        self.failures[failure] += 1
+        count = self.failures[failure]
+        outcome = "unscorable" if unscorable else "wrong"
+        if count <= WARNINGS or count & (count - 1) == 0:
+            self._warn(f"reward: {where}: {outcome}: {verdict.detail} (`{failure}` number {count})")
+        if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise RemoteError(
+                f"the reward functions gave no verdict on {self._failed_in_a_row} responses in a row; the last was "
+                f"{where}: {verdict.detail}; mend the function or raise its `reward.limits`"
+            )
+
+    def _with_known_metrics(self, score: Score) -> Score:
+        """With the first `MAX_METRICS` names of the run alone: every name becomes a curve, and a function may make them
+        of the model's text."""
+        for name in score.metrics:
+            if name not in self._metrics and len(self._metrics) < MAX_METRICS:
+                self._metrics.add(name)
+        if self._metrics.issuperset(score.metrics):
+            return score
+        return replace(score, metrics={name: v for name, v in score.metrics.items() if name in self._metrics})
+
+    def _with_penalty(self, score: Score, tokens: int) -> Score:
+        overlong = self._cfg.overlong_buffer
+        if not overlong.enable:
+            return score
+        penalty = overlong_penalty(
+            tokens,
+            max_response_length=self._max_response_length,
+            buffer_length=overlong.len,
+            penalty_factor=overlong.penalty_factor,
+        )
+        return replace(score, reward=score.reward + penalty, parts={**score.parts, "overlong": penalty})
+
+    def _with_model(self, score: Score, value: float) -> Score:
+        if math.isnan(value):
+            return score if score.failure else no_score("model")
+        reward = score.reward + self._cfg.model.weight * value
+        return replace(score, reward=reward, parts={**score.parts, "reward_model": value})
+
+
+def _describe(cfg: RewardConfig, about: dict[str, Any]) -> str:
+    limits, granted = cfg.limits, about["granted"]
+    switches = {"processes": limits.allow_processes, "network": limits.allow_network}
+    refused = [name for name, allowed in switches.items() if not allowed and name not in granted]
+    line = (
+        f"reward: {cfg.num_workers} x {cfg.children_per_worker} processes, each limited to {limits.cpu_s:g} s "
+        f"CPU and {limits.wall_s:g} s a response, {limits.memory_bytes >> 20} MiB above its imports, files of "
+        f"{limits.file_bytes >> 10} KiB"
+    )
+    if granted:
+        line += f", no {' and no '.join(granted)}"
+    if refused:
+        line += f"; this kernel grants no limit of {' and '.join(refused)} (seccomp)"
+    if about["without_canary"]:
+        line += f"; no known answers for {', '.join(about['without_canary'])} (no `canaries` in its module)"
+    return line

@@ -188,8 +188,10 @@ class RolloutPool:
         """From now on calls `freed`, and only that, whenever responses have ended."""
         self._freed = freed
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling) -> tuple[Response, ...]:
-        """n responses to one prompt; `key` names the group for `abort`."""
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
+    ) -> tuple[Response, ...]:
+        """n responses to one prompt; `key` names the group for `abort`. Calls `ended` with each that has ended."""
         home = self._load.index(min(self._load))
         running = sampling.n
         self._load[home] += running
@@ -201,6 +203,7 @@ class RolloutPool:
             async for part in wait_for_stream(parts, self._timeout_s, what, "rollout.timeout_s"):
                 for sample, response in part:
                     responses[sample] = response
+                    ended(sample, response)
                     self._fleet.observe(len(prompt), len(response.token_ids))
                 running -= len(part)
                 self._load[home] -= len(part)

@@ -1,1 +1,1 @@
-"""Reward functions: the rule verifier, the overlong penalty, and the loader of a person's own functions (section 6)."""
+"""Reward functions: ready ones, the loader of a person's own, and the process that calls them (DESIGN section 6)."""

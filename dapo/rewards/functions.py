@@ -1,51 +1,84 @@
-"""A person's own reward functions: loaded by path and name, then evaluated with their weights on one response.
+"""The weighted reward functions of a run, evaluated on one response.
 
-In: `reward.functions` of the configuration, and a response's text; out: a `Score`. Runs in a reward worker: pure, but
-for the code that the person brings, in verl's signature
-`compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`.
+In: `reward.functions` of the configuration, and a response's text; out: a `Score`. Runs in a reward worker's child
+process: pure, but for the code that a person brings, in verl's signature
+`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict`.
 """
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
-import inspect
+import errno
 import math
 import numbers
 import reprlib
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from dapo.config import RewardFunctionConfig
+from dapo.reward_config import RewardFunctionConfig
+from dapo.rewards.loading import Canary, LoadedFunction, describe, labels, load, tail
 from dapo.types import Score
 
 MAX_PREDICTION_CHARS = 300
-MAX_MESSAGE_CHARS = 200  # of a person's exception, which may quote the model's text
+MAX_METRICS = 32  # of one function
+MAX_KEY_CHARS = 64
+RESERVED = ("score", "acc", "pred")  # all else that a function gives is a metric
 
 
 class RewardFunctionError(RuntimeError):
-    """A reward function raised; the message names the function, the data source and the exception."""
+    """A reward function raised; the message names the function, the data source, the exception and its place."""
 
 
 class RewardFunctions:
-    """The weighted functions of `reward.functions`, loaded once, evaluated on one response at a time."""
+    """The functions of `reward.functions`, loaded once, evaluated on one response at a time."""
 
     def __init__(self, specs: Sequence[RewardFunctionConfig]) -> None:
         """Load every function. Raises ValueError naming `reward.functions[i]` for what cannot be loaded or weighted."""
         if not specs:
-            raise ValueError("`reward.functions` is empty; give at least one, such as path dapo.rewards.math")
-        for index, spec in enumerate(specs):
-            if not math.isfinite(spec.weight):
-                raise ValueError(f"`reward.functions[{index}].weight` ({spec.weight}) must be a finite number")
-        self.labels = _labels(specs)
+            raise ValueError("`reward.functions` is empty; give at least one, such as path math")
+        self.labels = labels(specs)
         self._weights = [spec.weight for spec in specs]
-        self._functions = [load_reward_function(spec.path, spec.name, index=i) for i, spec in enumerate(specs)]
+        self._wrong = [spec.wrong for spec in specs]
+        self._functions = [load(spec, index=index) for index, spec in enumerate(specs)]
+
+    @property
+    def reads_last(self) -> int | None:
+        """Characters at the end of a solution that any of the functions looks at; None: all."""
+        limits = [function.reads_last for function in self._functions]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    @property
+    def digest(self) -> str:
+        """Of the files that the functions are in: all workers of a run must agree on it."""
+        return " ".join(function.digest for function in self._functions)
+
+    def canaries(self) -> list[tuple[str, Canary]]:
+        """Every known answer with the label of the function that it is for."""
+        return [
+            (label, canary)
+            for label, function in zip(self.labels, self._functions, strict=True)
+            for canary in function.canaries
+        ]
+
+    def without_canary(self) -> list[str]:
+        """Labels of the functions that nothing is known of."""
+        return [label for label, f in zip(self.labels, self._functions, strict=True) if not f.canaries]
+
+    def score_alone(self, label: str, canary: Canary) -> float:
+        """What one function gives for one known answer."""
+        function = self._functions[self.labels.index(label)]
+        value = _call(label, function, "canary", canary.solution_str, canary.ground_truth, canary.extra_info)
+        return _as_float(label, "score", value["score"] if isinstance(value, dict) else value)
+
+    def at_limit(self, failure: str) -> Score:
+        """The verdict on a response whose scoring reached the CPU or memory limit: wrong, `wrong` from each function.
+
+        Anything milder would pay a policy for breaking the verifier.
+        """
+        parts = dict(zip(self.labels, self._wrong, strict=True))
+        reward = sum(weight * wrong for weight, wrong in zip(self._weights, self._wrong, strict=True))
+        return Score(accuracy=0.0, reward=reward, parts=parts, metrics={}, prediction="", failure=failure)
 
     def score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Score:
         """Evaluate all functions on one response.
@@ -53,12 +86,14 @@ class RewardFunctions:
         parts: what each function gave, by label, before its weight. reward: the weighted sum. accuracy: the `acc` of
         the first function that gives one, else 1.0 where the first function's score is positive and 0.0 where not. A
         function that gives None or NaN finds the response unscorable: accuracy and reward are then both NaN, so that
-        the filter and the advantages leave out the same responses (a function of weight 0 is only recorded).
+        the filter and the advantages leave out the same responses (a function of weight 0 is only recorded). metrics:
+        all other numbers that a function gives, as LABEL/KEY.
 
         Raises RewardFunctionError when a function raises, TypeError or ValueError when it gives no usable number.
-        MemoryError passes as it is: it is the limit of the worker's child process, which has a verdict of its own.
+        MemoryError passes as it is: it is the limit of the child process, which has a verdict of its own.
         """
         parts: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         reward = 0.0
         accuracy: float | None = None
         prediction: str | None = None
@@ -66,7 +101,7 @@ class RewardFunctions:
             value = _call(label, function, data_source, solution_str, ground_truth, extra_info)
             details: dict[str, Any] = value if isinstance(value, dict) else {"score": value}
             if "score" not in details:
-                raise TypeError(f"reward function `{label}` gave a dict without `score` (keys {sorted(details)})")
+                raise TypeError(f"reward function `{label}` gave a dict without `score` (keys {_shown_keys(details)})")
             parts[label] = _as_float(label, "score", details["score"])
             if weight:
                 reward += weight * parts[label]
@@ -74,93 +109,55 @@ class RewardFunctions:
                 accuracy = _as_float(label, "acc", details["acc"])
             if prediction is None and details.get("pred") is not None:
                 prediction = _printable(details["pred"])
+            metrics |= _metrics(label, details)
         if accuracy is None:
             first = parts[self.labels[0]]
             accuracy = math.nan if math.isnan(first) else float(first > 0)
         if math.isnan(reward) or math.isnan(accuracy):
             reward = accuracy = math.nan
-        return Score(accuracy=accuracy, reward=reward, parts=parts, prediction=prediction or "")
+        return Score(
+            accuracy=accuracy, reward=reward, parts=parts, metrics=metrics, prediction=prediction or "", failure=""
+        )
 
 
-def load_reward_function(path: str, name: str, *, index: int = 0) -> Callable[..., Any]:
-    """The function `name` of `path`, a Python file (*.py) or a dotted module; index is its place in the configuration.
-
-    A file is loaded under a name of its own: it shadows no module, and its folder does not enter the search path.
-    Raises ValueError naming `reward.functions[index].path` or `.name`, the value and the remedy.
-    """
-    module = _load_module(path, f"reward.functions[{index}].path")
-    key = f"reward.functions[{index}].name"
-    members = vars(module)
-    if name not in members:
-        names = [member for member, value in members.items() if callable(value) and not member.startswith("_")]
-        near = difflib.get_close_matches(name, names, cutoff=0.4) or names[:5]
-        hint = f"did you mean {' or '.join(near)}?" if near else "it defines no public function"
-        raise ValueError(f"`{key}` ({name!r}) is not in {path}; {hint}")
-    function = members[name]
-    if not callable(function):
-        raise ValueError(f"`{key}` ({name!r}) in {path} is a {type(function).__name__}; it must be a function")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"`{key}` ({name!r}) in {path} is an async function; give a plain one")
-    return function
-
-
-def _load_module(path: str, key: str) -> ModuleType:
-    """Import a file or a dotted module. Code that ends the process at import (SystemExit) is an import error too."""
-    file = Path(path).expanduser().resolve() if path.endswith(".py") else None
-    if file is not None and not file.is_file():
-        raise ValueError(f"`{key}` ({path!r}): there is no file {file}; give an absolute path or a dotted module")
-    try:
-        return importlib.import_module(path) if file is None else _load_file(file)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{key}` ({path!r}) cannot be imported ({_describe(error)}); give a Python file (*.py) or a dotted module "
-            "that can be imported on every node"
-        ) from error
-
-
-def _load_file(file: Path) -> ModuleType:
-    name = f"dapo_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _labels(specs: Sequence[RewardFunctionConfig]) -> tuple[str, ...]:
-    """A name per function for metrics: its own, or module.name where several share it, as verl's convention invites."""
-    names = [spec.name for spec in specs]
-    labels: list[str] = []
-    for index, spec in enumerate(specs):
-        module = Path(spec.path).stem if spec.path.endswith(".py") else spec.path
-        shared = names.count(spec.name) > 1 or spec.name == "overlong"  # the worker records Eq. 13's penalty so
-        label = f"{module}.{spec.name}" if shared else spec.name
-        if label in labels:
-            raise ValueError(
-                f"`reward.functions[{index}]` ({label}) has the name of `reward.functions[{labels.index(label)}]`; "
-                "rename one, or drop it if they are the same"
-            )
-        labels.append(label)
-    return tuple(labels)
-
-
-def _call(label: str, function: Callable[..., Any], source: str, text: str, truth: str, extra_info: Any) -> Any:
+def _call(label: str, function: LoadedFunction, source: str, text: str, truth: str, extra_info: Any) -> Any:
+    text = tail(text, function.reads_last)
     try:
         # By keyword, as verl calls it: a person's function may order its parameters otherwise.
-        return function(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra_info)
+        return function.call(
+            data_source=source, solution_str=text, ground_truth=truth, extra_info=extra_info, **function.kwargs
+        )
     except MemoryError:
         raise
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise MemoryError from error
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == function.file]
+        place = (own or frames)[-1]
         raise RewardFunctionError(
-            f"reward function `{label}` raised {_describe(error)} on data source {source!r}, at line {line.lineno} of "
-            f"{Path(line.filename).name}"
+            f"reward function `{label}` raised {describe(error)} on data source {source!r}, at line {place.lineno} of "
+            f"{Path(place.filename).name}"
         ) from error
+
+
+def _metrics(label: str, details: dict[str, Any]) -> dict[str, float]:
+    """Numbers under names of the function's own. What is no number is its own business, and the count is bounded: every
+    name becomes a curve."""
+    found: dict[str, float] = {}
+    for key, value in details.items():
+        if key not in RESERVED and isinstance(value, numbers.Real | np.bool_) and len(found) < MAX_METRICS:
+            try:
+                number = float(value)
+            except OverflowError:  # an int of the model's may have any number of digits
+                continue
+            if math.isfinite(number):
+                found[f"{label}/{_printable(key)[:MAX_KEY_CHARS]}"] = number
+    return found
+
+
+def _shown_keys(details: dict[Any, Any]) -> str:
+    return reprlib.repr(sorted(map(str, details)))
 
 
 def _as_float(label: str, field: str, value: Any) -> float:
@@ -186,10 +183,3 @@ def _printable(prediction: Any) -> str:
     """At most 300 characters of the prediction that any file and database can hold."""
     text = str(prediction)[:MAX_PREDICTION_CHARS]
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
-
-
-def _describe(error: BaseException) -> str:
-    """Type and shortened message; escaped, because it may quote the model's text."""
-    message = str(error)
-    short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-    return f"{type(error).__name__}: {ascii(short)[1:-1]}"

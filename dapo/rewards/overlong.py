@@ -1,7 +1,65 @@
 """Number of response tokens in, penalty out: Soft Overlong Punishment (DAPO Eq. 13).
 
 The penalty is added to the reward after the verdict; it never touches the accuracy by which groups are filtered.
+`compute_score` is the same for `reward.functions`, where a weight or another buffer is wanted.
 """
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+READS_LAST = 0  # characters of a solution that the score depends on
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    max_response_length: int,
+    buffer_length: int,
+    penalty_factor: float = 1.0,
+) -> float:
+    """`overlong_penalty` of extra_info["num_response_tokens"], which the reward worker sets; the text is not read.
+
+    A plain number without `acc`. Raises ValueError naming the setting that is out of range, or where the number of
+    tokens is missing.
+    """
+    if not 1 <= buffer_length <= max_response_length:
+        raise ValueError(
+            f"`buffer_length` ({buffer_length}) must be 1 to `max_response_length` ({max_response_length}); lower it"
+        )
+    if not math.isfinite(penalty_factor) or penalty_factor < 0:
+        raise ValueError(f"`penalty_factor` ({penalty_factor}) must be a number from 0 up; it is subtracted as it is")
+    tokens = extra_info.get("num_response_tokens") if isinstance(extra_info, Mapping) else None
+    if not isinstance(tokens, int):
+        raise ValueError(
+            f"`extra_info.num_response_tokens` ({tokens}) must be the response's length in tokens; call this function "
+            "from a reward worker, or set it"
+        )
+    return overlong_penalty(
+        tokens,
+        max_response_length=max_response_length,
+        buffer_length=buffer_length,
+        penalty_factor=penalty_factor,
+    )
+
+
+def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
+    """Known lengths, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself.
+
+    Raises ValueError naming a setting that kwargs lacks.
+    """
+    missing = [key for key in ("max_response_length", "buffer_length") if key not in kwargs]
+    if missing:
+        raise ValueError(
+            f"`kwargs` of the reward function overlong must hold {' and '.join(missing)}, in tokens; add them"
+        )
+    longest, factor = int(kwargs["max_response_length"]), float(kwargs.get("penalty_factor", 1.0))
+    yield "", "", {"num_response_tokens": longest - int(kwargs["buffer_length"])}, 0.0
+    yield "", "", {"num_response_tokens": longest}, -factor
+    yield "", "", {"num_response_tokens": 2 * longest}, -factor
 
 
 def overlong_penalty(

@@ -10,23 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.config import RewardFunctionConfig
-from dapo.rewards.functions import RewardFunctionError, RewardFunctions, load_reward_function
+from dapo.reward_config import RewardFunctionConfig
+from dapo.rewards.functions import RewardFunctionError, RewardFunctions
+from dapo.rewards.loading import READY, load
 
 HEAD = "def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    "
 
 
-def spec(folder: Path, body: str, *, name: str = "compute_score", weight: float = 1.0, file: str = "mine.py") -> Any:
+def spec(
+    folder: Path,
+    body: str,
+    *,
+    name: str = "compute_score",
+    weight: float = 1.0,
+    wrong: float = -1.0,
+    file: str = "mine.py",
+) -> Any:
     """A configured reward function whose file holds `body`, the statements of the function."""
     path = folder / file
     path.write_text("import math\nimport numpy as np\n" + HEAD.format(name=name) + body + "\n")
-    return RewardFunctionConfig(path=str(path), name=name, weight=weight)
+    return RewardFunctionConfig(path=str(path), name=name, weight=weight, wrong=wrong)
 
 
 def test_the_default_is_the_rule_verifier() -> None:
     functions = RewardFunctions([RewardFunctionConfig()])
     right = functions.score("math_dapo", "Answer: 42", "42")
-    assert (right.accuracy, right.reward, right.parts, right.prediction) == (1.0, 1.0, {"compute_score": 1.0}, "42")
+    assert (right.accuracy, right.reward, right.parts, right.prediction) == (1.0, 1.0, {"math": 1.0}, "42")
     wrong = functions.score("math_dapo", "Answer: 41", "42")
     assert (wrong.accuracy, wrong.reward, wrong.prediction) == (0.0, -1.0, "41")
 
@@ -96,7 +105,14 @@ def test_weights_parts_and_the_first_verdict(tmp_path: Path) -> None:
         [
             spec(tmp_path, "return -1", name="style", weight=0.5, file="a.py"),
             spec(tmp_path, "return {'score': 2, 'acc': 1, 'pred': 'first'}", name="judge", weight=2.0, file="b.py"),
-            spec(tmp_path, "return {'score': 1, 'acc': 0, 'pred': 'second'}", name="other", weight=-1.0, file="c.py"),
+            spec(
+                tmp_path,
+                "return {'score': 1, 'acc': 0, 'pred': 'second'}",
+                name="other",
+                weight=-1.0,
+                wrong=1.0,
+                file="c.py",
+            ),
             spec(tmp_path, "return None", name="watched", weight=0.0, file="d.py"),
         ]
     )
@@ -109,14 +125,16 @@ def test_one_unscorable_part_makes_the_response_unscorable(tmp_path: Path) -> No
     second = spec(tmp_path, "return None", name="second")
     score = RewardFunctions([RewardFunctionConfig(), second]).score("source", "Answer: 42", "42")
     assert math.isnan(score.reward) and math.isnan(score.accuracy)
-    assert score.parts["compute_score"] == 1.0
+    assert score.parts["math"] == 1.0
 
 
 def test_functions_of_one_name_are_told_apart_by_their_module(tmp_path: Path) -> None:
-    functions = RewardFunctions([RewardFunctionConfig(), spec(tmp_path, "return 0.5")])
+    one, other = spec(tmp_path, "return 1.0", file="one.py"), spec(tmp_path, "return 0.5", file="other.py")
+    functions = RewardFunctions([RewardFunctionConfig(), one, other])
     assert functions.score("source", "Answer: 42", "42").parts == {
-        "dapo.rewards.math.compute_score": 1.0,
-        "mine.compute_score": 0.5,
+        "math": 1.0,
+        "one.compute_score": 1.0,
+        "other.compute_score": 0.5,
     }
 
 
@@ -151,6 +169,7 @@ def test_the_memory_limit_is_not_an_exception_of_the_function(tmp_path: Path) ->
             "raise ValueError('`reward`')", "f", ["functions[3].path", "cannot be imported"], id="value-error"
         ),
         pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
+        pytest.param("def f(solution_str): pass", "f", ["[3]", "cannot be called", "data_source"], id="signature"),
         pytest.param("def score_it(): pass", "scoreit", ["[3].name", "'scoreit'", "mean score_it?"], id="near-name"),
         pytest.param("x = 1", "f", ["[3].name", "'f'", "no public function"], id="nothing-there"),
         pytest.param("f = 1", "f", ["reward.functions[3].name", "is a int", "function"], id="not-callable"),
@@ -162,19 +181,22 @@ def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: l
     if content is not None:
         file.write_text(content)
     with pytest.raises(ValueError) as error:
-        load_reward_function(str(file), name, index=3)
+        load(RewardFunctionConfig(path=str(file), name=name), index=3)
     assert all(part in str(error.value) for part in [*named, "mine.py"])
 
 
 def test_a_missing_module_is_named() -> None:
     with pytest.raises(ValueError, match=r"`reward.functions\[0\].path` \('no_such.module'\) cannot be imported"):
-        load_reward_function("no_such.module", "f")
+        load(RewardFunctionConfig(path="no_such.module", name="f"))
 
 
 @pytest.mark.parametrize(
     ("specs", "named"),
     [
         pytest.param([], "`reward.functions` is empty", id="none"),
+        pytest.param(
+            [RewardFunctionConfig(weight=-0.5)], r"functions\[0\].wrong` \(-1.0\).*would pay", id="limit-pays"
+        ),
         pytest.param([RewardFunctionConfig(weight=math.nan)], r"functions\[0\].weight` \(nan\)", id="weight-nan"),
         pytest.param([RewardFunctionConfig(), RewardFunctionConfig()], r"functions\[1\].*functions\[0\]", id="twice"),
     ],
@@ -194,7 +216,7 @@ def test_a_file_shadows_no_module_and_may_define_dataclasses(tmp_path: Path) -> 
         "def f(**values):\n    return Box(math.sqrt(4)).value\n"
     )
     search_path = list(sys.path)
-    function = load_reward_function(str(file), "f")
+    function = load(RewardFunctionConfig(path=str(file), name="f")).call
     assert function() == 2.0
     assert sys.modules["json"] is json and sys.path == search_path
 
@@ -203,3 +225,64 @@ def test_a_file_shadows_no_module_and_may_define_dataclasses(tmp_path: Path) -> 
 def test_any_real_number_is_a_score(tmp_path: Path, value: object) -> None:
     functions = RewardFunctions([spec(tmp_path, "return extra_info")])
     assert functions.score("source", "text", "42", value).reward == 0.5
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_functions_have_short_names(name: str) -> None:
+    kwargs = {"max_response_length": 20, "buffer_length": 4} if name == "overlong" else {}
+    short, dotted = (RewardFunctionConfig(path=path, kwargs=kwargs) for path in (name, f"dapo.rewards.{name}"))
+    assert RewardFunctions([short]).labels == RewardFunctions([dotted]).labels == (name,)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_functions_score_their_known_answers(name: str) -> None:
+    kwargs = {"max_response_length": 20, "buffer_length": 4} if name == "overlong" else {}
+    functions = RewardFunctions([RewardFunctionConfig(path=name, kwargs=kwargs)])
+    canaries = functions.canaries()
+    assert {canary.score for _, canary in canaries} > {
+        max(canary.score for _, canary in canaries)
+    } or name == "overlong"
+    for label, canary in canaries:
+        assert functions.score_alone(label, canary) == canary.score
+
+
+def test_kwargs_reach_the_function(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(data_source, solution_str, ground_truth, extra_info=None, *, bonus):\n    return bonus\n")
+    assert RewardFunctions([RewardFunctionConfig(path=str(file), name="f", kwargs={"bonus": 0.5})]).score(
+        "source", "text", "42"
+    ).reward == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"`reward.functions\[0\]`.*kwargs.*bonus"):
+        RewardFunctions([RewardFunctionConfig(path=str(file), name="f")])
+
+
+def test_a_function_sees_only_the_end_that_it_reads(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "READS_LAST = 3\ndef f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1.0 if solution_str == '345' else -1.0\n"
+    )
+    functions = RewardFunctions([RewardFunctionConfig(path=str(file), name="f")])
+    assert functions.reads_last == 3
+    assert functions.score("source", "12345", "42").reward == 1.0
+    whole = spec(tmp_path, "return 0.0", file="whole.py")
+    assert RewardFunctions([RewardFunctionConfig(path=str(file), name="f"), whole]).reads_last is None
+
+
+def test_other_numbers_become_metrics(tmp_path: Path) -> None:
+    body = "return {'score': 1.0, 'acc': True, 'pred': '4', 'steps': 3, 'ok': np.bool_(True), 'note': 'x'}"
+    score = RewardFunctions([spec(tmp_path, body)]).score("source", "text", "42")
+    assert score.metrics == {"compute_score/steps": 3.0, "compute_score/ok": 1.0}
+
+
+def test_a_number_of_any_size_may_be_a_metric(tmp_path: Path) -> None:
+    score = RewardFunctions([spec(tmp_path, "return {'score': 1.0, 'guess': 10 ** 400}")]).score("source", "text", "42")
+    assert (score.accuracy, score.metrics) == (1.0, {})
+
+
+def test_a_limit_makes_a_response_wrong_in_every_function(tmp_path: Path) -> None:
+    second = spec(tmp_path, "return 1.0", name="style", weight=0.5)
+    second.wrong = -2.0
+    score = RewardFunctions([RewardFunctionConfig(), second]).at_limit("cpu")
+    assert (score.accuracy, score.reward, score.failure) == (0.0, -1.0 + 0.5 * -2.0, "cpu")
+    assert score.parts == {"math": -1.0, "style": -2.0}

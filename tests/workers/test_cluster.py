@@ -3,7 +3,7 @@
 import pytest
 
 from dapo.config import Config
-from workers.cluster import Placement, check_gpus, engine_args
+from workers.cluster import Placement, check_gpus, engine_args, reward_model_gpus
 
 
 def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
@@ -33,6 +33,30 @@ def test_too_few_gpus_names_what_was_asked_what_is_there_and_the_pools():
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "gpus"),
+    [
+        pytest.param("cuda", {"path": ""}, 0, id="no-reward-model"),
+        pytest.param("cuda", {"num_workers": 3}, 3, id="one-each"),
+        pytest.param("cuda", {"num_workers": 5, "num_gpus": 0.4}, 3, id="two-share-one"),
+        pytest.param("cuda", {"num_workers": 3, "num_gpus": 0.6}, 3, id="shares-that-do-not-fit"),
+        pytest.param("cuda", {"device": "cpu"}, 0, id="beside-gpus-on-the-cpu"),
+        pytest.param("cpu", {"num_workers": 2}, 0, id="follows-the-trainer"),
+        pytest.param("cpu", {"num_workers": 2, "device": "cuda"}, 2, id="alone-on-gpus"),
+    ],
+)
+def test_gpus_of_the_reward_model_are_counted(device, settings, gpus):
+    cfg = make_config(4, 1, 4)
+    for key, value in ({"path": "scorer"} | settings).items():
+        setattr(cfg.reward.model, key, value)
+    others = 8 if device == "cuda" else 0
+    assert reward_model_gpus(cfg, device) == gpus
+    check_gpus(cfg, others + gpus, device)
+    if gpus:
+        with pytest.raises(ValueError, match=f"asked for {others + gpus} GPUs .*{gpus} for the reward model"):
+            check_gpus(cfg, others + gpus - 1, device)
+
+
 def test_engine_arguments_of_a_person_win():
     cfg = make_config(1, 1, 1)
     cfg.rollout.vllm |= {"max_num_seqs": 7, "enforce_eager": False}
@@ -45,10 +69,11 @@ def test_engine_arguments_of_a_person_win():
 
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():
     cfg = make_config(2, 1, 3)
-    cfg.actor.cpu_threads = 5
+    cfg.actor.cpu_threads, cfg.reward.model.cpu_threads, cfg.reward.model.num_workers = 5, 3, 2
     placement = Placement(cfg, "cpu")
+    assert [each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placement.reward_model()] == ["3", "3"]
     assert len(placement.rollout()) == 2 and len(placement.actors()) == 3
-    for options in (*placement.rollout(), *placement.actors(), placement.rewards()):
+    for options in (*placement.rollout(), *placement.actors(), *placement.reward_model(), placement.rewards()):
         assert options["num_cpus"] == 0 and "num_gpus" not in options
     assert {each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placement.actors()} == {"5"}
 

@@ -68,14 +68,14 @@ def groups(model_dir: Path) -> list[Group]:
     made = []
     for index in range(16):
         prompt_ids = rng.integers(2, VOCABULARY, rng.integers(2, 9)).astype(np.int32)
-        prompt = Prompt(id=index, source="", text="", token_ids=prompt_ids, ground_truth="", extra_info={})
+        prompt = Prompt(id=index, source="", messages=(), text="", token_ids=prompt_ids, ground_truth="", extra_info={})
         responses, scores = [], []
         for sample in range(4):
             truncated = index == 5 or (index % 6 == 2 and sample == 1)
             ids = rng.integers(2, VOCABULARY, rng.integers(1, MAX_RESPONSE + 1)).astype(np.int32)
             responses.append(_response(model, prompt_ids, ids, truncated, rng))
             reward = float(rng.normal())
-            scores.append(Score(accuracy=reward, reward=reward, parts={}, prediction=""))
+            scores.append(Score(accuracy=reward, reward=reward, parts={}, metrics={}, prediction="", failure=""))
         draw = Draw(index=index, epoch=0, prompt=prompt)
         made.append(Group(draw=draw, responses=tuple(responses), scores=tuple(scores)))
     return made

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
 from dapo.tiny.random_model import make_random_model
-from dapo.types import Sampling
+from dapo.types import Response, Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
@@ -75,10 +75,14 @@ def change(parameter, generator, scale: float, shift: float) -> None:
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator) + shift)
 
 
-async def on_every_engine(pool, count: int, first_seed: int):
+def ended(sample: int, response: Response) -> None:
+    """Nobody scores here."""
+
+
+async def on_every_engine(pool, count: int, first_seed: int, ended=ended):
     """One group per engine: the least-loaded rule deals them out."""
     groups = await asyncio.gather(
-        *[pool.generate(f"g{first_seed}-{i}", PROMPT, sampling(first_seed)) for i in range(count)]
+        *[pool.generate(f"g{first_seed}-{i}", PROMPT, sampling(first_seed), ended) for i in range(count)]
     )
     return [response for group in groups for response in group]
 
@@ -86,8 +90,11 @@ async def on_every_engine(pool, count: int, first_seed: int):
 def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop):
     pool, model, count = engines
     assert pool.capacity == 64 * count
-    responses = loop.run(on_every_engine(pool, count, 10))
+    told = []
+    responses = loop.run(on_every_engine(pool, count, 10, lambda sample, response: told.append((sample, response))))
     assert len(responses) == 4 * count
+    assert sorted(sample for sample, _ in told) == sorted([0, 1, 2, 3] * count)
+    assert {id(response) for _, response in told} == {id(response) for response in responses}
     for response in responses:
         length = len(response.token_ids)
         assert length == len(response.rollout_logprobs) > 0
@@ -98,11 +105,11 @@ def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop)
 
 def test_a_seed_gives_the_same_response_on_a_busy_engine_and_alone(engines, loop):
     pool, _, _ = engines
-    alone = loop.run(pool.generate("alone", PROMPT, sampling(500)))
+    alone = loop.run(pool.generate("alone", PROMPT, sampling(500), ended))
 
     async def busy():
-        others = [pool.generate(f"other{i}", PROMPT, sampling(1000 + 10 * i)) for i in range(8)]
-        return (await asyncio.gather(pool.generate("busy", PROMPT, sampling(500)), *others))[0]
+        others = [pool.generate(f"other{i}", PROMPT, sampling(1000 + 10 * i), ended) for i in range(8)]
+        return (await asyncio.gather(pool.generate("busy", PROMPT, sampling(500), ended), *others))[0]
 
     again = loop.run(busy())
     for first, second in zip(alone, again, strict=True):
@@ -129,7 +136,8 @@ def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop)
     async def two_groups():
         pool.notify(lambda: rooms.append(pool.room(1)))
         groups = [
-            asyncio.ensure_future(pool.generate(f"room{i}", PROMPT, sampling(2000 + 10 * i, 8, LONG))) for i in range(2)
+            asyncio.ensure_future(pool.generate(f"room{i}", PROMPT, sampling(2000 + 10 * i, 8, LONG), ended))
+            for i in range(2)
         ]
         await asyncio.sleep(0)
         assert pool.room(1) == empty - 16
@@ -144,14 +152,14 @@ def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop)
 def test_an_abort_while_responses_stream_in_returns_all_of_them(engines, loop):
     pool, model, _ = engines
     empty, asked = pool.room(1), sampling(3000, 16, LONG)
-    group = pool.generate("gone", PROMPT, asked)
+    group = pool.generate("gone", PROMPT, asked, ended)
     responses = loop.run(when_few_are_left(pool, group, 15, lambda: pool.abort(["gone"])))
     reasons = [response.finish_reason for response in responses]
     assert len(responses) == 16 and set(reasons) == {"stop", "abort"}
     assert pool.room(1) == empty
     assert all(len(response.token_ids) == len(response.rollout_logprobs) for response in responses)
     assert largest_difference(model, [response for response in responses if len(response.token_ids)]) <= 1e-4
-    whole = loop.run(pool.generate("whole", PROMPT, asked))
+    whole = loop.run(pool.generate("whole", PROMPT, asked, ended))
     for cut, full in zip(responses, whole, strict=True):  # in the order of the seeds, whatever ended first
         np.testing.assert_array_equal(cut.token_ids, full.token_ids[: len(cut.token_ids)])
 
@@ -161,14 +169,14 @@ def test_an_abort_reaches_requests_that_the_engine_does_not_know_yet(engines, lo
 
     async def at_once():
         keys = [f"early{i}" for i in range(2 * count)]
-        groups = [asyncio.ensure_future(pool.generate(key, PROMPT, sampling(3500, 4, LONG))) for key in keys]
+        groups = [asyncio.ensure_future(pool.generate(key, PROMPT, sampling(3500, 4, LONG), ended)) for key in keys]
         await asyncio.sleep(0)
         await pool.abort(keys)
         return [group.done() for group in groups], await asyncio.gather(*groups)
 
     empty = pool.room(1)
-    ended, groups = loop.run(at_once())
-    assert all(ended) and [len(group) for group in groups] == [4] * (2 * count)
+    done, groups = loop.run(at_once())
+    assert all(done) and [len(group) for group in groups] == [4] * (2 * count)
     assert {response.finish_reason for group in groups for response in group} == {"abort"}
     assert pool.room(1) == empty
 
@@ -185,7 +193,7 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
     buckets = export_buckets(model.named_parameters(), 1 << 30, is_sender=True)
 
     async def on_all():
-        each = [pool.generate(f"flight{i}", PROMPT, sampling(4000 + 100 * i, 32, LONG)) for i in range(count)]
+        each = [pool.generate(f"flight{i}", PROMPT, sampling(4000 + 100 * i, 32, LONG), ended) for i in range(count)]
         return await asyncio.gather(*each)
 
     update = when_few_are_left(pool, on_all(), 24 * count, lambda: pool.receive_weights(VERSION_1, buckets, 60))

@@ -1,0 +1,109 @@
+"""Checks of `reward.model` before any worker starts, and of what the model is, which its worker repeats at load.
+
+In: a `Config`, or what a model's config.json says. Out: one line per problem, with key, value and remedy.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.config import Config
+from dapo.paths import checked_path
+
+HEAD = "ForSequenceClassification"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_LABELS = 2  # of transformers, for a config.json that says nothing
+
+
+def reward_model(cfg: Config) -> Iterator[str]:
+    """Nothing to say without `reward.model.path`."""
+    if not cfg.reward.model.path:
+        return
+    yield from _values(cfg)
+    try:
+        path = Path(checked_path(cfg.reward.model.path, key="reward.model.path"))
+    except ValueError as error:
+        yield str(error)
+        return
+    if path.exists():
+        yield from _directory(cfg, path)
+
+
+def head_problems(path: str, architectures: Sequence[str], num_labels: int) -> Iterator[str]:
+    """A model of another kind would get a head of random weights, and its scores would be noise."""
+    named = ", ".join(architectures) or "none"
+    if not any(name.endswith(HEAD) for name in architectures):
+        yield (
+            f"`reward.model.path` ({path}) must be a sequence-classification model, and its architecture is {named}, "
+            f"which has no trained head for scores; take a reward model whose config.json names a class *{HEAD}"
+        )
+    elif num_labels != 1:
+        yield (
+            f"`reward.model.path` ({path}) must have one label, the reward, and has {num_labels}; take a model "
+            "trained as a reward model, not as a classifier"
+        )
+
+
+def _values(cfg: Config) -> Iterator[str]:
+    model = cfg.reward.model
+    ranges: list[tuple[str, Callable[[float], bool], dict[str, float]]] = [
+        (
+            "at least 1",
+            lambda value: value >= 1,
+            {"num_workers": model.num_workers, "max_tokens": model.max_tokens, "cpu_threads": model.cpu_threads},
+        ),
+        ("0 or more; 0 takes what the model declares", lambda value: value >= 0, {"max_length": model.max_length}),
+        ("greater than 0", lambda value: 0 < value < math.inf, {"timeout_s": model.timeout_s}),
+        ("above 0 and at most 1: a copy lives on one GPU", lambda value: 0 < value <= 1, {"num_gpus": model.num_gpus}),
+        ("a finite number", math.isfinite, {"weight": model.weight}),
+    ]
+    for words, holds, values in ranges:
+        for key, value in values.items():
+            if not holds(value):
+                yield f"`reward.model.{key}` ({value}) must be {words}"
+    for key, choice, allowed in (("dtype", model.dtype, DTYPES), ("device", model.device, DEVICES)):
+        if choice not in allowed:
+            yield f"`reward.model.{key}` ({choice}) must be one of {', '.join(allowed)}"
+    if model.max_length > model.max_tokens:
+        yield (
+            f"`reward.model.max_length` ({model.max_length}) must be at most `reward.model.max_tokens` "
+            f"({model.max_tokens}), which bounds a forward pass; raise the latter"
+        )
+    yield from _too_short("`reward.model.max_tokens`", model.max_tokens, cfg)
+
+
+def _directory(cfg: Config, path: Path) -> Iterator[str]:
+    name = cfg.reward.model.path
+    try:
+        said: Any = json.loads((path / "config.json").read_text())
+        if not isinstance(said, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError):
+        yield f"`reward.model.path` ({name}) holds no readable config.json; give the directory of a Hugging Face model"
+        return
+    labels = said.get("id2label")
+    num_labels = len(labels) if labels else said.get("num_labels", DEFAULT_LABELS)
+    yield from head_problems(name, said.get("architectures") or (), num_labels)
+    window = said.get("max_position_embeddings")
+    if window is None:
+        return
+    if cfg.reward.model.max_length > window:
+        yield (
+            f"`reward.model.max_length` ({cfg.reward.model.max_length}) must be at most {window}, the positions that "
+            f"the model in `reward.model.path` ({name}) has; lower it"
+        )
+    yield from _too_short(f"`max_position_embeddings` of `reward.model.path` {name}", window, cfg)
+
+
+def _too_short(what: str, tokens: int, cfg: Config) -> Iterator[str]:
+    """The tokenizers may differ; this finds what is far off. A person who set `max_length` knows."""
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    if not cfg.reward.model.max_length and 1 <= tokens < prompt + response:
+        yield (
+            f"{what} ({tokens}) must hold `data.max_prompt_length` + `data.max_response_length` ({prompt} + "
+            f"{response} = {prompt + response}), because longer conversations are unscorable; raise it or take another "
+            "model, lower the lengths, or set `reward.model.max_length` to accept that"
+        )

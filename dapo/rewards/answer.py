@@ -1,0 +1,140 @@
+"""A solution in, its answer out: where it stands, how it reads, and whether it says the same as the ground truth.
+
+The answer follows the last `Answer:` in the last 300 characters (DAPO's rule, paper section 2.4) or, where there is
+none, is what the last \\boxed{...} there holds. Work is bounded by those 300 characters, whatever they are.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from dapo.rewards.spelling import boxed, careful_spelling, dapo_spelling, number, plain_number
+
+TAIL_CHARS = 300  # where the answer is looked for
+MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
+
+_LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
+_OR_AND = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<![0-9])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_SEPARATOR = re.compile(r"[,;]")
+_DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
+_NUMBER_FORMULA = re.compile(r"\$\s*([-+]?[0-9][0-9.,]*)\s*\$")
+_QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
+_IN_BRACKETS = re.compile(r"\([^()]*\)|\[[^\[\]]*\]")
+_DIGIT = re.compile(r"[0-9]")
+_DIGIT_OR_LETTER = re.compile(r"[0-9]|^[^A-Za-z]*[A-Za-z][^A-Za-z]*$")  # a number, or a choice such as (C)
+
+# What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
+_SENTINELS = frozenset(
+    ["invalid", "invalidanswer", "noanswer", "unscorable", "none", "null", "nan", "\ufffd"]
+    + ["answer", "theanswer", "youranswer", "finalanswer"]
+)
+_UPPER_SENTINELS = ("N/A", "NA", "<NA>", "NaT")  # n/a is a fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One answer as it was understood. Made by `read`; compared by `agree`.
+
+    dapo, careful: its two spellings. value: its exact number, else None. several: it is a list of answers.
+    nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to 9; it is then never right.
+    """
+
+    dapo: str
+    careful: str
+    value: Fraction | None
+    several: bool
+    nothing: bool
+
+    @property
+    def shown(self) -> str:
+        """The spelling to record; printable."""
+        return self.dapo if self.value is not None and plain_number(self.dapo) is not None else self.careful
+
+
+NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, nothing=True)
+
+
+def find_answer(solution: str) -> str:
+    """The text of the answer, as it was written, or "".
+
+    After the last label with something behind it, the first line that holds more than markup: a display formula may
+    follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, but two different
+    ones on its line are several answers: that line is returned whole.
+    """
+    tail = solution[-TAIL_CHARS:]
+    for start in reversed([match.end() for match in _LABEL.finditer(tail)]):
+        for line in tail[start:].split("\n"):
+            if _says_something(line):
+                return line
+    boxes = boxed(tail)
+    if not boxes:
+        return ""
+    line = next((line for line in reversed(tail.split("\n")) if boxed(line)), "")
+    return line if len(set(boxed(line))) > 1 else "\\boxed{" + boxes[-1] + "}"
+
+
+def read(text: str) -> Reading:
+    """How an answer's text is understood, of a solution or of the data alike.
+
+    DAPO's spelling decides the number where it is one, so that all answers that its rule accepts are accepted.
+    """
+    if not text.isascii() and any(char.isdecimal() and not char.isascii() for char in text):
+        return NO_ANSWER
+    text = _DELIMITERS.sub("$", text)
+    careful = careful_spelling(text)
+    dapo = dapo_spelling(text)
+    word = careful.strip("[]<>(){}\\'?!- ").lower().replace("_", "")
+    if word in _SENTINELS or careful in _UPPER_SENTINELS or not (careful or any(map(str.isalnum, dapo))):
+        return NO_ANSWER
+    if _several(text):  # as a whole: the last item must not stand for all of them
+        whole = careful_spelling(text, right_side=False)
+        return Reading(dapo="", careful=whole, value=None, several=True, nothing=False)
+    value = plain_number(dapo)
+    if value is None:
+        value = number(careful)
+    return Reading(dapo=dapo, careful=careful, value=value, several=False, nothing=False)
+
+
+@lru_cache(maxsize=4096)
+def read_truth(text: str) -> Reading:
+    """`read` for a ground truth, which all responses of a group share."""
+    return read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
+
+
+def agree(answer: Reading, truth: Reading) -> bool:
+    """Whether two readings are the same answer: by value where both are numbers, else by a spelling."""
+    if answer.nothing or truth.nothing or answer.several != truth.several:
+        return False
+    if answer.dapo and answer.dapo == truth.dapo:
+        return True
+    if answer.value is not None and truth.value is not None:
+        return answer.value == truth.value
+    return bool(answer.careful) and answer.careful == truth.careful
+
+
+def _says_something(line: str) -> bool:
+    """Whether a line holds more than white space and markup."""
+    if not line or line.isspace():
+        return False
+    return bool(_DIGIT.search(line) or careful_spelling(line)) or any(map(str.isalnum, dapo_spelling(line)))
+
+
+def _several(text: str) -> bool:
+    """Whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes or formulas of
+    numbers that differ.
+
+    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item.
+    """
+    if _OR_AND.search(text) or ("box" in text and len(set(boxed(text))) > 1):
+        return True
+    if len(set(_NUMBER_FORMULA.findall(text.rpartition("=")[2]))) > 1:
+        return True
+    text = _QUAD.sub(";", text)
+    if not _SEPARATOR.search(text):
+        return False
+    text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\;", "")
+    text = _IN_BRACKETS.sub("", _THOUSANDS.sub("0", text))
+    item = _DIGIT if "=" in text else _DIGIT_OR_LETTER  # with a, b coprime, a + b = 5
+    return sum(bool(item.search(part)) for part in _SEPARATOR.split(text)) > 1

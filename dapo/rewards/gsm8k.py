@@ -1,0 +1,47 @@
+"""The verifier for GSM8K's own format: +1 when the number after the last `####` is the ground truth's, else -1.
+
+A ground truth is the number, or the data set's whole reference solution, which ends with `#### 1,080`.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from dapo.rewards.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read
+
+READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
+
+_MARK = "####"
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """The verdict on one solution, in verl's signature; only solution_str and ground_truth are looked at.
+
+    What stands on the line behind the last mark must be one number, read as `dapo.rewards.math` does: with thousands
+    separators, a dollar sign, a unit or a closing dot. Returns score (1.0 right, -1.0 wrong), acc (the same as a bool)
+    and pred (the number as it was read, "" when there is none). Never raises for any solution_str.
+    """
+    answer = read(_after_mark(solution_str[-TAIL_CHARS:]))
+    correct = answer.value is not None and agree(answer, _read_truth(str(ground_truth)))
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}
+
+
+def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
+    """Known answers, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    yield "She makes 9 * 2 = 18 dollars.\n#### $18.00", "She makes 9 * 2 = <<9*2=18>>18.\n#### 18", {}, 1.0
+    yield "#### 1,080", "1080", {}, 1.0
+    yield "#### 18", "1080", {}, -1.0
+    yield "#### 9 * 2", "18", {}, -1.0
+    yield "18", "18", {}, -1.0
+
+
+def _after_mark(text: str) -> str:
+    """The line behind the last mark, or ""; what follows a mark at the end of a line is on the next one."""
+    _, mark, behind = text.rpartition(_MARK)
+    return behind.strip().partition("\n")[0] if mark else ""
+
+
+@lru_cache(maxsize=4096)
+def _read_truth(truth: str) -> Reading:
+    number = _after_mark(truth) if _MARK in truth else truth
+    return read(number[:MAX_TRUTH_CHARS])

@@ -1,0 +1,163 @@
+"""The verifier for symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
+
+The library sees only an expression that `dapo.rewards.latex_filter` lets through, in dollar signs, and only its LaTeX
+reader, a grammar that builds expressions, looks at it: its reader of plain expressions hands text to Python and is
+never configured. A number of that grammar still goes through sympy's own text reader, which evaluates: digits, dot,
+comma, sign and exponent are all that its lexer calls a number, and the filter lets through ASCII without exponents.
+Its own timeouts are off, because they swallow errors and need signals; the worker's child process is killed from
+outside. Its log is silent, because it quotes the model's text.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from dapo.rewards.answer import TAIL_CHARS, Reading, agree, find_answer, read, read_truth
+from dapo.rewards.latex_filter import MAX_CHARS, is_tame
+from dapo.rewards.spelling import formula, without_units
+
+READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+_LATEX = [LatexExtractionConfig(boxed_match_priority=-1)]
+# Left of its `=`, an answer has only a name: x, y_1, f(x), (a,b). Else it is an equation, and its answer all of it.
+_LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
+_NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
+_INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
+_RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
+_ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
+_OR_AND = re.compile(r"[,;]?\s*(?<![A-Za-z])(?:or|and)(?![A-Za-z])\s*|;\s*", re.IGNORECASE)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """The verdict on one solution, in verl's signature; only solution_str and ground_truth are looked at.
+
+    Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
+    truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
+    """
+    text, truth = find_answer(solution_str), str(ground_truth)
+    answer = read(text)
+    correct = _is_right(text, answer, truth)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}
+
+
+def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
+    """Known answers, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    yield "Answer: 1,080", "1080", {}, 1.0
+    yield "Answer: $\\frac{1}{\\sqrt{2}}$", "\\frac{\\sqrt{2}}{2}", {}, 1.0
+    yield "So it is \\boxed{(x+1)^2}.", "x^2+2x+1", {}, 1.0
+    yield "Answer: $\\sqrt{3}$", "\\frac{\\sqrt{2}}{2}", {}, -1.0
+    yield "Answer: 1+1", "2", {}, -1.0
+    yield "I cannot tell.", "x^2+2x+1", {}, -1.0
+
+
+def _is_right(text: str, answer: Reading, truth: str) -> bool:
+    expected = read_truth(truth)
+    if answer.nothing or expected.nothing:
+        return False
+    whole = not expected.several and _is_relation(truth)
+    if not whole and agree(answer, expected):
+        return True
+    if (expected.value is not None and not whole) or _LETTERS.fullmatch(truth.strip(" $")):
+        return False
+    if (answer.several or "\\pm" in text) != (expected.several or "\\pm" in truth):
+        return False
+    if expected.several:
+        left, right = _items(truth), _items(text)
+    else:
+        left, right = _expression(truth, right_side=not whole), _expression(text, right_side=not whole)
+    if whole and not _RELATION.search(right):  # 4 is not x^2 + y^2 = 4
+        return False
+    return left.replace(" ", "") == right.replace(" ", "") or _equal(left, right)
+
+
+def _is_relation(truth: str) -> bool:
+    """Whether a ground truth is an inequality, or an equation that is more than a value with a name before it."""
+    text = _expression(truth, right_side=False)
+    left = _RELATION.split(text, maxsplit=1)[0].strip()
+    return bool(_INEQUALITY.search(text)) or ("=" in text and not _NAMED.fullmatch(left))
+
+
+def _items(text: str) -> str:
+    """A list of answers with commas between, without the name where all have one: x = 1 or x = 2 is 1, 2."""
+    text = _expression(text, right_side=False)
+    names = _ITEM_NAME.findall(text)
+    if len(set(names)) == 1 and len(names) == text.count(",") + 1:
+        text = _ITEM_NAME.sub("", text)
+    return text
+
+
+def _expression(text: str, *, right_side: bool) -> str:
+    """What is handed to the library: the formula alone, without units, its `or`, `and` and semicolons as commas."""
+    text = without_units(formula(text, right_side=right_side))
+    text = _OR_AND.sub(", ", text.replace("$", "").replace("\\displaystyle", ""))
+    return text.replace("{,}", ",").strip()
+
+
+def _equal(left: str, right: str) -> bool:
+    """Whether two expressions mean the same; False for all that does not pass the filter or cannot be compared.
+
+    Raises MemoryError, which is the child's limit and has a verdict of its own.
+    """
+    if not is_tame(left) or not is_tame(right):
+        return False
+    try:
+        one, other = _parse(left), _parse(right)
+        return bool(verify(one, other, timeout_seconds=None, raise_on_error=True)) and _is_close(one[0], other[0])
+    except MemoryError:
+        raise
+    except Exception:  # the library raises what it likes on expressions that have no value, or that it cannot read
+        return False
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Whether values agree to a millionth, alone or in a list, set or tuple. The library compares decimals by their
+    first six places: 0.0 would be right for every small truth. True for what has no value."""
+    try:
+        expected, got = _values(one), _values(other)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return True
+    return len(got) == len(expected) and all(
+        mine == wanted or abs(mine - wanted) <= 1e-6 * abs(wanted) for mine, wanted in zip(got, expected, strict=True)
+    )
+
+
+def _values(expression: Any) -> list[float]:
+    """Its value, or those of its items in ascending order. Raises TypeError where there is none."""
+    try:
+        return [float(expression.evalf())]
+    except (TypeError, AttributeError):
+        if expression.free_symbols:
+            raise TypeError("an expression with letters has no value") from None
+        items = [
+            item for item in expression.args if getattr(item, "is_number", False)
+        ]  # an interval's switches are none
+        return sorted(float(item.evalf()) for item in items)
+
+
+@lru_cache(
+    maxsize=1024
+)  # an error is not kept: one for lack of memory must not make a ground truth unreadable for good
+def _parse(latex: str) -> list[Any]:
+    """The expression that the library reads, in a list. Raises ValueError where it reads none."""
+    assert len(latex) <= MAX_CHARS and "$" not in latex
+    found: list[Any] = parse(
+        f"${latex}$",
+        extraction_config=_LATEX,
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+    if not found:
+        raise ValueError(f"{latex!r} is no expression")
+    return found
+
+
+# The grammar's tables and regular expressions are built by first use, and inherited by every child forked later.
+_equal("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}")

@@ -1,0 +1,144 @@
+"""Data files in, a count out: does a verifier find each reference answer right, and wrong against another row's?
+
+To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong.
+
+    python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
+
+Files: .parquet, .json or .jsonl in the DAPO-Math schema, or GSM8K's own .jsonl with question and answer. Exit status 0
+when all is as it should be, 1 when a row is not, 2 when a file cannot be read.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.datafiles import read_chunks, shown
+from dapo.rewards.answer import agree, read_truth
+
+FUNCTIONS = ("math", "math_verify", "gsm8k")
+MAX_SHOWN = 10  # failures of a file that are printed
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One row's answer. row: counted from 0. solution: what is scored. truth: as in the data. short: only its number
+    or expression, to tell different truths apart."""
+
+    row: int
+    solution: str
+    truth: str
+    short: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the files that the command line names, print what was found, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dapo.rewards.selfcheck", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data in the DAPO-Math schema, or GSM8K's own .jsonl")
+    parser.add_argument("--function", choices=FUNCTIONS, default="math", help="the verifier to check (default: math)")
+    options = parser.parse_args(arguments)
+    compute_score = importlib.import_module(f"dapo.rewards.{options.function}").compute_score
+    failures = 0
+    for name in options.files:
+        try:
+            references = list(read_references(name, options.function))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        failures += check(name, references, compute_score)
+    return 1 if failures else 0
+
+
+def check(name: str, references: Sequence[Reference], compute_score: Callable[..., Any]) -> int:
+    """Score every reference against its own truth and the next different one, print the counts; the failures."""
+    failures: list[str] = []
+    compared = right = wrong = 0
+    for index, own in enumerate(references):
+        verdict = _verdict(compute_score, own, own.truth)
+        right += verdict["acc"]
+        if not verdict["acc"]:
+            failures.append(f"row {own.row}: {own.short!r} is not right against itself (read as {verdict['pred']!r})")
+        other = _next_different(references, index)
+        if other is not None:
+            compared += 1
+            verdict = _verdict(compute_score, own, other.truth)
+            wrong += not verdict["acc"]
+            if verdict["acc"]:
+                failures.append(f"row {own.row}: {own.short!r} is right against {other.short!r} of row {other.row}")
+    print(f"{name}: {right} of {len(references)} right against themselves, {wrong} of {compared} wrong against another")
+    for line in failures[:MAX_SHOWN]:
+        print(f"  {line}")
+    if len(failures) > MAX_SHOWN:
+        print(f"  ... and {len(failures) - MAX_SHOWN} more")
+    return len(failures)
+
+
+def read_references(name: str, function: str) -> Iterable[Reference]:
+    """The reference answers of one file, written as `function` expects them. Raises ValueError for what is no row."""
+    raw = _question_and_answer(Path(name))
+    if raw is not None:
+        for row, answer in raw:
+            short = answer.rpartition("####")[2].strip()
+            whole = function == "gsm8k"
+            yield Reference(row, answer if whole else f"Answer: {short}", answer if whole else short, short)
+        return
+    label = "####" if function == "gsm8k" else "Answer:"
+    rows = 0
+    for chunk in read_chunks(name, "FILE"):
+        for row, model in enumerate(chunk.reward_models, chunk.first_row):
+            truth = model.get("ground_truth") if isinstance(model, dict) else None
+            if not isinstance(truth, str):
+                raise ValueError(
+                    f"{name}, row {row} (counted from 0): `reward_model.ground_truth` ({shown(truth)}) must be a text; "
+                    "write the answer there"
+                )
+            short = truth.rpartition("####")[2].strip()
+            yield Reference(row, f"{label} {short}", truth, short)
+            rows += 1
+    if not rows:
+        raise ValueError(f"{name} has no rows; give a file with reference answers")
+
+
+def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
+    """(row, answer) of a file with GSM8K's columns; None for any other, which is then read as DAPO-Math's schema."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    answers: list[tuple[int, str]] = []
+    with path.open(encoding="utf-8") as file:
+        for row, line in enumerate(file):
+            try:
+                value = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError:
+                return None  # the other reader names the line
+            if isinstance(value, dict) and isinstance(value.get("answer"), str) and "question" in value:
+                answers.append((row, value["answer"]))
+            elif line.strip():
+                return None
+    return answers or None
+
+
+def _next_different(references: Sequence[Reference], index: int) -> Reference | None:
+    """The first reference behind `index`, around the end, whose truth is another one."""
+    own = read_truth(references[index].short)
+    for step in range(1, len(references)):
+        other = references[(index + step) % len(references)]
+        if other.short != references[index].short and not agree(own, read_truth(other.short)):
+            return other
+    return None
+
+
+def _verdict(compute_score: Callable[..., Any], reference: Reference, truth: str) -> dict[str, Any]:
+    verdict: dict[str, Any] = compute_score(
+        data_source="selfcheck", solution_str=reference.solution, ground_truth=truth, extra_info={}
+    )
+    return verdict
+
+
+if __name__ == "__main__":
+    sys.exit(main())

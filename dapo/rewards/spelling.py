@@ -1,0 +1,206 @@
+"""An answer's text in, one spelling of it out: DAPO's own, and a more careful one; and the number that a spelling is.
+
+Adversarial text: regular expressions over a bounded text, never evaluated. What is dropped follows Minerva (arXiv
+2206.14858, appendix D), from which DAPO's rule comes.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 100  # a longer number is compared as a string
+
+# DAPO's rule, in its order: each step works on what the one before has left, so that none can be moved or merged.
+_DAPO_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+_DAPO_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_DAPO_UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
+_DAPO_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_DAPO_FRAC = re.compile(r"(frac)([^{])(.)")
+_DAPO_SQRT = re.compile(r"(sqrt)([^{])")
+
+_SPECIAL_TOKENS = re.compile(
+    r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</[a-z]{1,20}>)\s*)+$"
+)
+_BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*\{?)\s*$")
+_RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/^\u2212]|\\(?:times|cdot|div))")
+# A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
+_BOX_IN_EXPRESSION = re.compile(
+    r"(?:[0-9)}]\s*-|[0-9A-Za-z)}]\s*[+/^]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)\s*\\f?boxed"
+    r"|\\f?boxed\s*\{[^{}]*\}\s*(?:-\s*[0-9\\(]|[+/^]\s*[0-9A-Za-z\\({]|\\(?:times|cdot|div))"
+)
+_EXPONENT = re.compile(r"\^\s*\{?\s*[23]\s*\}?")
+
+_REMOVED = re.compile(
+    r"\\[,!$()\[\]]|\$|\\(?:left|right|displaystyle)(?![a-zA-Z])"  # thin space, math delimiters
+    r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|°(?!\s*[0-9])"
+)
+_SPACE = re.compile(r"\\[;: ]|\\q?quad(?![a-zA-Z])|~")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORD = (
+    r"(?:dollars?|cents?|usd|percent|degrees?|units?|square|cubic|mm|[cg]m|km|(?:milli|centi|kilo)?meters?|inch(?:es)?"
+    r"|feet|foot|ft|yards?|miles?|mph|(?:kilo)?grams?|kg|pounds?|lbs?|ounces?|oz|lit(?:er|re)s?|sec(?:ond)?s?"
+    r"|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|points?|ways?|integers?|people|students?|pages?"
+    r"|digits?|edges?|meals?|multiples)"
+)
+# Single letters are no units here: in `3m` they are more often a variable.
+_UNIT = re.compile(rf"(?<=[0-9}})]) ?(?:\\?%|{_WORD}(?: (?:per )?{_WORD})*(?: ?\^ ?\{{?[23]\}}?)?)$", re.IGNORECASE)
+_SCRIPT = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
+_SQRT = re.compile(r"\\sqrt ?([0-9])")
+_FRAC = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))")
+_ANY_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+# Of the white characters those that a person sees as space: a control character must not vanish (5<US>2 is not 52).
+_WHITE = re.compile(r"[ \t\n\u00a0\u2000-\u200a\u202f\u3000]+")
+
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_PLAIN = re.compile(rf"[+-]?{_DECIMAL}")
+_MIXED = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+)/([0-9]+)")
+_LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
+
+
+def dapo_spelling(text: str) -> str:
+    """The answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" where its shortcut loses a part.
+
+    Two differences: commas are dropped from thousands alone (its rule reads `1,2` as 12), and of a text with a formula
+    it keeps the formula alone, also in `-$42$`, `$41$ $42$` and `$1$+1`: those it does not read here.
+    """
+    text = text.rpartition("=")[2]
+    if not _formula_is_all(text):
+        return ""
+    for old, new in _DAPO_REPLACED:
+        text = text.replace(old, new)
+    for part in _DAPO_REMOVED:
+        text = text.replace(part, "")
+    first = text.split("$", 2)
+    text = first[1] if len(first) == 3 else text
+    if "\\" in text:
+        for wrapper in _DAPO_UNWRAPPED:
+            text = wrapper.sub(r"\1", text)
+        text = _DAPO_BOXED.sub(r"\1", text)
+    text = _DAPO_SQRT.sub(r"\1{\2}", _DAPO_FRAC.sub(r"\1{\2}{\3}", text)).replace("$", "")
+    ends = text.strip().strip(",")
+    if _GROUPED.fullmatch(ends) or ends.isdigit():
+        text = ends.replace(",", "")
+    return text.strip()
+
+
+def _formula_is_all(text: str) -> bool:
+    """Whether the first $formula$ of a text is all of the answer: no other one, no digit or operator beside it."""
+    parts = text.replace("\\$", "").split("$")
+    if len(parts) < 3:
+        return True
+    formula = parts[1].strip()
+    if any(other.strip() not in ("", formula) for other in parts[3::2]):
+        return False
+    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(parts[0::2]))):
+        return False
+    return not (_LEFT_OPERATOR.search(parts[0]) or _RIGHT_OPERATOR.match(parts[2]))
+
+
+def careful_spelling(text: str, *, right_side: bool = True) -> str:
+    """One spelling per answer: no math delimiters, text commands, units of a number, spaces, markup or closing dot."""
+    text = formula(text, right_side=right_side)
+    if _PLAIN.fullmatch(text):
+        return text
+    text = without_units(_SPACE.sub(" ", _REMOVED.sub("", text)).replace("{,}", ","))
+    text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", _SQRT.sub(r"\\sqrt{\1}", _SCRIPT.sub(r"\1\2", text)))
+    return _trim(text if _MIXED.fullmatch(text) else text.replace(" ", ""))
+
+
+def formula(text: str, *, right_side: bool = True) -> str:
+    """The part of an answer that says it, as written: `5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`.
+
+    Without markup around; printable, on one line. right_side: of an equation, what stands right of the last `=`.
+    """
+    text = _WHITE.sub(" ", text.strip("\r")).replace("\u2212", "-")
+    if ">" in text[-12:]:
+        text = _SPECIAL_TOKENS.sub("", text)
+    if not text.isprintable():
+        # What cannot be shown must neither vanish (4<NUL>2 is not 42) nor reach a log or a database.
+        text = "".join(char if char.isprintable() else "\ufffd" for char in text)
+    text = _trim(text)
+    if _PLAIN.fullmatch(text):
+        return text
+    side = _right_side(text) if right_side else text
+    boxes = [] if _BOX_IN_EXPRESSION.search(side) else boxed(side)
+    text = boxes[-1] if boxes else side
+    text = _inside_dollars(text)
+    return _right_side(text) if right_side else text
+
+
+def without_units(text: str) -> str:
+    """Without text commands around words, and without the unit behind a number."""
+    if "\\" in text:
+        text = _ANY_FRAC.sub(r"\\frac", text)
+        for _ in range(3):  # \textbf{\text{...}}: deeper nesting is not an answer
+            text = _WRAPPER.sub(r" \1 ", text)
+    return _UNIT.sub("", _trim(_WHITE.sub(" ", text)))
+
+
+def boxed(text: str) -> list[str]:
+    """What the \\boxed{...} of a text hold, in order, of nested ones the innermost; not closed or empty is none."""
+    boxes = {match.end() for match in _BOXED.finditer(text)} if "box" in text else set()
+    contents: list[str] = []
+    opened: list[tuple[int, int]] = []  # of every open brace, what it holds from, and how many contents were before
+    for place, char in enumerate(text if boxes else "", 1):
+        if char == "{":
+            opened.append((place, len(contents)))
+        elif char == "}" and opened:
+            start, before = opened.pop()
+            inside = text[start : place - 1]
+            if start in boxes and len(contents) == before and not inside.isspace() and inside:
+                contents.append(inside)
+    return contents
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of an integer, decimal, fraction or mixed number in a careful spelling; None for all else.
+
+    A fraction that comes out even, 84/2, is a division that was not carried out: None. No exponents: `1e999999999`
+    would have to be written out.
+    """
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    if _GROUPED.fullmatch(text):
+        text = text.replace(",", "")
+    if _PLAIN.fullmatch(text):
+        return Fraction(text)
+    match = _MIXED.fullmatch(text) or _LATEX.fullmatch(text)
+    if match is None or int(match[4]) == 0:
+        return None
+    sign, whole, top, bottom = match.groups()
+    value = int(whole or 0) + Fraction(int(top), int(bottom))
+    if value.denominator == 1:
+        return None
+    return -value if sign == "-" else value
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The value of an integer or decimal in DAPO's spelling; None for all else."""
+    return Fraction(text) if len(text) <= MAX_NUMBER_CHARS and _PLAIN.fullmatch(text) else None
+
+
+def _trim(text: str) -> str:
+    """Without markdown emphasis and quotation marks around and punctuation behind."""
+    return text.lstrip(' *_`"').rstrip(' *_`".,;:')
+
+
+def _inside_dollars(text: str) -> str:
+    """The formula of `the answer is $5$ indeed`; the whole text when it is not all of the answer."""
+    text = text.replace("$$", "$")
+    parts = text.replace("\\$", "").split("$")
+    return parts[1] if len(parts) == 3 and _formula_is_all(text) else text
+
+
+def _right_side(text: str) -> str:
+    """`5` of `x = 2 + 3 = 5`; the whole text where the last `=` stands in braces."""
+    right = text.rpartition("=")[2]
+    return right if right.count("{") == right.count("}") else text

@@ -1,0 +1,97 @@
+"""The check of data files before a run: formats, counts, failures and exit status."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.rewards.selfcheck import main
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+def row(truth: Any) -> dict[str, Any]:
+    return {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": "?"}],
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+    }
+
+
+def written(folder: Path, rows: list[Any], name: str = "data.jsonl") -> str:
+    path = folder / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+@pytest.mark.parametrize("function", ["math", "math_verify", "gsm8k"])
+def test_numbers_in_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, function: str) -> None:
+    path = written(tmp_path, [row("1,080"), row("1080"), row("18"), row("0.5")], name)
+    assert main([path, "--function", function]) == 0
+    assert "4 of 4 right against themselves, 4 of 4 wrong against another" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", ["math", "gsm8k"])
+def test_question_and_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str) -> None:
+    rows = [{"question": "?", "answer": f"9 * 2 = <<9*2=18>>18\n#### {number}"} for number in ("18", "1,080")]
+    assert main([written(tmp_path, rows), "--function", function]) == 0
+    assert "2 of 2 right against themselves, 2 of 2 wrong against another" in capsys.readouterr().out
+
+
+def test_a_truth_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, [row("18"), row("None"), row("#### 5")])
+    assert main([path]) == 1
+    output = capsys.readouterr().out
+    assert "row 1: 'None' is not right against itself" in output and "row 0" not in output
+
+
+def test_a_verifier_that_accepts_another_truth_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.rewards.math.compute_score", lambda **values: {"score": 1.0, "acc": True, "pred": ""})
+    assert main([written(tmp_path, [row(str(number)) for number in range(12)])]) == 1
+    output = capsys.readouterr().out
+    assert "12 of 12 right against themselves, 0 of 12 wrong" in output
+    assert "row 0: '0' is right against '1' of row 1" in output and "and 2 more" in output
+
+
+def test_one_truth_alone_has_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([written(tmp_path, [row("18"), row("18.0")])]) == 0
+    assert "2 of 2 right against themselves, 0 of 0 wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        pytest.param([row(18)], "row 0 (counted from 0): `reward_model.ground_truth` (int 18)", id="a-number"),
+        pytest.param([{"prompt": "?"}], "`data_source`", id="no-schema"),
+        pytest.param([], "has no rows", id="empty"),
+    ],
+)
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], named: str) -> None:
+    assert main([written(tmp_path, rows)]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "rows"),
+    [
+        pytest.param("gsm8k-train.jsonl", "gsm8k", 7473, id="gsm8k-train"),
+        pytest.param("gsm8k-test.jsonl", "gsm8k", 1319, id="gsm8k-test"),
+        pytest.param("gsm8k-test.jsonl", "math", 1319, id="gsm8k-by-the-rule"),
+        pytest.param("aime-2024.parquet", "math", 960, id="aime"),
+        pytest.param("aime-2024.parquet", "math_verify", 960, id="aime-symbolic"),
+    ],
+)
+def test_public_references(capsys: pytest.CaptureFixture[str], file: str, function: str, rows: int) -> None:
+    if not (SHARED / file).is_file():
+        pytest.skip("needs the public data beside the checkout")
+    assert main([str(SHARED / file), "--function", function]) == 0
+    assert f"{rows} of {rows} right against themselves, {rows} of {rows} wrong" in capsys.readouterr().out

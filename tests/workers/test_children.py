@@ -1,0 +1,97 @@
+"""What a reward function does to the child process that calls it, and what becomes of the response."""
+
+import math
+
+import pytest
+
+from dapo.reward_config import LimitsConfig
+from tests.workers.reward_children import item, use
+from tests.workers.reward_programs import PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("text", "accuracy", "failure", "told"),
+    [
+        pytest.param("7", 1.0, "", "", id="right"),
+        pytest.param("8", 0.0, "", "", id="wrong"),
+        pytest.param("hang", math.nan, "wall", "reward.limits.wall_s", id="hangs"),
+        pytest.param("spin", 0.0, "cpu", "reward.limits.cpu_s", id="spins"),
+        pytest.param("power", 0.0, "cpu", "reward.limits.cpu_s", id="spins-in-c"),
+        pytest.param("leak", 0.0, "memory", "reward.limits.memory_bytes", id="leaks-without-end"),
+        pytest.param("keep 4096", 0.0, "memory", "reward.limits.memory_bytes", id="takes-four-gib"),
+        pytest.param("segfault", math.nan, "crash", "exit status -11", id="segfaults"),
+        pytest.param("exit", math.nan, "crash", "exit status 0", id="ends-its-process"),
+        pytest.param("sysexit", math.nan, "error", "SystemExit", id="asks-to-exit"),
+        pytest.param("raise x", math.nan, "error", "KeyError: 'x'", id="raises"),
+        pytest.param("none", math.nan, "", "", id="cannot-tell"),
+        pytest.param("nan", math.nan, "", "", id="nan"),
+        pytest.param("text", math.nan, "error", "gave str as its score", id="gives-text"),
+        pytest.param("nokeys", math.nan, "error", "without `score`", id="gives-other-keys"),
+        pytest.param("talk", math.nan, "crash", "", id="writes-into-the-socket"),
+        pytest.param("print", 1.0, "", "", id="prints"),
+        pytest.param("thread", 1.0, "", "", id="starts-a-thread"),
+        pytest.param("\ud800\x00", 0.0, "", "", id="text-that-utf-8-cannot-hold"),
+    ],
+)
+def test_what_becomes_of_a_response(program, text, accuracy, failure, told):
+    async def body(children):
+        return await children.score(item(text)), await children.score(item("7"))
+
+    verdict, next_one = use(program, body)
+    assert verdict.score.failure == failure
+    assert told in verdict.detail and "SECRET" not in verdict.detail
+    assert [verdict.score.accuracy] == pytest.approx([accuracy], nan_ok=True)
+    assert math.isnan(verdict.score.reward) == math.isnan(accuracy)
+    assert next_one.score.accuracy == 1.0, "the child, or its successor, goes on"
+
+
+def test_on_a_busy_machine_what_computes_is_wrong_and_what_waits_is_not(program):
+    """Its CPU limit would take longer than the wall-clock limit."""
+
+    async def body(children):
+        return [await children.score(item(text)) for text in ("spin", "hang", "7")]
+
+    verdicts = use(program, body, cpu_s=2.1, wall_s=2.0)
+    assert [verdict.score.failure for verdict in verdicts] == ["cpu", "wall", ""]
+
+
+def test_a_raising_function_is_told_with_file_and_line(program):
+    async def body(children):
+        return await children.score(item("raise x"))
+
+    line = PROGRAM.splitlines().index('    "raise": lambda rest: {}[rest],') + 1
+    assert f"at line {line} of mine.py" in use(program, body).detail
+
+
+@pytest.mark.parametrize("action", ["socket", "fork", "run"])
+def test_network_and_processes_are_denied_with_a_remedy(program, action):
+    async def body(children):
+        return children.granted, await children.score(item(action))
+
+    granted, verdict = use(program, body)
+    if set(granted) == {"processes", "network"}:  # what this machine's kernel grants, as the start-up line says
+        assert verdict.score.failure == "error" and "`reward.limits.allow_" in verdict.detail
+
+
+def test_network_and_processes_can_be_allowed(program):
+    async def body(children):
+        return children.granted, await children.score(item("socket")), await children.score(item("run"))
+
+    granted, *verdicts = use(program, body, allow_network=True, allow_processes=True)
+    assert granted == []
+    assert all("as its score" in verdict.detail for verdict in verdicts), "both did what they were told"
+
+
+def test_files_are_bounded(program, tmp_path):
+    async def body(children):
+        return await children.score(item(f"write {tmp_path / 'big'}"))
+
+    assert "File too large" in use(program, body).detail
+    assert (tmp_path / "big").stat().st_size <= LimitsConfig().file_bytes
+
+
+def test_children_come_from_a_clean_process(program):
+    async def body(children):
+        return await children.score(item("modules"))
+
+    assert use(program, body).score.metrics == {"compute_score/heavy": 0.0}

@@ -1,0 +1,240 @@
+"""The pool of reward model workers: few remote calls, and the same scores whatever worker dies, hangs or raises."""
+
+import asyncio
+import math
+import os
+import signal
+
+import pytest
+
+from dapo.reward_config import RewardModelConfig
+from tests.fakes import make_prompt, make_response
+from tests.workers.tiny_reward_model import NAN, make_reward_model, one_by_one
+from workers.classifier import Verdict
+from workers.remote import RemoteError
+from workers.reward_model import RewardModelPool, Started
+
+
+class Remote:
+    """A method of an actor that is called in this process."""
+
+    def __init__(self, call):
+        self.remote = call
+
+
+class FakeWorker:
+    """Scores the length of a response; `trouble(worker, texts)` may raise, hang or give another verdict before."""
+
+    def __init__(self, index, log, trouble, canary):
+        async def start(*arguments):
+            return Started(pid=0, canary=canary(index))
+
+        async def score(conversations):
+            texts = [conversation.response for conversation in conversations]
+            log.append((index, texts))
+            await asyncio.sleep(0)
+            other = await trouble(index, texts)
+            return [other or Verdict(score=float(len(text))) for text in texts]
+
+        self.start, self.score = Remote(start), Remote(score)
+
+
+async def no_trouble(index, texts):
+    return None
+
+
+def run_with_fakes(monkeypatch, use, *, workers=2, trouble=no_trouble, canary=None, **settings):
+    """The pool over `FakeWorker`s; what `use(pool)` gives, and the calls: (worker, texts) each."""
+    calls = []
+    canary = canary or (lambda index: Verdict(score=1.0))
+    monkeypatch.setattr(RewardModelPool, "_create", lambda self, index: FakeWorker(index, calls, trouble, canary))
+    monkeypatch.setattr("workers.reward_model.ray.kill", lambda worker: None)
+
+    async def body():
+        pool = RewardModelPool(RewardModelConfig(path="m", **settings), [{}] * workers, device="cpu")
+        try:
+            await pool.start(5)
+            return await asyncio.wait_for(use(pool), 20)
+        finally:
+            pool.stop()
+
+    return asyncio.run(body()), calls
+
+
+async def score_all(pool, texts, length=4):
+    return await asyncio.gather(*[pool.score(make_prompt(7), make_response(length, text=text)) for text in texts])
+
+
+def test_what_waits_is_dealt_out_to_the_free_workers(monkeypatch):
+    async def use(pool):
+        return await score_all(pool, ["x" * length for length in range(10)])
+
+    scores, calls = run_with_fakes(monkeypatch, use)
+    assert scores == list(range(10))
+    assert sorted((index, len(texts)) for index, texts in calls) == [(0, 5), (1, 5)]
+
+
+def test_a_call_is_bounded_in_tokens(monkeypatch):
+    async def use(pool):
+        return await score_all(pool, ["x"] * 9)
+
+    _, calls = run_with_fakes(monkeypatch, use, workers=1, max_tokens=7)  # 28 tokens a call, 7 a response
+    assert [len(texts) for _, texts in calls] == [4, 4, 1]
+
+
+def test_responses_that_nobody_waits_for_are_not_scored(monkeypatch):
+    async def use(pool):
+        tasks = [asyncio.create_task(score_all(pool, [text])) for text in ("a", "bb", "ccc")]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await score_all(pool, ["dddd"])
+
+    scores, calls = run_with_fakes(monkeypatch, use, workers=1)
+    assert scores == [4.0] and calls[-1] == (0, ["dddd"])
+
+
+def raises_on(bad):
+    async def trouble(index, texts):
+        if bad in texts:
+            raise RemoteError("no")
+
+    return trouble
+
+
+async def hangs_on_bad(index, texts):
+    if "bad" in texts:
+        await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(raises_on("bad"), id="raises"), pytest.param(hangs_on_bad, id="silent")]
+)
+def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatch):
+    async def use(pool):
+        return await score_all(pool, ["a", "bb", "bad", "dddd"]), pool.respawned, dict(pool.failures)
+
+    (scores, respawned, failures), _ = run_with_fakes(monkeypatch, use, workers=1, trouble=trouble, timeout_s=0.5)
+    assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0] and math.isnan(scores[2])
+    assert (respawned, failures) == (3, {"worker": 1})  # with others, with others again, alone
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        pytest.param("too_long", "nan", id="unscorable"),
+        pytest.param("prompt", "refuses the messages of prompt 7 (no tools)", id="the-data-is-wrong"),
+    ],
+)
+def test_a_verdict_without_score_is_nan_or_an_error_that_names_the_prompt(failure, outcome, monkeypatch):
+    async def verdict(index, texts):
+        return Verdict(score=math.nan, failure=failure, detail="no tools")
+
+    async def use(pool):
+        return await asyncio.gather(score_all(pool, ["a"]), return_exceptions=True), dict(pool.failures)
+
+    ([got], failures), _ = run_with_fakes(monkeypatch, use, trouble=verdict)
+    assert outcome in str(got) and failures == {failure: 1}
+
+
+def test_a_pool_that_fails_again_and_again_ends_the_run(monkeypatch):
+    async def use(pool):
+        await asyncio.gather(*[score_all(pool, ["bad"]) for _ in range(9)])
+
+    with pytest.raises(RemoteError, match="failed 10 times in a row.* no"):
+        run_with_fakes(monkeypatch, use, trouble=raises_on("bad"))
+
+
+def test_who_waits_is_told_when_a_worker_cannot_be_replaced(monkeypatch):
+    async def use(pool):
+        waiting = asyncio.gather(*[score_all(pool, [text]) for text in ("bad", "a", "b")], return_exceptions=True)
+        return await waiting, await asyncio.gather(score_all(pool, ["a"]), return_exceptions=True)
+
+    starts = iter([Verdict(score=1.0), Verdict(score=9.0)])
+    (waiting, later), _ = run_with_fakes(
+        monkeypatch, use, workers=1, trouble=raises_on("bad"), canary=lambda index: next(starts)
+    )
+    for error in (*waiting, *later):
+        assert isinstance(error, RemoteError) and "9 and another worker 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("canary", "message"),
+    [
+        pytest.param(lambda i: Verdict(score=math.nan, failure="not_finite"), "no score for a plain", id="no-number"),
+        pytest.param(lambda i: Verdict(score=1.0 + i), "must be the same for all", id="other-weights"),
+    ],
+)
+def test_a_canary_that_fails_stops_the_start(canary, message, monkeypatch):
+    async def use(pool):
+        raise AssertionError("started")
+
+    with pytest.raises(RemoteError, match=f"`reward.model.path` \\(m\\).*{message}|{message}"):
+        run_with_fakes(monkeypatch, use, canary=canary)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_reward_model(tmp_path_factory.mktemp("reward-model"), nan=NAN)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster, path):
+    """Two real workers, and the event loop that they are served on."""
+    config = RewardModelConfig(path=path, num_workers=2, max_tokens=256, timeout_s=4.0)
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    with asyncio.Runner() as runner:
+
+        async def create():
+            made = RewardModelPool(config, [options] * 2, device="cpu")
+            await made.start(120)
+            return made
+
+        made = runner.run(create())
+        yield runner, made
+        made.stop()
+
+
+def signalled(number, worker):
+    """The worker's process gets a signal while there is something to do."""
+
+    async def use(pool):
+        tasks = [asyncio.create_task(score_all(pool, [text], LENGTH)) for text in LOAD]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(pool.pids[worker], number)
+        return [score for task in tasks for score in await task]
+
+    return use
+
+
+async def undisturbed(pool):
+    return await score_all(pool, LOAD, LENGTH)
+
+
+LENGTH = 61  # tokens of a response, so that a call of 4 * 256 has 16 of the 250
+LOAD = [f"{'7' * (number % 40)}{number}" for number in range(240)] + [f"{NAN}{number}" for number in range(10)]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("use", "respawned"),
+    [
+        pytest.param(undisturbed, 0, id="no-fault"),
+        pytest.param(signalled(signal.SIGKILL, 0), 1, id="kill"),
+        pytest.param(signalled(signal.SIGSTOP, 1), 1, id="silent"),
+    ],
+)
+def test_scores_are_the_same_whatever_happens_to_a_worker(use, respawned, pool, path):
+    runner, workers = pool
+    before = workers.respawned, workers.calls, workers.failures["not_finite"]
+    scores = runner.run(use(workers))
+    expected = one_by_one(path, LOAD, messages=(("user", "7"),))
+    assert scores == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert [math.isnan(score) for score in scores] == [False] * 240 + [True] * 10
+    assert workers.respawned - before[0] >= respawned
+    assert workers.failures["not_finite"] - before[2] == 10
+    assert workers.failures["worker"] == 0
+    if not respawned:
+        assert workers.calls - before[1] < len(LOAD) / 4

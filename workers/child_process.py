@@ -1,0 +1,247 @@
+"""Two kinds of process: the clean one that imports the reward functions, and the children that it forks.
+
+In: settings, items. Out: replies, or why there is none. The processes themselves run `dapo.rewards.child`.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dapo.reward_config import LimitsConfig
+from dapo.rewards.child import EXIT_MEMORY, HEADER, pack
+
+START_S = 120.0  # the imports of the reward functions
+FORK_S = 20.0
+REPORT_S = 5.0  # from the end of a child's stream to the report of its exit status
+MAX_REPLY_BYTES = 1 << 20
+LIMITS = {-signal.SIGPROF: "cpu", EXIT_MEMORY: "memory"}  # what an exit status tells; all else is a crash
+COMPUTES = 0.25  # share of its CPU time by which a process that is still at it has not been waiting
+READ_ERRORS = (
+    *(asyncio.IncompleteReadError, ConnectionError),  # it ended
+    *(ValueError, KeyError, TypeError, RecursionError, OverflowError),  # a function has spoken into its socket
+)
+
+
+class Child:
+    """One process that scores. failure: why it ended, in the terms of `Score.failure`; "" while it lives."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = 0
+        self.granted: list[str] = []
+        self.failure = ""
+        self.exit_status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.scored = 0
+        self.since_canary = 0
+        self.has_threads = False  # left behind by a function
+        self.check_wanted: asyncio.Future[None] | None = None
+        self.wake: Callable[[], None] = lambda: None  # called when it ends while nothing is asked of it
+        self._asked = 0
+        self._clock = 0.0  # seconds of CPU time up to its last words
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def detail(self) -> str:
+        """For a person: how it ended."""
+        if self.failure == "wall":
+            return "its process gave no verdict within `reward.limits.wall_s` and was killed"
+        status = self.exit_status.result() if self.exit_status.done() else None
+        return f"its process ended ({self.failure}, exit status {'unknown' if status is None else status})"
+
+    async def ask(self, request: dict[str, Any], limits: LimitsConfig) -> dict[str, Any] | None:
+        """The reply, or None when the process ended before it gave one: see `failure`."""
+        self._asked += 1
+        try:
+            self._writer.write(pack({**request, "number": self._asked}))
+            async with asyncio.timeout(limits.wall_s):
+                reply = await _read_frame(self._reader)
+            if reply["number"] != self._asked:
+                raise ValueError("a reply to another item")
+            self._clock = float(reply["clock"])
+            self.has_threads = bool(reply["threads"])
+            return reply
+        except TimeoutError:
+            if self.exit_status.done():  # what it has started holds the socket open
+                self.end(LIMITS.get(self.exit_status.result(), "crash"))
+            # A busy machine gives no process its CPU limit in time: one that computes all the while has earned it.
+            self.end("cpu" if self._computes(limits.cpu_s * COMPUTES) else "wall")
+        except READ_ERRORS:
+            self.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self.exit_status), REPORT_S)
+            status = self.exit_status.result() if self.exit_status.done() else 0
+            self.end(LIMITS.get(status, "crash"))
+        return None
+
+    async def hello(self) -> None:
+        """Waits for its first words. Raises RuntimeError when they do not come."""
+        try:
+            async with asyncio.timeout(FORK_S):
+                words = await _read_frame(self._reader)
+        except (TimeoutError, *READ_ERRORS) as error:
+            self.end("crash")
+            raise RuntimeError(f"a reward child did not start within {FORK_S:g} s ({type(error).__name__})") from None
+        self.pid, self.granted, self._clock = words["pid"], words["granted"], words["clock"]
+
+    def exited(self, status: int) -> None:
+        """The report of its end; one that nothing was asked of ended for a reason of its own."""
+        if not self.exit_status.done():
+            self.exit_status.set_result(status)
+        self.wake()
+
+    def _computes(self, at_least_s: float) -> bool:
+        """Whether it runs, or is ready to, and has used CPU time since its last words."""
+        try:
+            state, used = state_and_cpu(self.pid)
+        except OSError:
+            return False
+        return state == "R" and used - self._clock >= at_least_s
+
+    def end(self, failure: str) -> None:
+        """Kills it, if it lives, and closes the stream."""
+        self.failure = self.failure or failure
+        self.kill()
+        self._writer.close()
+
+    def kill(self) -> None:
+        """SIGKILL; a process whose end is known has given its number back."""
+        if self.pid and not self.exit_status.done():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # with what a function was allowed to start
+
+
+class CleanProcess:
+    """Imports the reward functions and forks children on request; when it ends, they end with it.
+
+    about: what it tells of the functions: digest, reads_last, canaries, without_canary, at_limit.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+        self.about: dict[str, Any] = {}
+        self.gone = asyncio.Event()
+        self._process = process
+        self._control = control
+        self._writer: asyncio.StreamWriter | None = None
+        self._children: dict[int, Child] = {}
+        self._early: dict[int, int] = {}  # ends of children that have not said their number yet
+        self._listener: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, settings: dict[str, Any]) -> "CleanProcess":
+        """Raises ValueError when a reward function cannot be loaded, RuntimeError when the process does not start."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dapo.rewards.child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,  # a Ctrl-C is the driver's business
+            )
+        self = cls(process, ours)
+        try:
+            reader = await self._greet(settings)
+        except BaseException:
+            self.kill()
+            raise
+        self._listener = asyncio.create_task(self._listen(reader))
+        return self
+
+    async def _greet(self, settings: dict[str, Any]) -> asyncio.StreamReader:
+        self._control.sendall(pack(settings))
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._control)
+        where = "its output is in this worker's log"
+        try:
+            async with asyncio.timeout(START_S):
+                self.about = await _read_frame(reader)
+        except TimeoutError:
+            raise RuntimeError(f"the reward functions were not imported within {START_S:g} s; {where}") from None
+        except READ_ERRORS:
+            raise RuntimeError(f"the process that imports the reward functions ended; {where}") from None
+        if "error" in self.about:
+            raise ValueError(self.about["error"])
+        return reader
+
+    async def fork(self) -> Child:
+        """A new child, ready for items. Raises RuntimeError."""
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise RuntimeError(f"the process that forks reward children is gone ({error})") from None
+        finally:
+            theirs.close()
+        child = Child(*await asyncio.open_unix_connection(sock=ours))
+        await child.hello()
+        self._children[child.pid] = child
+        if child.pid in self._early:
+            self._exited(child.pid, self._early.pop(child.pid))
+        return child
+
+    def kill(self) -> None:
+        """Ends it and, through the kernel, its children."""
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._all_gone()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with suppress(*READ_ERRORS):
+            while True:
+                report = await _read_frame(reader)
+                self._exited(report["pid"], report["exit"])
+        self._process.kill()
+        self._process.wait()
+        self._all_gone()
+
+    def _exited(self, pid: int, status: int) -> None:
+        child = self._children.pop(pid, None)
+        if child is None:
+            self._early[pid] = status
+        else:
+            child.exited(status)
+
+    def _all_gone(self) -> None:
+        self.gone.set()
+        for child in list(self._children.values()):
+            child.exited(-signal.SIGKILL)
+        self._children.clear()
+
+
+def state_and_cpu(pid: int) -> tuple[str, float]:
+    """State of a process (R: running or ready) and its seconds of CPU time: proc(5). Raises OSError when it is gone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Raises ValueError for what is no frame."""
+    size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
+    if size > MAX_REPLY_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    value = json.loads(await reader.readexactly(size))
+    if not isinstance(value, dict):
+        raise ValueError("a frame that is no object")
+    return value
+
+
+def _environment() -> dict[str, str]:
+    """One thread each and no GPU; the modules that this process finds are found there."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**os.environ, **threads, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,186 @@
+"""Scores of a Hugging Face sequence-classification model with one label, for whole conversations (DESIGN section 6).
+
+In: conversations. Out: one `Verdict` each, the same as if it had been scored alone: neither its neighbours in a batch
+nor padding change it. Response text is adversarial: it can neither write turns of the conversation nor be cut to fit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from dapo.reward_config import RewardModelConfig
+from dapo.reward_model_checks import head_problems
+from dapo.types import Messages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What is scored. Made by `workers.reward_model`, consumed by `Classifier`.
+
+    messages, prompt_text: those of the `Prompt` with this id; the text counts only where the model's tokenizer has no
+    chat template. response: text of the response, of any kind: empty, NUL, lone surrogates, special tokens spelt out.
+    """
+
+    prompt_id: int
+    messages: Messages
+    prompt_text: str
+    response: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The score of one conversation. Made by `Classifier`, consumed by `workers.reward_model`.
+
+    score: the model's logit; NaN with a `failure`: "too_long", "empty" (no token at all), "not_finite", "memory" (does
+    not fit on the GPU, even alone), "template" (the chat template raised on this response) or "prompt" (it does so on
+    its prompt, whatever the response). detail: the error or the length, where there is one.
+    """
+
+    score: float
+    failure: str = ""
+    detail: str = ""
+
+
+def failed(failure: str, detail: str = "") -> Verdict:
+    """No score; never a zero, which would be one."""
+    return Verdict(score=math.nan, failure=failure, detail=detail)
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in batches of at most `max_tokens` padded tokens each, longest first: neighbours are of like length."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+class Classifier:
+    """The model with its tokenizer, on one device."""
+
+    def __init__(self, config: RewardModelConfig, path: str, device: str) -> None:
+        """path: `config.path`, resolved. device: `cpu` or `cuda`.
+
+        Raises:
+            ValueError: the model is no sequence classifier with one label, or the files lack weights of it.
+            OSError: files are missing or cannot be read.
+        """
+        disable_progress_bar()
+        remote = config.trust_remote_code
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=remote)
+        if problems := list(head_problems(path, settings.architectures or (), settings.num_labels)):
+            raise ValueError("\n".join(problems))
+        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote)
+        dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            path, config=settings, dtype=dtype, trust_remote_code=remote, output_loading_info=True
+        )
+        if missing := sorted(loaded["missing_keys"]):
+            raise ValueError(
+                f"`reward.model.path` ({path}): its files hold no weights for {', '.join(missing[:4])}, which would be "
+                "random; take a complete reward model"
+            )
+        self._device = torch.device(device)
+        self._model = model.to(self._device)
+        self._text_config = model.config.get_text_config()
+        self._text_config.use_cache = False  # keys and values that nobody reads
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._max_tokens = config.max_tokens
+        window = getattr(self._text_config, "max_position_embeddings", None) or math.inf
+        declared = min(window, self._tokenizer.model_max_length)
+        self._max_length = min(config.max_length or declared, window, config.max_tokens)
+        self._declared_pad = getattr(self._text_config, "pad_token_id", None)
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+
+    def score(self, conversations: Sequence[Conversation]) -> list[Verdict]:
+        """One verdict per conversation, in order."""
+        texts: list[str] = []
+        verdicts: dict[int, Verdict] = {}
+        for index, conversation in enumerate(conversations):
+            text = self._text(conversation)
+            texts.append("" if isinstance(text, Verdict) else text)
+            if isinstance(text, Verdict):
+                verdicts[index] = text
+        # A chat template has written every special token itself; without one they are the tokenizer's to add.
+        ids = self._tokenizer(texts, add_special_tokens=not self._tokenizer.chat_template, verbose=False)["input_ids"]
+        for index, tokens in enumerate(ids):
+            if index not in verdicts and not 0 < len(tokens) <= self._max_length:
+                verdicts[index] = failed("too_long" if tokens else "empty", f"{len(tokens)} tokens")
+        left = [index for index in range(len(ids)) if index not in verdicts]
+        for batch in micro_batches([len(ids[index]) for index in left], self._max_tokens):
+            chosen = [left[i] for i in batch]
+            verdicts.update(zip(chosen, self._scores([ids[index] for index in chosen]), strict=True))
+        return [verdicts[index] for index in range(len(conversations))]
+
+    def _text(self, conversation: Conversation) -> str | Verdict:
+        """The conversation as the model reads it."""
+        response = _without(self._special, _readable(conversation.response))
+        if not self._tokenizer.chat_template:
+            return _readable(conversation.prompt_text) + response
+        try:
+            return self._rendered(conversation.messages, response)
+        except Exception as error:  # templates are programs of the model's maker and raise what they like
+            detail = f"{type(error).__name__}: {ascii(str(error)[:200])}"  # it may quote the response
+        try:
+            self._rendered(conversation.messages, "yes")
+        except Exception:
+            return failed("prompt", detail)
+        return failed("template", detail)
+
+    def _rendered(self, messages: Messages, response: str) -> str:
+        turns = [{"role": role, "content": content} for role, content in (*messages, ("assistant", response))]
+        return _readable(str(self._tokenizer.apply_chat_template(turns, tokenize=False)))
+
+    def _scores(self, ids: list[list[int]]) -> list[Verdict]:
+        try:
+            scores = self._forward(ids).tolist()
+            return [Verdict(score=score) if math.isfinite(score) else failed("not_finite") for score in scores]
+        except torch.OutOfMemoryError as error:
+            detail = str(error)
+        if len(ids) == 1:
+            return [failed("memory", detail)]
+        torch.cuda.empty_cache()  # only here: in the handler above, the failed pass still holds its tensors
+        half = len(ids) // 2
+        return self._scores(ids[:half]) + self._scores(ids[half:])
+
+    @torch.inference_mode()
+    def _forward(self, ids: list[list[int]]) -> Tensor:
+        """Logits [B], float32, of B token lists, padded on the right."""
+        pad = self._text_config.pad_token_id = self._pad(ids)
+        width = max(map(len, ids))
+        tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=self._device)
+        lengths = torch.tensor([[len(row)] for row in ids], device=self._device)
+        mask = (torch.arange(width, device=self._device) < lengths).long()
+        logits: Tensor = self._model(input_ids=tokens, attention_mask=mask).logits
+        return logits.float().reshape(len(ids))
+
+    def _pad(self, ids: list[list[int]]) -> int:
+        """The model's padding token. Decoders read the score at the last token that is none: where the model names no
+        padding token, or one that it has no embedding for, it must be one that no sequence holds, or a stop token
+        taken for padding would move the score of every response that ends with it."""
+        if self._declared_pad is not None and 0 <= self._declared_pad < self._vocabulary:
+            return int(self._declared_pad)
+        used = {token for row in ids for token in row}
+        return next(token for token in range(self._vocabulary) if token not in used)
+
+
+def _readable(text: str) -> str:
+    """Lone surrogates, which no tokenizer takes, become U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _without(special: Sequence[str], response: str) -> str:
+    """Special tokens that a response spells out get a space: as plain text they open no turn of the conversation."""
+    for token in special:
+        for _ in range(2):  # a token may overlap itself
+            if len(token) > 1 and token in response:
+                response = response.replace(token, f"{token[0]} {token[1:]}")
+    return response
