@@ -30,7 +30,7 @@ _SPECIAL_TOKENS = re.compile(
 )
 _BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*\{?)\s*$")
-_RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/^\u2212]|\\(?:times|cdot|div))")
+_RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/\u2212]|\^(?!\s*\{?\s*\\circ)|\\(?:times|cdot|div))")
 # A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
 _BOX_IN_EXPRESSION = re.compile(
     r"(?:[0-9)}]\s*-|[0-9A-Za-z)}]\s*[+/^]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)\s*\\f?boxed"
@@ -98,9 +98,10 @@ def _formula_is_all(text: str) -> bool:
     if len(parts) < 3:
         return True
     formula = parts[1].strip()
-    if any(other.strip() not in ("", formula) for other in parts[3::2]):
+    if any(other.strip(" {}") not in ("", formula) for other in parts[3:-1:2]):
         return False
-    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(parts[0::2]))):
+    beside = parts[0::2] if len(parts) % 2 else [*parts[0::2], parts[-1]]  # the last dollar may open nothing
+    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(beside))):
         return False
     return not (_LEFT_OPERATOR.search(parts[0]) or _RIGHT_OPERATOR.match(parts[2]))
 
