@@ -24,7 +24,21 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
 ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
+GRADIENT_CHECKPOINTING = ("full", "selective", "none")
+TRANSPORTS = ("auto", "object_store", "broadcast", "ipc")
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
+
+
+@dataclass(slots=True)
+class LoraConfig:
+    """Low-rank adapters (peft) in place of training all weights. rank: 0 = off. alpha: the adapter counts alpha / rank.
+
+    target_modules: names of the linear layers that get one, as peft takes them; `all-linear` is all but the head.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
 
 @dataclass(slots=True)
@@ -32,12 +46,18 @@ class ModelConfig:
     """path: a Hugging Face directory or hub name, or `pkg://PACKAGE/DIR` inside an installed package.
 
     dtype: compute type of the actors' forward and backward and of the engines; master weights are float32.
+    attn_implementation: `auto` is packed attention of our own (torch's variable-length kernels on GPU, one SDPA call
+    per sequence on CPU); any other name goes to transformers: flash_attention_2, sdpa, ...
+    gradient_checkpointing: what the backward pass computes again, per decoder layer: `full` everything, `selective`
+    everything but attention and every other matrix product, `none` nothing.
     """
 
     path: str = MISSING
     dtype: str = "bfloat16"
     trust_remote_code: bool = False
-    gradient_checkpointing: bool = True
+    attn_implementation: str = "auto"
+    gradient_checkpointing: str = "full"
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(slots=True)
@@ -138,7 +158,10 @@ class ActorConfig:
     update goes over its batch. shuffle: deal the groups to the mini-batches by a seeded permutation, and take the
     mini-batches in another order in each epoch; false keeps the order of the draws.
 
-    max_tokens_per_gpu: hard bound on the tokens of one packed micro-batch. offload: parameters, gradients and optimizer
+    max_tokens_per_gpu: hard bound on the tokens of one packed micro-batch that one rank computes.
+    ulysses_sequence_parallel_size: ranks that share each micro-batch, so that it may hold that many times
+    `max_tokens_per_gpu`; attention heads are dealt out over them. fsdp_size: ranks that one copy of the parameters is
+    sharded over, -1 = all; with fewer, copies train side by side (HSDP). offload: parameters, gradients and optimizer
     state live in host memory between uses. cpu_threads: threads of one rank without GPU. timeout_s: longest update.
     reshard_after_forward: free gathered parameters after the forward pass and reduce gradients in every micro-batch;
     false keeps both until the last micro-batch: fewer collectives, for models that fit.
@@ -149,6 +172,8 @@ class ActorConfig:
     ppo_epochs: int = 1
     shuffle: bool = True
     max_tokens_per_gpu: int = 22528
+    ulysses_sequence_parallel_size: int = 1
+    fsdp_size: int = -1
     reshard_after_forward: bool = True
     offload: bool = False
     cpu_threads: int = 1
@@ -159,10 +184,14 @@ class ActorConfig:
 
 @dataclass(slots=True)
 class WeightSyncConfig:
-    """bucket_bytes: size of one transfer. max_mean_logprob_diff: bound on mean |logp(actor) - logp(engine)| of a batch
-    sampled by the current policy; above it the run stops before the optimizer step, because the engines sample from
-    other weights than those trained. timeout_s: longest sync."""
+    """transport: how weights travel. `object_store`: shared memory of Ray. `broadcast`: one process group of actor rank
+    0 and all engines, NCCL on GPU, gloo on CPU. `ipc`: CUDA memory that both roles see, where they share GPUs. `auto`:
+    ipc with `trainer.colocate`, else broadcast on GPU, object_store on CPU. bucket_bytes: size of one transfer.
+    max_mean_logprob_diff: bound on mean |logp(actor) - logp(engine)| of a batch sampled by the current policy; above it
+    the run stops before the optimizer step, because the engines sample from other weights than those trained.
+    timeout_s: longest sync."""
 
+    transport: str = "auto"
     bucket_bytes: int = 1 << 30
     max_mean_logprob_diff: float = 0.05
     timeout_s: float = 600.0
@@ -195,13 +224,14 @@ class LoggingConfig:
 @dataclass(slots=True)
 class TrainerConfig:
     """device: `cpu`, `cuda`, or `auto` (cuda where the Ray cluster has GPUs). ray_address: `auto` joins a running
-    cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one."""
+    cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one. colocate: engines and actors share GPUs."""
 
     total_steps: int = 1000
     seed: int = 0
     output_dir: str = "outputs/dapo"
     device: str = "auto"
     ray_address: str = ""
+    colocate: bool = False
 
 
 @dataclass(slots=True)

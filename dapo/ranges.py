@@ -55,6 +55,7 @@ def _counts(cfg: Config) -> dict[str, float]:
         "reward.limits.memory_bytes": cfg.reward.limits.memory_bytes,
         "actor.num_workers": cfg.actor.num_workers,
         "actor.cpu_threads": cfg.actor.cpu_threads,
+        "actor.max_tokens_per_gpu": cfg.actor.max_tokens_per_gpu,
         "actor.ppo_mini_batch_size": cfg.actor.ppo_mini_batch_size,
         "actor.ppo_epochs": cfg.actor.ppo_epochs,
         "trainer.total_steps": cfg.trainer.total_steps,

@@ -5,7 +5,6 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from dapo.algorithm_config import (
     CORRECTION_LEVELS,
@@ -15,13 +14,12 @@ from dapo.algorithm_config import (
     POLICY_LOSSES,
 )
 from dapo.config import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
-from dapo.paths import checked_path
 from dapo.ranges import numbers
 from dapo.reward_model_checks import reward_model
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
+from dapo.validate_actor import actor
 
-DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens
@@ -45,7 +43,7 @@ def validate(cfg: Config) -> None:
         _objective,
         _schedule,
         _engine_args,
-        _model,
+        actor,
         _reward_functions,
         reward_model,
         _torchvision,
@@ -73,7 +71,6 @@ def _choices(cfg: Config) -> Iterator[str]:
         "algorithm.rollout_correction.level": (cfg.algorithm.rollout_correction.level, CORRECTION_LEVELS),
         "actor.optim.lr_scheduler": (cfg.actor.optim.lr_scheduler, LR_SCHEDULERS),
         "actor.optim.lr_scheduler_unit": (cfg.actor.optim.lr_scheduler_unit, LR_SCHEDULER_UNITS),
-        "model.dtype": (cfg.model.dtype, DTYPES),
         "trainer.device": (cfg.trainer.device, DEVICES),
         "checkpoint.resume": (cfg.checkpoint.resume, RESUME),
         "filter_groups.on_budget": (cfg.filter_groups.on_budget, ON_BUDGET),
@@ -114,12 +111,6 @@ def _lengths(cfg: Config) -> Iterator[str]:
             f"`reward.overlong_buffer.len` ({overlong.len}) must be at least 1 and smaller than "
             f"`data.max_response_length` ({response}); lower the buffer, raise the cap, or switch it off "
             "(`reward.overlong_buffer.enable=false`)"
-        )
-    if cfg.actor.max_tokens_per_gpu < prompt + response:
-        yield (
-            f"`actor.max_tokens_per_gpu` ({cfg.actor.max_tokens_per_gpu}) must hold one sequence of "
-            f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {prompt + response}); "
-            "raise it or lower the lengths"
         )
     window = cfg.rollout.vllm.get("max_model_len")
     if window is not None and window < prompt + response:
@@ -176,16 +167,6 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
-
-
-def _model(cfg: Config) -> Iterator[str]:
-    try:
-        path = checked_path(cfg.model.path, key="model.path")
-    except ValueError as error:
-        yield str(error)
-        return
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:

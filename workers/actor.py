@@ -65,19 +65,22 @@ class ActorWorker:
         import torch
 
         from workers import fsdp
+        from workers.mesh import init_mesh
         from workers.update import Updater
 
         if self._device == "cpu":
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
         self._fsdp = fsdp
-        self._mesh = fsdp.init_mesh(
+        self._mesh = init_mesh(
             self._device,
             rank=rank,
             world_size=world_size,
             address=master_addr,
             port=master_port,
             timeout_s=self._cfg.actor.timeout_s,
+            fsdp_size=self._cfg.actor.fsdp_size,
+            sequence_size=self._cfg.actor.ulysses_sequence_parallel_size,
         )
         self._policy = fsdp.load_policy(self._cfg, self._mesh)
         self._optimizer = fsdp.build_optimizer(self._policy, self._cfg)

@@ -7,14 +7,12 @@ Every public function is a collective: all ranks call it in the same order (DESI
 import copy
 import hashlib
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -23,36 +21,25 @@ from transformers.utils.logging import disable_progress_bar
 
 from dapo.config import Config, ModelConfig
 from workers.attention import PACKED_ATTENTION
+from workers.mesh import Mesh
 from workers.policy import PackedPolicy
 
 
-def init_mesh(device: str, *, rank: int, world_size: int, address: str, port: int, timeout_s: float) -> DeviceMesh:
-    """Join the process group at tcp://address:port; `timeout_s` bounds each collective. Returns the 1-D mesh."""
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
-
-
-def load_policy(cfg: Config, mesh: DeviceMesh) -> PackedPolicy:
+def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
     """The model of `cfg.model.path`, sharded per decoder layer. Rank 0 reads the files; the others get its weights."""
     disable_progress_bar()
-    model = _read_model(cfg.model) if mesh.get_rank() == 0 else _empty_model(cfg.model)
+    model = _read_model(cfg.model) if mesh.rank == 0 else _empty_model(cfg.model)
     full = {name: parameter.detach() for name, parameter in model.named_parameters()}
     policy = PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
     policy.train()  # transformers checkpoints activations only in training mode
-    if cfg.model.gradient_checkpointing:
+    if cfg.model.gradient_checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _shard(policy, cfg, mesh)
     _broadcast(model, full, mesh)
     return policy
 
 
-def load_reference(cfg: Config, mesh: DeviceMesh) -> PackedPolicy:
+def load_reference(cfg: Config, mesh: Mesh) -> PackedPolicy:
     """The model of `cfg.model.path` once more, frozen and sharded alike: the reference policy of `algorithm.kl`."""
     return load_policy(cfg, mesh).requires_grad_(False).eval()
 
@@ -81,7 +68,7 @@ def _empty_model(cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def _shard(policy: PackedPolicy, cfg: Config, mesh: DeviceMesh) -> None:
+def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
     """`fully_shard` on each decoder layer and on the root, which holds embeddings, final norm and head."""
     layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -91,28 +78,28 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: DeviceMesh) -> None:
         )
     dtype = getattr(torch, cfg.model.dtype)
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cfg.actor.offload and mesh.device_type == "cuda" else OffloadPolicy()
+    offload = CPUOffloadPolicy() if cfg.actor.offload and mesh.device == "cuda" else OffloadPolicy()
     for layer in layers:
         fully_shard(
             layer,
-            mesh=mesh,
+            mesh=mesh.fsdp,
             reshard_after_forward=cfg.actor.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
         )
     # The backward pass begins with the head: freeing the root after the forward pass would save nothing.
-    fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
 
 
 @torch.no_grad()
-def _broadcast(model: PreTrainedModel, full: dict[str, Tensor], mesh: DeviceMesh) -> None:
+def _broadcast(model: PreTrainedModel, full: dict[str, Tensor], mesh: Mesh) -> None:
     """Rank 0's full parameters into everyone's shards, one at a time, and its buffers into everyone's."""
-    device = torch.device(mesh.device_type)
+    device = torch.device(mesh.device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = full.pop(name).to(device) if mesh.get_rank() == 0 else torch.empty(parameter.shape, device=device)
+        whole = full.pop(name).to(device) if mesh.rank == 0 else torch.empty(parameter.shape, device=device)
         dist.broadcast(whole, src=0)
-        shard = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
+        shard = distribute_tensor(whole, mesh.fsdp, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(shard.to_local())
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
@@ -148,16 +135,16 @@ def reshard(policy: PackedPolicy) -> None:
             module.reshard()
 
 
-def full_parameters(policy: PackedPolicy, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(policy: PackedPolicy, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full float32 tensor on the mesh's device), one at a time; tied weights once."""
     reshard(policy)
     for name, parameter in policy.model.named_parameters():
-        shard = parameter.detach().to(mesh.device_type)
+        shard = parameter.detach().to(mesh.device)
         assert isinstance(shard, DTensor)
         yield name, shard.full_tensor()
 
 
-def checksum(policy: PackedPolicy, mesh: DeviceMesh) -> str:
+def checksum(policy: PackedPolicy, mesh: Mesh) -> str:
     """sha256 over names and bytes of all full parameters; equal on all ranks."""
     digest = hashlib.sha256()
     for name, tensor in full_parameters(policy, mesh):
@@ -181,14 +168,14 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
-def export_hf(policy: PackedPolicy, mesh: DeviceMesh, cfg: ModelConfig, directory: str) -> None:
+def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
     """Rank 0 writes configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them."""
     dtype = getattr(torch, cfg.dtype)
     state = {}
     for name, tensor in full_parameters(policy, mesh):
-        if mesh.get_rank() == 0:
+        if mesh.rank == 0:
             state[name] = tensor.to("cpu", dtype)
-    if mesh.get_rank() == 0:
+    if mesh.rank == 0:
         policy.model.save_pretrained(directory, state_dict=state)
         config = copy.deepcopy(policy.model.config)
         config.dtype = dtype  # transformers wrote the type of the master weights

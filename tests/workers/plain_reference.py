@@ -56,7 +56,7 @@ def make_config(model: Path, **actor: Any) -> Config:
     cfg = Config()
     cfg.model.path = str(model)
     cfg.model.dtype = "float32"
-    cfg.model.gradient_checkpointing = False
+    cfg.model.gradient_checkpointing = "none"
     cfg.rollout.temperature = TEMPERATURE
     cfg.actor = dataclasses.replace(cfg.actor, max_tokens_per_gpu=64, **actor)
     cfg.actor.optim.lr = 3e-3

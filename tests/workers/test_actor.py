@@ -68,7 +68,7 @@ def pools(model_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         key = (model, ranks, dtype)
         if key not in started:
             cfg = make_config(model_dirs[model], num_workers=ranks, reshard_after_forward=model == "tied")
-            cfg.model.gradient_checkpointing = model == "tied"
+            cfg.model.gradient_checkpointing = "full" if model == "tied" else "none"
             cfg.model.dtype = dtype
             pool = start_pool(cfg)
             initial = str(tmp_path_factory.mktemp("initial") / "state")

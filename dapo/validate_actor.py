@@ -1,0 +1,117 @@
+"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.validate`.
+
+In: a `Config`. Out: one line per problem, with key, value and remedy.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo.config import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
+from dapo.paths import checked_path
+
+DTYPES = ("float32", "bfloat16", "float16")
+# transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.
+MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def actor(cfg: Config) -> Iterator[str]:
+    """Everything that the actor ranks would stumble over."""
+    yield from _choices(cfg)
+    yield from _ranks(cfg)
+    yield from _tokens(cfg)
+    yield from _attention(cfg)
+    yield from _lora(cfg)
+    yield from _model(cfg)
+
+
+def _choices(cfg: Config) -> Iterator[str]:
+    choices = {
+        "model.dtype": (cfg.model.dtype, DTYPES),
+        "model.gradient_checkpointing": (cfg.model.gradient_checkpointing, GRADIENT_CHECKPOINTING),
+        "weight_sync.transport": (cfg.weight_sync.transport, TRANSPORTS),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            yield f"`{key}` ({value}) must be one of {', '.join(allowed)}"
+
+
+def _ranks(cfg: Config) -> Iterator[str]:
+    ranks = cfg.actor.num_workers
+    sizes = {
+        "actor.ulysses_sequence_parallel_size": cfg.actor.ulysses_sequence_parallel_size,
+        "actor.fsdp_size": ranks if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size,
+    }
+    for key, size in sizes.items():
+        if size < 1 or ranks % size:
+            divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            yield f"`{key}` ({size}) must divide `actor.num_workers` ({ranks}): {divisors}"
+
+
+def _tokens(cfg: Config) -> Iterator[str]:
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    shared = cfg.actor.ulysses_sequence_parallel_size
+    room = cfg.actor.max_tokens_per_gpu * shared
+    if shared >= 1 and room < prompt + response:
+        yield (
+            f"`actor.max_tokens_per_gpu` ({cfg.actor.max_tokens_per_gpu}) x `actor.ulysses_sequence_parallel_size` "
+            f"({shared}) must hold one sequence of `data.max_prompt_length` + `data.max_response_length` ({prompt} + "
+            f"{response} = {prompt + response}); raise one of them or lower the lengths"
+        )
+
+
+def _attention(cfg: Config) -> Iterator[str]:
+    name = cfg.model.attn_implementation
+    if cfg.actor.ulysses_sequence_parallel_size > 1 and name not in MASKLESS:
+        yield (
+            f"`model.attn_implementation` ({name}) needs a mask of the whole sequence, and with "
+            f"`actor.ulysses_sequence_parallel_size` ({cfg.actor.ulysses_sequence_parallel_size}) a rank holds a part "
+            f"of it; take one of {', '.join(MASKLESS)}"
+        )
+
+
+def _lora(cfg: Config) -> Iterator[str]:
+    lora = cfg.model.lora
+    if lora.rank < 0:
+        yield f"`model.lora.rank` ({lora.rank}) must be 0 (off) or more; 8 to 64 are usual"
+    if lora.rank > 0 and not 0 < lora.alpha < math.inf:
+        yield f"`model.lora.alpha` ({lora.alpha}) must be greater than 0; 2 x `model.lora.rank` is usual"
+    if lora.rank > 0 and not lora.target_modules:
+        yield "`model.lora.target_modules` is empty; give names of linear layers, or [all-linear]"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    try:
+        path = Path(checked_path(cfg.model.path, key="model.path"))
+    except ValueError as error:
+        yield str(error)
+        return
+    if not path.is_dir():
+        return  # a hub name: the ranks say the same when they have its config.json
+    if not (path / "config.json").is_file():
+        yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
+        return
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield f"`model.path` ({cfg.model.path}): config.json cannot be read ({error})"
+        return
+    yield from heads_problems(cfg, config)
+
+
+def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
+    """config: what a model's config.json says. Heads are dealt out over the ranks that share a micro-batch."""
+    shared = cfg.actor.ulysses_sequence_parallel_size
+    heads = config.get("num_attention_heads")
+    if shared <= 1 or not isinstance(heads, int):
+        return
+    key_heads = config.get("num_key_value_heads") or heads
+    if heads % shared or (key_heads % shared and shared % key_heads):
+        fitting = [n for n in range(1, heads + 1) if not heads % n and not (key_heads % n and n % key_heads)]
+        yield (
+            f"`actor.ulysses_sequence_parallel_size` ({shared}) must divide the {heads} attention heads of "
+            f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "
+            f"it can be {', '.join(map(str, fitting))}"
+        )

@@ -1,0 +1,92 @@
+"""The actor ranks' process groups: who shards parameters with whom, and who shares a sequence (DESIGN section 7).
+
+In: rank, world size and two sizes of the configuration. Out: a `Mesh`. Neighbouring ranks, which usually sit on one
+node, form each sequence-parallel group and each shard group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with copies side by side, 2-D ("replicate",
+    "shard"). sequence: group of the ranks that share each micro-batch; None where every rank has its own.
+    """
+
+    device: str
+    rank: int
+    world_size: int
+    fsdp: DeviceMesh
+    sequence: dist.ProcessGroup | None
+    sequence_size: int
+
+    @property
+    def sequence_rank(self) -> int:
+        """Place of this rank among those that share its micro-batches."""
+        return self.rank % self.sequence_size
+
+    @property
+    def num_copies(self) -> int:
+        """How often all parameters lie on the ranks."""
+        return self.world_size // self.fsdp.size(-1)
+
+
+def init_mesh(
+    device: str,
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout_s: float,
+    fsdp_size: int = -1,
+    sequence_size: int = 1,
+) -> Mesh:
+    """Join the process group at tcp://address:port; `timeout_s` bounds each collective.
+
+    fsdp_size: `actor.fsdp_size`. sequence_size: `actor.ulysses_sequence_parallel_size`. Both divide `world_size`
+    (`dapo.validate_actor` has checked).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cuda":
+        torch.cuda.set_device(0)  # Ray shows each rank its own GPU alone
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    size = world_size if fsdp_size == -1 else fsdp_size
+    sequence = _group(_blocks(world_size, sequence_size), timeout) if sequence_size > 1 else None
+    return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence, sequence_size)
+
+
+def _fsdp_mesh(device: str, world_size: int, size: int, timeout: timedelta) -> DeviceMesh:
+    if size == world_size:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("shard",))
+    blocks = _blocks(world_size, size)
+    shard = _group(blocks, timeout)
+    replicate = _group([list(ranks) for ranks in zip(*blocks, strict=True)], timeout)
+    return DeviceMesh.from_group(
+        [replicate, shard], device, mesh=torch.tensor(blocks), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _blocks(world_size: int, size: int) -> list[list[int]]:
+    """Neighbouring ranks in groups of `size`."""
+    return [list(range(start, start + size)) for start in range(0, world_size, size)]
+
+
+def _group(partition: Sequence[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group of a partition of all ranks. A collective; groups do not inherit the timeout by themselves."""
+    group, _ = dist.new_subgroups_by_enumeration(list(partition), timeout=timeout)
+    assert group is not None
+    return group
