@@ -1,0 +1,182 @@
+"""The shape of a decoder and what follows from it: parameters and FLOPs; a model's name in, a `ModelShape` out.
+
+Reads config.json alone: no torch, no network. The shapes of the shipped experiments' models lie in config/models, so
+that `dapo.plan` answers on a machine that has none of them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.overrides import config_dir
+from dapo.paths import resolve_path
+
+# Dense decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and
+# Qwen3 a norm of its own on each head's query and key.
+DENSE = ("qwen2", "qwen3", "llama", "mistral")
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+class UnknownShape(ValueError):
+    """The model has no config.json that can be found, or an architecture that `ModelShape` does not describe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """attention_bias: of the query, key and value projections. qk_norm: RMS norms on the heads' queries and keys."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads' queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all heads' keys, and of their values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one decoder layer that are multiplied with each token."""
+        attention = self.hidden_size * (2 * self.attention_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer: matrices, biases, norms."""
+        biases = self.attention_size + 2 * self.kv_size if self.attention_bias else 0
+        return self.layer_matrices + biases + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding matrix; a head that is not tied has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int:
+        """Outside the decoder layers: embedding, head unless tied, final norm."""
+        return self.embedding_parameters * (1 if self.tie_word_embeddings else 2) + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All, tied ones once."""
+        return self.num_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def head_flops(self) -> int:
+        """FLOPs of the head for one token, forward."""
+        return 2 * self.embedding_parameters
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the matrices for one token, forward, head included: all that does not grow with the length."""
+        return 2 * self.num_layers * self.layer_matrices + self.head_flops
+
+    def attention_flops(self, length: int) -> float:
+        """Causal attention of one sequence of `length` tokens, forward: scores and weighted values, half of 4 h L^2."""
+        return 2.0 * self.num_layers * self.attention_size * length * length
+
+    def forward_flops(self, lengths: Iterable[int], head_tokens: int | None = None) -> float:
+        """FLOPs of one forward pass over sequences of these lengths.
+
+        head_tokens: positions whose logits are computed; None = all.
+        """
+        lengths = list(lengths)
+        tokens = sum(lengths)
+        without_head = (sum(lengths) if head_tokens is None else head_tokens) - tokens
+        quadratic = sum(self.attention_flops(length) for length in lengths)
+        return float(tokens * self.flops_per_token + without_head * self.head_flops) + quadratic
+
+    @property
+    def attention_equals_rest_tokens(self) -> int:
+        """Length at which attention costs as much as all matrices; scales the quadratic part of a length's work."""
+        return round(self.flops_per_token / (2 * self.num_layers * self.attention_size))
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """config: what a config.json says. name: for errors, the value of `model.path`.
+
+    Raises UnknownShape for mixtures of experts and whatever else is not one of `DENSE`.
+    """
+    kind = config.get("model_type")
+    missing = [key for key in KEYS if not isinstance(config.get(key), int)]
+    odd = [key for key in ("mlp_bias", "attention_bias") if config.get(key)]
+    if kind not in DENSE or missing or odd:
+        why = f"config.json lacks {', '.join(missing)}" if missing else f"{', '.join(odd)} is set" if odd else ""
+        raise UnknownShape(
+            f"`model.path` ({name}): the shape of a {kind} model {f'({why}) ' if why else ''}is not known; known are "
+            f"dense models of the kinds {', '.join(DENSE)}"
+        )
+    heads = config["num_attention_heads"]
+    return ModelShape(
+        model_type=kind,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+    )
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name known here or in the hub's cache.
+
+    Raises UnknownShape when there is none.
+    """
+    directory = Path(resolve_path(path))
+    file = directory / "config.json" if directory.is_dir() else _known(path) or _cached(path)
+    if file is None or not file.is_file():
+        known = ", ".join(sorted(one.stem.replace("--", "/") for one in _shipped().glob("*.json")))
+        raise UnknownShape(
+            f"`model.path` ({path}): no config.json in {file.parent if file else 'the Hugging Face cache'}; give a "
+            f"directory that has one, download it (`hf download {path} config.json`), or take one of {known}"
+        )
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnknownShape(f"`model.path` ({path}): {file} cannot be read ({error})") from error
+    return config
+
+
+def read_shape(path: str) -> ModelShape:
+    """The shape of `model.path`. Raises UnknownShape, a ValueError, when it cannot be found or is not described."""
+    return shape_of(read_config(path), path)
+
+
+def _shipped() -> Path:
+    return config_dir() / "models"
+
+
+def _known(name: str) -> Path | None:
+    file = _shipped() / f"{name.replace('/', '--')}.json"
+    return file if file.is_file() else None
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a path that does not exist
+        return None
+    return Path(found) if isinstance(found, str) else None

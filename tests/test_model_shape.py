@@ -1,0 +1,113 @@
+"""Shapes against transformers' own modules on the meta device, and FLOPs against torch's counter."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dapo.model_shape import UnknownShape, read_config, read_shape, shape_of
+
+ROOT = Path(__file__).resolve().parents[1]
+# As the hub counts them in the published safetensors files.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+}
+
+
+def meta_model(config):
+    kwargs = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **kwargs), attn_implementation="eager"
+        )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_shapes_have_the_published_parameters(name):
+    shape = read_shape(name)
+    assert shape.parameters == PUBLISHED[name]
+    assert shape.parameters == meta_model(read_config(name)).num_parameters()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+def test_parameters_of_each_kind(kind, tied):
+    config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
+    if kind == "qwen3":
+        config["head_dim"] = 32
+    assert shape_of(config, kind).parameters == meta_model(config).num_parameters()
+
+
+def test_flops_are_what_torch_counts():
+    """torch counts the whole of the score matrix, twice what causal attention needs."""
+    config = SMALL | {"model_type": "qwen2"}
+    shape, length = shape_of(config, "small"), 96
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        meta_model(config)(torch.zeros(1, length, dtype=torch.long, device="meta"))
+    expected = shape.forward_flops([length]) + shape.attention_flops(length)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.002)  # the rest: rotary frequencies
+    assert shape.forward_flops([length], head_tokens=0) == shape.forward_flops([length]) - length * shape.head_flops
+
+
+def test_attention_equals_the_rest_where_it_says():
+    shape = read_shape("Qwen/Qwen2.5-32B")
+    length = shape.attention_equals_rest_tokens
+    assert shape.attention_flops(length) == pytest.approx(length * shape.flops_per_token, rel=1e-4)
+
+
+def test_a_directory_and_a_package_are_read(tmp_path):
+    assert read_shape("pkg://dapo.tiny/base") == read_shape(str(ROOT / "dapo/tiny/base"))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama"}))
+    assert read_shape(str(tmp_path)).num_layers == 3
+
+
+def test_the_hub_cache_is_read(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(SMALL | {"model_type": "mistral"}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert read_shape("some/model").hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        pytest.param(SMALL | {"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe", id="experts"),
+        pytest.param({"model_type": "qwen2", "hidden_size": 64}, "lacks intermediate_size", id="missing"),
+        pytest.param(SMALL | {"model_type": "llama", "attention_bias": True}, "attention_bias is set", id="bias"),
+        pytest.param({}, "None", id="empty"),
+    ],
+)
+def test_what_is_not_known_is_said(config, says):
+    with pytest.raises(UnknownShape, match=says):
+        shape_of(config, "m")
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/dir"])
+def test_a_model_that_is_not_there(name):
+    with pytest.raises(ValueError, match=r"`model.path` .*hf download.*Qwen/Qwen2.5-7B"):
+        read_shape(name)
+
+
+def test_broken_config(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnknownShape, match="cannot be read"):
+        read_shape(str(tmp_path))
