@@ -116,12 +116,15 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
 
 
 def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Of the trained tokens: updates between the policy that sampled them and the one that the update starts from."""
+    """Of the trained tokens: updates between the policy that sampled them and the one that the update starts from; and
+    the share of responses that crossed a weight update."""
+    crossed = [len(set(sequence.staleness.tolist())) > 1 for sequence in sequences]
     tokens = np.concatenate([np.zeros(0), *(sequence.staleness for sequence in sequences)])
     return {
         "batch/staleness_mean": float(tokens.mean()) if len(tokens) else 0.0,
         "batch/staleness_max": float(tokens.max(initial=0)),
         "batch/stale_tokens": float((tokens > 0).mean()) if len(tokens) else 0.0,
+        "batch/crossed_responses": float(np.mean(crossed)) if crossed else 0.0,
     }
 
 

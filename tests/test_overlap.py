@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 TOTAL, STOP_AT, BATCH = 8, 4, 4
 OVERLAP = (
     *("filter_groups.max_staleness=1", f"trainer.total_steps={TOTAL}", "eval.before_train=false"),
-    *(f"eval.every={STOP_AT}", "checkpoint.every=1", "checkpoint.keep=0"),
+    *(f"eval.every={STOP_AT}", "checkpoint.every=3"),
     # Long-tailed responses and a short update: some are under way whenever the weights change. And nearly every group
     # is usable, so that of the draws that start while the rate is unknown most are too old when their turn comes.
     *("data.max_response_length=512", "actor.max_tokens_per_gpu=1024", "actor.ppo_epochs=1"),
@@ -145,7 +145,6 @@ def test_current_tokens_have_the_actors_logprobs_and_stale_ones_have_not(run):
 
 
 def test_responses_cross_weight_updates_and_know_which_tokens_are_of_which_version(run):
-    crossed = 0
     for saved in (*run.earlier, run.stopped, run.ended):
         for row in saved.rows:
             spans = row["policy_versions"]
@@ -154,8 +153,7 @@ def test_responses_cross_weight_updates_and_know_which_tokens_are_of_which_versi
             assert versions == sorted(set(versions))
             edges = [0, *[span["end"] for span in spans]]
             assert [span["start"] for span in spans] == edges[:-1] and edges[-1] == len(row["token_ids"])
-            crossed += len(spans) > 1
-    assert crossed > 0
+    assert any(line["batch/crossed_responses"] > 0 for line in run.steps)
 
 
 def test_every_draw_is_in_one_state_and_each_step_trains_a_batch(run):

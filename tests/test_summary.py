@@ -13,7 +13,7 @@ from dapo.buffer import OversamplingBuffer
 from dapo.config import Config
 from dapo.outcome import classify
 from dapo.summary import step_metrics
-from dapo.types import Collected, Group, Score, VersionSpan
+from dapo.types import Collected, Group, Response, Score, VersionSpan
 from tests.fakes import make_group, make_response
 
 NAN = math.nan
@@ -84,15 +84,30 @@ LEDGER = {
 }
 
 
+def kept(trained: list[Group], filtering: bool) -> list[Response]:
+    return [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
+
+
 def stale_tokens(trained: list[Group], filtering: bool) -> list[int]:
-    responses = [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
     return [
-        VERSION - span.version for r in responses for span in r.policy_versions for _ in range(span.start, span.end)
+        VERSION - span.version
+        for r in kept(trained, filtering)
+        for span in r.policy_versions
+        for _ in range(span.start, span.end)
     ]
 
 
+def crossed(trained: list[Group], filtering: bool) -> list[bool]:
+    return [len({span.version for span in r.policy_versions}) > 1 for r in kept(trained, filtering)]
+
+
 def brute_force(
-    drawn: list[Group], trained: list[Group], advantages: list[float], stale: list[int], lost: list[int]
+    drawn: list[Group],
+    trained: list[Group],
+    advantages: list[float],
+    stale: list[int],
+    crossed: list[bool],
+    lost: list[int],
 ) -> dict[str, float]:
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
@@ -136,6 +151,7 @@ def brute_force(
         "batch/staleness_mean": sum(stale) / len(stale) if stale else 0.0,
         "batch/staleness_max": max(stale, default=0),
         "batch/stale_tokens": sum(stale) / len(stale) if stale else 0.0,  # all of them are one update old
+        "batch/crossed_responses": sum(crossed) / len(crossed) if crossed else 0.0,
         "perf/returned_draws": 3,
         "perf/aborted_tokens": aborted,
         "perf/goodput": sum(per_group) / (sum(lengths) + aborted),
@@ -170,7 +186,9 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
     )
     batch = build_batch(trained, cfg, version=VERSION)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
-    expected = brute_force(drawn, trained, advantages, stale_tokens(trained, filtering), lost)
+    expected = brute_force(
+        drawn, trained, advantages, stale_tokens(trained, filtering), crossed(trained, filtering), lost
+    )
     metrics = step_metrics(collected, batch, UPDATE, SECONDS, sum(lost), make_buffer())
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)

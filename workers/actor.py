@@ -37,7 +37,10 @@ class RankWork:
 
 
 def split_batch(batch: TrainBatch, num_ranks: int, max_tokens: int) -> list[RankWork]:
-    """Pack each mini-batch over the ranks (`dapo.packing`). Raises ValueError for a sequence beyond `max_tokens`."""
+    """Pack each mini-batch over ranks, or groups of ranks that share micro-batches (`dapo.packing`).
+
+    Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
+    """
     shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
     for sequences in batch.minibatches:
         packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens)
@@ -86,7 +89,7 @@ class ActorWorker:
         self._optimizer = fsdp.build_optimizer(self._policy, self._cfg)
         kl = self._cfg.algorithm.kl
         reference = fsdp.load_reference(self._cfg, self._mesh) if kl.loss_coeff or kl.reward_coeff else None
-        self._updater = Updater(self._policy, reference, self._optimizer, self._cfg, torch.device(self._device))
+        self._updater = Updater(self._policy, reference, self._optimizer, self._cfg, self._mesh)
 
     def update(self, work: RankWork) -> dict[str, float]:
         """Train on this rank's share; the metrics are those of all ranks."""
@@ -141,6 +144,14 @@ class ActorPool:
         remote = ray.remote(ActorWorker)
         self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
 
+        self._shared_by = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
+        self._num_groups = len(self._workers) // self._shared_by
+        self._max_tokens = cfg.actor.max_tokens_per_gpu * self._shared_by
+
+    def _group_of(self, rank: int) -> int:
+        """Which share of the work a rank takes part in; neighbours share one."""
+        return rank // self._shared_by
+
     async def start(self) -> None:
         """Load the model on all ranks. Raises RemoteError, as every method does when a rank fails or keeps silent."""
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
@@ -152,8 +163,8 @@ class ActorPool:
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
-        works = split_batch(batch, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
-        refs = [worker.update.remote(work) for worker, work in zip(self._workers, works, strict=True)]
+        works = [ray.put(work) for work in split_batch(batch, self._num_groups, self._max_tokens)]
+        refs = [worker.update.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)]
         what = f"the update from policy version {batch.version}"
         try:
             return (await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
@@ -164,16 +175,15 @@ class ActorPool:
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """Log-probabilities of the response tokens by the reference policy, [R] per sequence, in their order."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        packed = pack(lengths, len(self._workers), self._cfg.actor.max_tokens_per_gpu)
+        packed = pack(lengths, self._num_groups, self._max_tokens)
+        works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
         refs = [
-            worker.reference_logprobs.remote(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
-            for worker, micro_batches in zip(self._workers, packed, strict=True)
+            worker.reference_logprobs.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)
         ]
         what = "the reference policy's log-probabilities"
+        results = await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s")
         found: dict[int, Float32Array] = {}
-        for micro_batches, arrays in zip(
-            packed, await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"), strict=True
-        ):
+        for micro_batches, arrays in zip(packed, results[:: self._shared_by], strict=True):
             found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
         return [found[i] for i in range(len(sequences))]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,18 +16,33 @@ from transformers import PreTrainedModel
 
 from dapo.types import TrainSequence
 from workers.attention import Segments
+from workers.ulysses import gather_rows
 
 LOGITS_CHUNK_ELEMENTS = 1 << 26  # 256 MiB in float32: 441 tokens of a vocabulary of 152k
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of the ranks that share each micro-batch this is: number `rank` of `size`. group: None for one alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by `workers.update`.
 
-    token_ids, position_ids: [1, T] int64; positions restart at 0 in each sequence.
-    predictors: [R] int64, the position whose logits predict each response token. labels: [R] int64, these tokens.
-    rollout_logprobs, advantages, weights: [R] float32, per response token. segment_ids: [R] int64, the sequence that a
-    response token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
+    Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
+    token_ids, position_ids: [1, t] int64; positions restart at 0 in each sequence.
+    predictors: [r] int64, the place among the t whose logits predict each response token. labels: [r] int64, these
+    tokens. counts: r of each rank.
+    Of all response tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
+    that a response token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
     """
 
     token_ids: Tensor
@@ -34,6 +50,7 @@ class MicroBatch:
     segments: Segments
     predictors: Tensor
     labels: Tensor
+    counts: tuple[int, ...]
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
@@ -41,31 +58,28 @@ class MicroBatch:
     staleness: Tensor
 
 
-def collate(sequences: Sequence[TrainSequence], device: torch.device) -> MicroBatch:
-    """Lay sequences end to end on `device`.
+def collate(sequences: Sequence[TrainSequence], device: torch.device, share: Share = ALONE) -> MicroBatch:
+    """Lay sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
 
-    Without sequences the micro-batch is one token that nothing is learnt from (R = 0): the rank still takes part in
-    every collective of FSDP.
+    Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
+    part in every collective.
     """
-    lengths = [len(sequence.token_ids) for sequence in sequences] or [1]
-    ends = np.cumsum(lengths)
-    positions, predictors = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for sequence, end in zip(sequences, ends, strict=False):
-        positions.append(np.arange(len(sequence.token_ids)))
-        predictors.append(np.arange(end - len(sequence.rollout_logprobs), end) - 1)
-    tokens = np.concatenate([s.token_ids for s in sequences]).astype(np.int64) if sequences else np.zeros(1, np.int64)
-    predict = np.concatenate(predictors)
+    tokens, positions, predict, lengths = _lay_out(sequences, share.size)
+    run = len(tokens) // share.size
+    edges = np.searchsorted(predict, np.arange(share.size + 1) * run)
+    own, mine = slice(share.rank * run, (share.rank + 1) * run), slice(edges[share.rank], edges[share.rank + 1])
     counts = [len(s.rollout_logprobs) for s in sequences]
 
     def to(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return MicroBatch(
-        token_ids=to(tokens[None]),
-        position_ids=to((np.concatenate(positions) if sequences else np.zeros(1, np.int64))[None]),
-        segments=Segments(tuple(lengths), to(np.concatenate([[0], ends]).astype(np.int32))),
-        predictors=to(predict),
-        labels=to(tokens[predict + 1] if sequences else predict),
+        token_ids=to(tokens[None, own]),
+        position_ids=to(positions[None, own]),
+        segments=Segments(lengths, to(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), share.group),
+        predictors=to(predict[mine] - share.rank * run),
+        labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
+        counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
         advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
         weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
@@ -74,10 +88,25 @@ def collate(sequences: Sequence[TrainSequence], device: torch.device) -> MicroBa
     )
 
 
+def _lay_out(
+    sequences: Sequence[TrainSequence], multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
+    """(tokens [T], positions [T], predictors [R] as places in T, lengths), T a multiple of `multiple` and above 0."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    filler = multiple if not lengths else -sum(lengths) % multiple
+    parts = [sequence.token_ids for sequence in sequences] + [np.zeros(filler, np.int64)]
+    lengths += [filler] if filler else []
+    predictors = [np.zeros(0, np.int64)]
+    for sequence, end in zip(sequences, np.cumsum(lengths), strict=False):
+        predictors.append(np.arange(end - len(sequence.rollout_logprobs), end) - 1)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return np.concatenate(parts).astype(np.int64), positions, np.concatenate(predictors), tuple(lengths)
+
+
 class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
-    `model` must have been built with the attention `workers.attention.PACKED_ATTENTION`. Dropout is off for good.
+    `model` must have been built with an attention of `workers.attention.implementation`. Dropout is off for good.
     entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
     """
 
@@ -90,18 +119,24 @@ class PackedPolicy(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
 
-    def forward(
-        self, token_ids: Tensor, position_ids: Tensor, segments: Segments, predictors: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Fields of `MicroBatch` -> (natural log-probabilities [R], entropy in nats [R]), float32."""
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(natural log-probabilities [R], entropy in nats [R]), float32, the same on all ranks that share the batch."""
         hidden = self.model.base_model(
-            input_ids=token_ids, position_ids=position_ids, attention_mask=None, use_cache=False, segments=segments
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            segments=batch.segments,
         ).last_hidden_state
-        hidden = hidden.squeeze(0).index_select(0, predictors)
+        hidden = hidden.squeeze(0).index_select(0, batch.predictors)
         head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
-        return token_logprobs(
-            hidden, head, labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
+        logprobs, entropy = token_logprobs(
+            hidden, head, batch.labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
         )
+        if batch.segments.group is None:
+            return logprobs, entropy
+        both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
+        return both[:, 0], both[:, 1] if self.entropy_gradient else both[:, 1].detach()
 
 
 def token_logprobs(

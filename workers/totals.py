@@ -107,6 +107,12 @@ class Totals:
         )
 
 
+def no_row(device: torch.device) -> Tensor:
+    """What changes no total: the row of a micro-batch that another rank counts."""
+    maxima = torch.full((_NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device)
+    return torch.cat([torch.zeros(_NUM_SUMS, dtype=torch.float64, device=device), maxima])
+
+
 def row_of(correction: Correction, staleness: Tensor, result: Objective | None) -> Tensor:
     """One micro-batch as a float64 row; the gradient norm is filled in later. Without `result` only the mismatch."""
     device = staleness.device

@@ -7,7 +7,6 @@ ranks decide alike, because every decision is taken on totals that all of them h
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,9 +17,10 @@ from dapo.objective import Constants, objective
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
 from workers.fsdp import reshard
+from workers.mesh import Mesh
 from workers.parity import check_parity
-from workers.policy import MicroBatch, PackedPolicy, collate
-from workers.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, row_of
+from workers.policy import MicroBatch, PackedPolicy, Share, collate
+from workers.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, no_row, row_of
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -38,14 +38,16 @@ class Updater:
         reference: PackedPolicy | None,
         optimizer: torch.optim.Optimizer,
         cfg: Config,
-        device: torch.device,
+        mesh: Mesh,
     ) -> None:
         """reference: frozen; only where `algorithm.kl` needs one."""
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
         self._cfg = cfg
-        self._device = device
+        self._mesh = mesh
+        self._device = torch.device(mesh.device)
+        self._share = Share(mesh.sequence_rank, mesh.sequence_size, mesh.sequence)
         self._learning_rate = learning_rates(cfg)
         self._skipped_in_a_row = 0
         self.is_whole = True  # no update ended after some of its optimizer steps: the weights are of a policy version
@@ -58,7 +60,7 @@ class Updater:
         Raises WeightParityError before the first optimizer step if the batch was sampled from other weights, and
         NonFiniteError after three skipped steps in a row.
         """
-        batches = [[collate(sequences, self._device) for sequences in minibatch] for minibatch in minibatches]
+        batches = [[self._collate(sequences) for sequences in minibatch] for minibatch in minibatches]
         parity: Totals | None = None
         old: list[list[Tensor]] | None = None
         if len(order) > 1 and not self._cfg.algorithm.rollout_correction.use_rollout_logprobs:
@@ -87,12 +89,15 @@ class Updater:
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
         """Of the reference policy, [micro-batches][sequences] of [R], on the CPU."""
-        batches = [collate(sequences, self._device) for sequences in micro_batches]
+        batches = [self._collate(sequences) for sequences in micro_batches]
         [logprobs] = self._reference_of([batches])
         return [
             [part.cpu() for part in values.split([len(s.rollout_logprobs) for s in sequences])]
             for values, sequences in zip(logprobs, micro_batches, strict=True)
         ]
+
+    def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
+        return collate(sequences, self._device, self._share)
 
     def _set_learning_rate(self, version: int, step: int) -> float:
         lr = self._learning_rate(version, step)
@@ -103,20 +108,20 @@ class Updater:
     @torch.no_grad()
     def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], Totals]:
         """[mini-batch][micro-batch] of [R] before the first of several optimizer steps, and the totals with parity."""
-        old = [[_run(self._policy, batch)[0] for batch in minibatch] for minibatch in batches]
+        old = [[self._policy(batch)[0] for batch in minibatch] for minibatch in batches]
         cfg = self._cfg.algorithm.rollout_correction
         rows = [
             row_of(rollout_correction(own, batch.rollout_logprobs, batch.segment_ids, cfg), batch.staleness, None)
             for minibatch, logprobs in zip(batches, old, strict=True)
             for batch, own in zip(minibatch, logprobs, strict=True)
         ]
-        return old, gather(rows)
+        return old, self._gather(rows)
 
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
         """[mini-batch][micro-batch] of [R]."""
         assert self._reference is not None, "no coefficient of `algorithm.kl` is set"
-        logprobs = [[_run(self._reference, batch)[0] for batch in minibatch] for minibatch in batches]
+        logprobs = [[self._reference(batch)[0] for batch in minibatch] for minibatch in batches]
         reshard(self._reference)
         return logprobs
 
@@ -127,16 +132,23 @@ class Updater:
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
-            logprobs, entropy = _run(self._policy, batch)
+            logprobs, entropy = self._policy(batch)
             proximal = logprobs.detach() if old is None else old[k]
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             result = objective(logprobs, entropy, constants, self._cfg.algorithm)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
-            (result.loss * dist.get_world_size()).backward()
+            # Ranks that share a micro-batch have the same loss and each the gradient through its own tokens.
+            (result.loss * self._mesh.world_size).backward()
             rows.append(row_of(correction, batch.staleness, result))
         grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
-        rows[-1][GRAD_NORM_SQUARED] = torch.nn.utils.get_total_norm(grads).double().square()
-        return gather(rows)
+        return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
+
+    def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
+        """Each micro-batch counts once, whoever shares it, and each shard of the gradient once, however many copies."""
+        counted = list(rows) if self._share.rank == 0 else [no_row(self._device)]
+        if grad_norm_squared is not None:
+            counted[-1][GRAD_NORM_SQUARED] = grad_norm_squared / self._mesh.num_copies
+        return gather(counted)
 
     def _constants(self, batch: MicroBatch, proximal: Tensor, reference: Tensor | None) -> tuple[Constants, Correction]:
         """proximal: log-probabilities [R] by the actors before the update (in its only or first step: the policy's)."""
@@ -184,7 +196,3 @@ class Updater:
                 "back to an earlier checkpoint"
             )
         return totals.finite and totals.trained_tokens > 0
-
-
-def _run(policy: PackedPolicy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    return policy(batch.token_ids, batch.position_ids, batch.segments, batch.predictors, batch.labels)

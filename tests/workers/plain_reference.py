@@ -17,7 +17,6 @@ from dapo.config import Config
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorPool, RankWork
-from workers.policy import collate
 from workers.remote import wait
 
 VOCABULARY = 64
@@ -124,7 +123,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 
 def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
     """Runs on a rank: the gradient that one optimizer step would use."""
-    batches = [collate(sequences, torch.device("cpu")) for sequences in work.minibatches[0]]
+    batches = [worker._updater._collate(sequences) for sequences in work.minibatches[0]]
     worker._updater._forward_backward(batches, None, None)
     gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
     worker._optimizer.zero_grad()
@@ -139,7 +138,7 @@ def reconfigure(worker: Any, cfg: Config) -> None:
     reference = worker._fsdp.load_reference(cfg, worker._mesh) if kl.loss_coeff or kl.reward_coeff else None
     worker._policy.entropy_gradient = cfg.algorithm.entropy_coeff != 0
     worker._optimizer.zero_grad()
-    worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, torch.device("cpu"))
+    worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh)
 
 
 def full_weights(worker: Any) -> dict[str, torch.Tensor]:

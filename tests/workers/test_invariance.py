@@ -28,7 +28,6 @@ from tests.workers.plain_reference import (
     start_pool,
 )
 from workers.actor import ActorPool, RankWork
-from workers.policy import collate
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -133,7 +132,7 @@ def gradients_and_moves(worker: Any, cfg: Config, work: RankWork, reduce_each: b
     before = {name: w.clone() for name, w in worker.named_full_parameters()}  # on one rank they are the shards
     found = []
     for micro_batches in work.minibatches:
-        batches = [collate(sequences, torch.device("cpu")) for sequences in micro_batches]
+        batches = [updater._collate(sequences) for sequences in micro_batches]
         ref = updater._reference_of([batches])[0] if cfg.algorithm.kl.loss_coeff else None
         totals = updater._forward_backward(batches, None, ref)
         gradients = {name: p.grad.full_tensor() for name, p in named.items()}

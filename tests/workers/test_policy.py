@@ -57,7 +57,7 @@ def test_collate() -> None:
 
 def run(policy: PackedPolicy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, torch.Tensor]:
     batch = collate(sequences, CPU)
-    return policy(batch.token_ids, batch.position_ids, batch.segments, batch.predictors, batch.labels)
+    return policy(batch)
 
 
 def test_without_sequences_nothing_comes_out_but_gradients_are_zero() -> None:
