@@ -7,47 +7,83 @@ Python, so the driver packs without torch. DESIGN section 7.
 import heapq
 from collections.abc import Sequence
 
-# Work of a sequence of L tokens, in units of one token outside attention. A decoder layer of hidden size h spends
-# about 24 h^2 FLOPs per token in its matrices and 2 h L in causal attention (L / 2 keys on average), so attention
-# costs as much as the rest at L = 12 h: 49,152 tokens at h = 4096, between a 7B model (3584) and a 32B model (5120).
+# For a model whose shape is unknown. A decoder layer of hidden size h spends about 24 h^2 FLOPs per token in its
+# matrices and 2 h L in causal attention (L / 2 keys on average), so attention costs as much as the rest at L = 12 h:
+# 49,152 tokens at h = 4096, between a 7B model (3584) and a 32B model (5120).
 ATTENTION_EQUALS_REST_TOKENS = 49_152
 
 
-def estimated_work(length: int) -> float:
-    """Cost of one sequence of `length` tokens: linear part plus quadratic part, in tokens. Unit: one short token."""
-    return length + length * length / ATTENTION_EQUALS_REST_TOKENS
+def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) -> float:
+    """FLOPs of one sequence of `length` tokens, linear plus quadratic part. Unit: a token's FLOPs outside attention.
+
+    equal_at: length at which both parts cost the same (`ModelShape.attention_equals_rest_tokens`).
+    """
+    return length + length * length / equal_at
 
 
-def pack(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Spread sequences over ranks and micro-batches.
+def pack(
+    lengths: Sequence[int], num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
+) -> list[list[list[int]]]:
+    """Spread sequences over ranks, or groups of ranks that share micro-batches, and over micro-batches.
 
-    lengths: tokens of each sequence, prompt included. Returns [num_ranks][num_micro_batches][sequence indices]: each
-    index exactly once, each micro-batch at most `max_tokens` tokens, the same number of micro-batches on every rank
-    (FSDP hangs otherwise; missing ones are empty lists), at least one and as few as two packing heuristics find. The
-    micro-batches of one position do similar work on all ranks, and so does each rank in total. The same input gives
-    the same output.
+    lengths: tokens of each sequence, prompt included. equal_at: see `estimated_work`.
+    Returns [num_ranks][num_micro_batches][sequence indices]: each index exactly once, each micro-batch at most
+    `max_tokens` tokens, the same number of micro-batches on every rank (FSDP hangs otherwise; missing ones are empty
+    lists), at least one and as few as the packing heuristics find. Each rank does similar work in total, and so do the
+    micro-batches of one position as far as that allows. The same input gives the same output.
 
     Raises ValueError if a sequence is longer than `max_tokens`.
     """
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=0)
     if lengths and lengths[longest] > max_tokens:
         raise ValueError(
-            f"`actor.max_tokens_per_gpu` ({max_tokens}) is smaller than a training sequence: sequence {longest} has "
-            f"{lengths[longest]} tokens (prompt and response); raise it to at least `data.max_prompt_length` + "
-            "`data.max_response_length`, or lower these"
+            f"`actor.max_tokens_per_gpu` x `actor.ulysses_sequence_parallel_size` ({max_tokens}) is smaller than a "
+            f"training sequence: sequence {longest} has {lengths[longest]} tokens (prompt and response); raise one to "
+            "hold `data.max_prompt_length` + `data.max_response_length`, or lower these"
         )
+    work = [estimated_work(length, equal_at) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_micro_batches = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
     while True:
+        ranks = _rank_by_rank(lengths, work, order, num_ranks, num_micro_batches, max_tokens)
+        if ranks is not None:
+            return ranks
         num_bins = num_ranks * num_micro_batches
-        bins = _fill_lightest(lengths, order, num_bins, max_tokens) or _fill_first(lengths, order, num_bins, max_tokens)
+        bins = _fill_lightest(lengths, work, order, num_bins, max_tokens)
+        bins = bins or _fill_first(lengths, order, num_bins, max_tokens)
         if bins is not None:
-            return _deal(lengths, bins, num_ranks)
+            return _deal(work, bins, num_ranks)
         num_micro_batches += 1
 
 
+def _rank_by_rank(
+    lengths: Sequence[int],
+    work: Sequence[float],
+    order: Sequence[int],
+    num_ranks: int,
+    num_micro_batches: int,
+    max_tokens: int,
+) -> list[list[list[int]]] | None:
+    """Deals sequences to ranks and then each rank's to its micro-batches, heaviest first. None if one found no room.
+
+    The better balanced way: long sequences, which fill micro-batches of their own, meet short ones on every rank.
+    """
+    dealt = _fill_lightest(lengths, work, order, num_ranks, num_micro_batches * max_tokens)
+    if dealt is None:
+        return None
+    ranks = []
+    for members in dealt:
+        bins = _fill_lightest(lengths, work, members, num_micro_batches, max_tokens)
+        if bins is None:
+            return None
+        weights = [sum(work[i] for i in indices) for indices in bins]
+        heaviest_first = sorted(range(num_micro_batches), key=lambda b: (-weights[b], b))
+        ranks.append([sorted(bins[b]) for b in heaviest_first])
+    return ranks
+
+
 def _fill_lightest(
-    lengths: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int
+    lengths: Sequence[int], work: Sequence[float], order: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
     """Longest sequence first into the bin with the least work that has room: balanced. None if one found no room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -59,10 +95,10 @@ def _fill_lightest(
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        work, b = heap[0]
+        load, b = heap[0]
         bins[b].append(i)
         tokens[b] += lengths[i]
-        heapq.heapreplace(heap, (work + estimated_work(lengths[i]), b))
+        heapq.heapreplace(heap, (load + work[i], b))
         for entry in full:
             heapq.heappush(heap, entry)
     return bins
@@ -81,15 +117,15 @@ def _fill_first(lengths: Sequence[int], order: Sequence[int], num_bins: int, max
     return bins
 
 
-def _deal(lengths: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
+def _deal(work: Sequence[float], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
     """Bins of similar work become one micro-batch position; in each position the heaviest goes to the lightest rank."""
-    work = [sum(estimated_work(lengths[i]) for i in members) for members in bins]
-    heaviest_first = sorted(range(len(bins)), key=lambda b: (-work[b], b))
+    weights = [sum(work[i] for i in members) for members in bins]
+    heaviest_first = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks
     for start in range(0, len(bins), num_ranks):
         lightest_first = sorted(range(num_ranks), key=lambda r: (load[r], r))
         for rank, b in zip(lightest_first, heaviest_first[start : start + num_ranks], strict=True):
             ranks[rank].append(sorted(bins[b]))
-            load[rank] += work[b]
+            load[rank] += weights[b]
     return ranks

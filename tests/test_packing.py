@@ -1,6 +1,7 @@
 """The packing: a hard bound, every sequence once, equal counts, balance."""
 
 import math
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -63,5 +64,21 @@ def test_long_sequences_weigh_more_than_their_tokens() -> None:
 
 
 def test_a_sequence_that_cannot_fit_is_named_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` \(10\).* sequence 1 has 11 tokens.*raise it"):
+    with pytest.raises(
+        ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(10\).* 1 has 11 tokens.*raise one"
+    ):
         pack([3, 11], 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shared_by"), [pytest.param(64, 1, id="64_ranks"), pytest.param(16, 4, id="16_groups_of_4")]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_log_normal_lengths_are_balanced(num_ranks: int, shared_by: int, seed: int) -> None:
+    """The published mini-batch: 32 prompts x 16 responses, at most 20,480 tokens, on 64 GPUs of 22,528 tokens."""
+    rng = Random(seed)
+    lengths = [200 + min(20_480, int(rng.lognormvariate(8.5, 0.8))) for _ in range(512)]
+    ranks = pack(lengths, num_ranks, 22_528 * shared_by)
+    work = [sum(estimated_work(lengths[i]) for indices in rank for i in indices) for rank in ranks]
+    assert max(work) <= 1.05 * sum(work) / len(work)
+    assert len(ranks[0]) == math.ceil(sum(lengths) / (22_528 * shared_by * num_ranks))

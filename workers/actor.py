@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dapo.config import Config
-from dapo.packing import pack
+from dapo.model_shape import UnknownShape, read_shape
+from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
 from workers.weight_sync import Bucket, export_buckets
@@ -36,17 +37,27 @@ class RankWork:
     order: tuple[int, ...]
 
 
-def split_batch(batch: TrainBatch, num_ranks: int, max_tokens: int) -> list[RankWork]:
+def split_batch(
+    batch: TrainBatch, num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
+) -> list[RankWork]:
     """Pack each mini-batch over ranks, or groups of ranks that share micro-batches (`dapo.packing`).
 
     Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
     """
     shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
     for sequences in batch.minibatches:
-        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens)
+        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
         for share, micro_batches in zip(shares, packed, strict=True):
             share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
     return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
+
+
+def _equal_at(model_path: str) -> int:
+    """Where attention costs as much as the rest; a guess where the model's shape is unknown."""
+    try:
+        return read_shape(model_path).attention_equals_rest_tokens
+    except UnknownShape:
+        return ATTENTION_EQUALS_REST_TOKENS
 
 
 class ActorWorker:
@@ -145,8 +156,11 @@ class ActorPool:
         self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
 
         self._shared_by = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
-        self._num_groups = len(self._workers) // self._shared_by
-        self._max_tokens = cfg.actor.max_tokens_per_gpu * self._shared_by
+        self._bounds = (
+            len(self._workers) // self._shared_by,
+            cfg.actor.max_tokens_per_gpu * self._shared_by,
+            _equal_at(cfg.model.path),
+        )
 
     def _group_of(self, rank: int) -> int:
         """Which share of the work a rank takes part in; neighbours share one."""
@@ -163,7 +177,7 @@ class ActorPool:
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
-        works = [ray.put(work) for work in split_batch(batch, self._num_groups, self._max_tokens)]
+        works = [ray.put(work) for work in split_batch(batch, *self._bounds)]
         refs = [worker.update.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)]
         what = f"the update from policy version {batch.version}"
         try:
@@ -175,7 +189,7 @@ class ActorPool:
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """Log-probabilities of the response tokens by the reference policy, [R] per sequence, in their order."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        packed = pack(lengths, self._num_groups, self._max_tokens)
+        packed = pack(lengths, *self._bounds)
         works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
         refs = [
             worker.reference_logprobs.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)
