@@ -14,61 +14,59 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.logging import disable_progress_bar
 
 from dapo.config import Config, ModelConfig
-from workers.attention import PACKED_ATTENTION
+from workers.loading import load_buffers, load_parameters, meta_model
 from workers.mesh import Mesh
 from workers.policy import PackedPolicy
+from workers.recompute import checkpoint_activations
 
 
 def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
-    """The model of `cfg.model.path`, sharded per decoder layer. Rank 0 reads the files; the others get its weights."""
-    disable_progress_bar()
-    model = _read_model(cfg.model) if mesh.rank == 0 else _empty_model(cfg.model)
-    full = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    policy = PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
+    """The model of `cfg.model.path`, sharded per decoder layer, in float32. Each rank reads its own rows of the files.
+
+    Raises ValueError where the files do not hold this model (`workers.loading`).
+    """
+    policy = _on_meta(cfg, torch.float32)
     policy.train()  # transformers checkpoints activations only in training mode
-    if cfg.model.gradient_checkpointing != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _shard(policy, cfg, mesh)
-    _broadcast(model, full, mesh)
+    checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
+    _shard(policy, cfg, mesh, offload=cfg.actor.offload)
+    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload)
     return policy
 
 
 def load_reference(cfg: Config, mesh: Mesh) -> PackedPolicy:
-    """The model of `cfg.model.path` once more, frozen and sharded alike: the reference policy of `algorithm.kl`."""
-    return load_policy(cfg, mesh).requires_grad_(False).eval()
+    """The model of `cfg.model.path` once more, frozen: the reference policy of `algorithm.kl`.
+
+    It is used once per step: sharded alike, stored in the compute type, on a GPU in host memory.
+    """
+    offload = cfg.actor.offload or mesh.device == "cuda"
+    policy = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
+    _shard(policy, cfg, mesh, offload=offload)
+    _fill(policy, cfg.model.path, mesh, offload=offload)
+    return policy
 
 
-def _read_model(cfg: ModelConfig) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        cfg.path,
-        dtype=torch.float32,
-        attn_implementation=PACKED_ATTENTION,
-        trust_remote_code=cfg.trust_remote_code,
-    )
+def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
+    model = meta_model(cfg.model, dtype)
+    return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 
-def _empty_model(cfg: ModelConfig) -> PreTrainedModel:
-    """The same module with memory that is never written: sharding touches only this rank's part of each parameter."""
-    config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=PACKED_ATTENTION,
-            trust_remote_code=cfg.trust_remote_code,
-        )
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    return model
+def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None:
+    """Memory for the shards, on the host where they are offloaded, and their values."""
+    policy.to_empty(device="cpu" if offload else mesh.device)
+    policy.model.tie_weights()  # `to_empty` made two parameters of a tied one
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device))
+    load_parameters(policy.model.named_parameters(remove_duplicate=False), path, policy.model.base_model_prefix)
+    load_buffers(policy.model, path)
 
 
-def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
+def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
     """`fully_shard` on each decoder layer and on the root, which holds embeddings, final norm and head."""
     layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -78,31 +76,18 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
         )
     dtype = getattr(torch, cfg.model.dtype)
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cfg.actor.offload and mesh.device == "cuda" else OffloadPolicy()
+    # Pinned memory is the GPU's to copy from; on a CPU mesh offloading moves nothing, but takes the same path.
+    where = CPUOffloadPolicy(pin_memory=mesh.device == "cuda") if offload else OffloadPolicy()
     for layer in layers:
         fully_shard(
             layer,
             mesh=mesh.fsdp,
             reshard_after_forward=cfg.actor.reshard_after_forward,
             mp_policy=precision,
-            offload_policy=offload,
+            offload_policy=where,
         )
     # The backward pass begins with the head: freeing the root after the forward pass would save nothing.
-    fully_shard(policy, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
-
-
-@torch.no_grad()
-def _broadcast(model: PreTrainedModel, full: dict[str, Tensor], mesh: Mesh) -> None:
-    """Rank 0's full parameters into everyone's shards, one at a time, and its buffers into everyone's."""
-    device = torch.device(mesh.device)
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        whole = full.pop(name).to(device) if mesh.rank == 0 else torch.empty(parameter.shape, device=device)
-        dist.broadcast(whole, src=0)
-        shard = distribute_tensor(whole, mesh.fsdp, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(shard.to_local())
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    fully_shard(policy, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=precision, offload_policy=where)
 
 
 def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:

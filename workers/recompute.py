@@ -1,0 +1,60 @@
+"""Activation checkpointing per decoder layer: what the backward pass computes again instead of keeping it.
+
+In: a model and `model.gradient_checkpointing`. Out: the same model, whose layers keep in training mode their inputs
+alone (`full`), also what is dear to compute (`selective`), or everything (`none`).
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
+
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"})
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn_3::_flash_attn_forward",
+    }
+)
+
+
+def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
+    """mode: one of `dapo.config.GRADIENT_CHECKPOINTING`."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
+    if mode == "selective":
+        options["context_fn"] = _keep_what_is_dear
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _keep_what_is_dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Of one layer in one forward pass: attention and every second matrix product are kept.
+
+    In a Qwen2 or Llama layer these are the projections k, o and up; of the others, q, v and gate are computed again,
+    and down, whose value no gradient needs, never is.
+    """
+    products = {True: 0, False: 0}  # counted anew when computed again, which is in the same order
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op.name().partition(".")[0]
+        if name in MATRIX_PRODUCTS:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 0
+        else:
+            keep = name in ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
