@@ -78,29 +78,39 @@ class ActorWorker:
         """Join the process group, load and shard the model, build the optimizer."""
         import torch
 
-        from workers import fsdp
-        from workers.mesh import init_mesh
-        from workers.update import Updater
+        from workers import fsdp, mesh
 
         if self._device == "cpu":
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
         self._fsdp = fsdp
-        self._mesh = init_mesh(
+        mesh.join(
             self._device,
             rank=rank,
             world_size=world_size,
             address=master_addr,
             port=master_port,
             timeout_s=self._cfg.actor.timeout_s,
-            fsdp_size=self._cfg.actor.fsdp_size,
-            sequence_size=self._cfg.actor.ulysses_sequence_parallel_size,
         )
-        self._policy = fsdp.load_policy(self._cfg, self._mesh)
-        self._optimizer = fsdp.build_optimizer(self._policy, self._cfg)
-        kl = self._cfg.algorithm.kl
-        reference = fsdp.load_reference(self._cfg, self._mesh) if kl.loss_coeff or kl.reward_coeff else None
-        self._updater = Updater(self._policy, reference, self._optimizer, self._cfg, self._mesh)
+        self._build()
+
+    def _build(self) -> None:
+        """What the configuration makes of the ranks that have joined."""
+        from workers.mesh import arrange
+        from workers.update import Updater
+
+        cfg = self._cfg
+        self._mesh = arrange(
+            self._device,
+            timeout_s=cfg.actor.timeout_s,
+            fsdp_size=cfg.actor.fsdp_size,
+            sequence_size=cfg.actor.ulysses_sequence_parallel_size,
+        )
+        self._policy = self._fsdp.load_policy(cfg, self._mesh)
+        self._optimizer = self._fsdp.build_optimizer(self._policy, cfg)
+        kl = cfg.algorithm.kl
+        reference = self._fsdp.load_reference(cfg, self._mesh) if kl.loss_coeff or kl.reward_coeff else None
+        self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh)
 
     def update(self, work: RankWork) -> dict[str, float]:
         """Train on this rank's share; the metrics are those of all ranks."""

@@ -37,23 +37,8 @@ class Mesh:
         return self.world_size // self.fsdp.size(-1)
 
 
-def init_mesh(
-    device: str,
-    *,
-    rank: int,
-    world_size: int,
-    address: str,
-    port: int,
-    timeout_s: float,
-    fsdp_size: int = -1,
-    sequence_size: int = 1,
-) -> Mesh:
-    """Join the process group at tcp://address:port; `timeout_s` bounds each collective.
-
-    fsdp_size: `actor.fsdp_size`. sequence_size: `actor.ulysses_sequence_parallel_size`. Both divide `world_size`
-    (`dapo.validate_actor` has checked).
-    """
-    timeout = timedelta(seconds=timeout_s)
+def join(device: str, *, rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
+    """Join the process group at tcp://address:port; `timeout_s` bounds each collective."""
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU alone
     dist.init_process_group(
@@ -61,8 +46,18 @@ def init_mesh(
         init_method=f"tcp://{address}:{port}",
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
     )
+
+
+def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_size: int) -> Mesh:
+    """Groups of all ranks that have joined; a collective. `timeout_s` bounds each of theirs.
+
+    fsdp_size: `actor.fsdp_size`. sequence_size: `actor.ulysses_sequence_parallel_size`. Both divide the number of ranks
+    (`dapo.validate_actor` has checked).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     size = world_size if fsdp_size == -1 else fsdp_size
     sequence = _group(_blocks(world_size, sequence_size), timeout) if sequence_size > 1 else None
     return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence, sequence_size)
