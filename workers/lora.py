@@ -1,0 +1,160 @@
+"""Low-rank adapters (LoRA) on the policy: peft's layers inside the model, sharded by FSDP like every other parameter.
+
+In: a model of transformers and `model.lora`. Out: the same model, of which only the adapters train. Outside the actors
+nothing knows of them: engines, exports and checksums get merged weights, W + (alpha / rank) B A, under the base model's
+names, and the reference policy is the model with its adapters off (DESIGN section 7).
+
+peft takes two seconds to import, so that only a run with adapters does.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from dapo.config import LoraConfig
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"  # peft's name of an adapter that is given none
+Gather = Callable[[Tensor], Tensor]  # a sharded parameter -> the full tensor; a collective
+
+_BASE = ".base_layer."
+DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # ends of parameter names
+
+
+def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
+    """Put an adapter around each target of `cfg` and freeze all else, in place, also on the meta device.
+
+    The adapters are float32 whatever the base is, and hold no values yet: `init_adapters` gives them, once the model
+    has memory.
+    Raises ValueError for a target that is no linear layer or is the head.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    peft_config = PeftConfig(
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft only divides it by r
+        target_modules=_targets(model, cfg),
+        lora_dropout=0.0,  # log-probabilities must be those of the policy that sampled
+        bias="none",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(peft_config, model, ADAPTER)
+    for name, module in model.named_modules():
+        if is_adapter(f"{name}.weight"):
+            module.to(torch.float32)  # master weights; peft gave them the type of the base
+
+
+def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
+    """Names of the layers that `model.lora.target_modules` means."""
+    head = model.get_output_embeddings()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if ALL_LINEAR in cfg.target_modules:
+        return layers
+    chosen = {target: [n for n in layers if f".{n}".endswith(f".{target}")] for target in cfg.target_modules}
+    unknown = [target for target, names in chosen.items() if not names]
+    if unknown:
+        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+        raise ValueError(
+            f"`model.lora.target_modules` ({', '.join(unknown)}) must name linear layers of {type(model).__name__} "
+            f"other than its head and embedding: {there}, or {ALL_LINEAR}"
+        )
+    return [name for name in layers if any(name in names for names in chosen.values())]
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A as `nn.Linear` is by default, B zero: the policy starts as the base model.
+
+    Drawn from `seed` and the parameter's name, so that the values do not depend on the number of ranks.
+    """
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            full = torch.zeros(parameter.shape)
+            if name.endswith(DOWN):
+                words = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(words[:8], "little"))
+                nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
+            _fill(parameter, full)
+
+
+def _fill(parameter: Tensor, full: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        shard = distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shard.to_local())
+    else:
+        parameter.copy_(full)
+
+
+def is_adapter(name: str) -> bool:
+    """Of a parameter's name."""
+    return name.endswith((DOWN, UP))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Has `add_adapters` been here?"""
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def base_name(name: str) -> str:
+    """What the base model calls a parameter that is not an adapter's."""
+    return name.replace(_BASE, ".")
+
+
+def merged(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model, full float32 tensor) of every parameter but the adapters', these merged into theirs."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            continue
+        full = gather(parameter).float()
+        layer = name.removesuffix(f"{_BASE}weight")
+        if layer != name:
+            scaling = peft_layer(model, layer).scaling[ADAPTER]
+            full = torch.addmm(full, gather(parameters[layer + UP]), gather(parameters[layer + DOWN]), alpha=scaling)
+        yield base_name(name), full
+
+
+def peft_layer(model: nn.Module, name: str) -> Any:
+    """peft's layer around the linear layer `name`; it knows rank (`r`), `lora_alpha` and `scaling` per adapter."""
+    return model.get_submodule(name)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what the base model does.
+
+    peft's own switch also takes `requires_grad` from the parameters and gives it back at the end, to those that the
+    modules show then: under FSDP these can be the gathered ones, and the shards would never train again.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class BasePolicy(nn.Module):
+    """The reference policy of a policy with adapters: the same module with them off, to be called without gradient."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, *args: Any) -> Any:
+        """As the policy's."""
+        with adapters_off(self.policy):
+            return self.policy(*args)
