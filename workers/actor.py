@@ -78,12 +78,12 @@ class ActorWorker:
         """Join the process group, load and shard the model, build the optimizer."""
         import torch
 
-        from workers import fsdp, mesh
+        from workers import fsdp, mesh, state
 
         if self._device == "cpu":
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
-        self._fsdp = fsdp
+        self._fsdp, self._state = fsdp, state
         mesh.join(
             self._device,
             rank=rank,
@@ -114,7 +114,9 @@ class ActorWorker:
 
     def update(self, work: RankWork) -> dict[str, float]:
         """Train on this rank's share; the metrics are those of all ranks."""
-        return self._updater.update(work.version, work.minibatches, work.order)
+        metrics = self._updater.update(work.version, work.minibatches, work.order)
+        self._fsdp.release(self._policy, self._cfg, self._mesh)
+        return metrics
 
     def reference_logprobs(self, micro_batches: MicroBatches) -> list[Float32Array]:
         """[R] of every sequence, in the order of the micro-batches."""
@@ -140,15 +142,15 @@ class ActorWorker:
             raise RuntimeError(
                 "the last update failed between two optimizer steps; its weights are of no policy version"
             )
-        self._fsdp.save_state(self._policy, self._optimizer, directory)
+        self._state.save_state(self._policy, self._optimizer, directory)
 
     def load(self, directory: str) -> None:
         """What `save` wrote, on this or another number of ranks."""
-        self._fsdp.load_state(self._policy, self._optimizer, directory)
+        self._state.load_state(self._policy, self._optimizer, directory)
 
     def export_hf(self, directory: str) -> None:
         """Configuration, tokenizer and safetensors, written by rank 0."""
-        self._fsdp.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+        self._state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
 
     def checksum(self) -> str:
         """sha256 of all parameters."""

@@ -1,24 +1,20 @@
-"""FSDP2 around the policy: process group, loading, sharding, optimizer, and the ways back to full tensors and files.
+"""FSDP2 around the policy: loading, sharding, optimizer, and the way back to full tensors.
 
-In: the configuration and a rank. Out: a sharded `PackedPolicy` with float32 master weights; NCCL on GPU, gloo on CPU.
+In: the configuration and the ranks' mesh. Out: a sharded `PackedPolicy` with float32 master weights; NCCL on GPU, gloo
+on CPU.
 Every public function is a collective: all ranks call it in the same order (DESIGN section 7).
 """
 
-import copy
 import hashlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dapo.config import Config, ModelConfig
+from dapo.config import Config
 from workers.loading import load_buffers, load_parameters, meta_model
 from workers.mesh import Mesh
 from workers.policy import PackedPolicy
@@ -91,11 +87,12 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> N
 
 
 def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
-    """AdamW over the shards; the fused kernel exists on CPU and GPU."""
+    """AdamW over the shards that train; the fused kernel exists on CPU and GPU."""
     optim = cfg.actor.optim
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     beta1, beta2 = optim.betas
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
+        trained,
         lr=optim.lr,
         betas=(beta1, beta2),
         eps=optim.eps,
@@ -104,7 +101,7 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
     )
     # The state that AdamW would make in its first step. Without it torch.distributed.checkpoint makes one when it saves
     # or loads, by an empty step that the bias correction then counts.
-    for parameter in policy.parameters():
+    for parameter in trained:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -118,6 +115,13 @@ def reshard(policy: PackedPolicy) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
+    """Between phases: free gathered parameters and, where the engines share the GPU, what torch keeps for later."""
+    reshard(policy)
+    if mesh.device == "cuda" and cfg.trainer.colocate:
+        torch.cuda.empty_cache()
 
 
 def full_parameters(policy: PackedPolicy, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
@@ -136,34 +140,3 @@ def checksum(policy: PackedPolicy, mesh: Mesh) -> str:
         digest.update(name.encode())
         digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    """Model and optimizer as a distributed checkpoint (DCP), each rank its shards."""
-    reshard(policy)
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
-
-
-def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    """Read what `save_state` wrote, on any number of ranks."""
-    reshard(policy)
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
-    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-
-
-def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
-    """Rank 0 writes configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them."""
-    dtype = getattr(torch, cfg.dtype)
-    state = {}
-    for name, tensor in full_parameters(policy, mesh):
-        if mesh.rank == 0:
-            state[name] = tensor.to("cpu", dtype)
-    if mesh.rank == 0:
-        policy.model.save_pretrained(directory, state_dict=state)
-        config = copy.deepcopy(policy.model.config)
-        config.dtype = dtype  # transformers wrote the type of the master weights
-        config.save_pretrained(directory)
-        AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(directory)
-    dist.barrier()

@@ -1,0 +1,102 @@
+"""The actors' state as files: distributed checkpoints to go on from, and exports that transformers and vLLM load.
+
+In: the sharded policy, its optimizer, a directory that all ranks see. Every function is a collective: all ranks call it
+in the same order (DESIGN sections 7 and 9).
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import AutoTokenizer
+
+from dapo.config import ModelConfig
+from workers.fsdp import full_parameters, reshard
+from workers.loading import INDEX_FILE, SINGLE_FILE
+from workers.mesh import Mesh
+from workers.policy import PackedPolicy
+
+EXPORT_FILE_BYTES = 4 << 30
+
+
+def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
+    """Model and optimizer as a distributed checkpoint (DCP), each rank its shards; of the model only what trains."""
+    reshard(policy)
+    model_state, optimizer_state = get_state_dict(policy, optimizer, options=_state_options(policy))
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+
+
+def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
+    """Read what `save_state` wrote, on any number of ranks and copies."""
+    reshard(policy)
+    options = _state_options(policy)
+    model_state, optimizer_state = get_state_dict(policy, optimizer, options=options)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+
+
+def _state_options(policy: PackedPolicy) -> StateDictOptions:
+    """Frozen parameters come from `model.path` again."""
+    frozen = any(not parameter.requires_grad for parameter in policy.parameters())
+    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
+
+
+def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
+    """Rank 0 writes configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them.
+
+    It holds one file's tensors at a time, at most `EXPORT_FILE_BYTES` or one tensor.
+    """
+    dtype, root = getattr(torch, cfg.dtype), Path(directory)
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+    if mesh.rank == 0:
+        root.mkdir(parents=True, exist_ok=True)
+    for name, full in full_parameters(policy, mesh):
+        if mesh.rank == 0:
+            tensor = full.to("cpu", dtype)
+            if held and tensor.nbytes + sum(t.nbytes for t in held.values()) > EXPORT_FILE_BYTES:
+                files.append(_write(held, root, len(files)))
+                held = {}
+            held[name] = tensor
+            total += tensor.nbytes
+    if mesh.rank == 0:
+        files.append(_write(held, root, len(files)))
+        _name_files(files, root, total)
+        config = copy.deepcopy(policy.model.config)
+        config.dtype = dtype  # not that of the master weights
+        config.architectures = [type(policy.model).__name__]
+        config.save_pretrained(root)
+        policy.model.generation_config.save_pretrained(root)
+        AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(root)
+    dist.barrier()
+
+
+def _write(tensors: dict[str, Tensor], root: Path, number: int) -> list[str]:
+    save_file(tensors, _draft(root, number), metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _draft(root: Path, number: int) -> Path:
+    """Until it is known how many there will be."""
+    return root / f"part-{number}.safetensors"
+
+
+def _name_files(files: list[list[str]], root: Path, total_bytes: int) -> None:
+    """The names that transformers looks for; several files get an index."""
+    if len(files) == 1:
+        _draft(root, 0).rename(root / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _draft(root, number).rename(root / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (root / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
