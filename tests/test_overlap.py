@@ -31,8 +31,10 @@ TOTAL, STOP_AT, BATCH = 8, 4, 4
 OVERLAP = (
     *("filter_groups.max_staleness=1", f"trainer.total_steps={TOTAL}", "eval.before_train=false"),
     *(f"eval.every={STOP_AT}", "checkpoint.every=3"),
-    # Long-tailed responses and a short update: some are under way whenever the weights change. And nearly every group
-    # is usable, so that of the draws that start while the rate is unknown most are too old when their turn comes.
+    # Long-tailed responses, a slow engine and a short update: some are under way whenever the weights change. And
+    # nearly every group is usable, so that of the draws that start while the rate is unknown most are too old when
+    # their turn comes.
+    "rollout.vllm.max_num_seqs=4",
     *("data.max_response_length=512", "actor.max_tokens_per_gpu=1024", "actor.ppo_epochs=1"),
     *("actor.ppo_mini_batch_size=4", "algorithm.kl.reward_coeff=0"),
 )

@@ -22,11 +22,11 @@ from tests.workers.plain_reference import (
     make_model,
     on_all,
     plain_logprobs,
-    plain_tokens,
     reconfigure,
     reference,
     start_pool,
 )
+from tests.workers.plain_update import plain_tokens
 from workers.actor import ActorPool, RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,12 +28,12 @@ from tests.workers.plain_reference import (
     make_sequences,
     on_all,
     plain_logprobs,
-    plain_update,
     reconfigure,
     reference,
     start_pool,
     train_batch,
 )
+from tests.workers.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError
 
@@ -101,35 +100,6 @@ def with_reference(ray_cluster: None, model_dir: Path, request: pytest.FixtureRe
     started = start(model_dir, {1: in_reward, 2: in_loss}[request.param], request.param)
     yield started
     started[0].close()
-
-
-def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float = 0.3) -> tuple[TrainSequence, ...]:
-    """Tokens of staleness 0, 1 and 7, within responses too; engines off by noise of these sizes, in nats."""
-    rng = np.random.default_rng(seed + 100)
-    made = []
-    for index, sequence in enumerate(make_sequences(model_dir, LENGTHS + LENGTHS, seed)):
-        staleness = np.zeros(len(sequence.rollout_logprobs), np.int32)
-        staleness[: len(staleness) // 2] = (0, 1, 7)[index % 3]
-        size = np.where(staleness > 0, stale, fresh)
-        logprobs = (sequence.rollout_logprobs + size * rng.normal(size=len(staleness))).astype(np.float32)
-        advantage = sequence.advantage * (1 + index % 2)
-        made.append(dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, advantage=advantage))
-    return tuple(made)
-
-
-def assert_update(pool: ActorPool, cfg: Config, batch: TrainBatch) -> dict[str, float]:
-    """The ranks' update is plain torch's: every metric, and the way that the weights go."""
-    model, base = reference(Path(cfg.model.path)), reference(Path(cfg.model.path))
-    metrics = asyncio.run(pool.update(batch))
-    wanted = plain_update(model, cfg, batch, base if cfg.algorithm.kl.loss_coeff else None)
-    before, after = dict(base.named_parameters()), dict(model.named_parameters())
-    with torch.no_grad():
-        way = {name: after[name] - before[name] for name in before}
-        for found in on_all(pool, full_weights):
-            assert distance({name: found[name] - before[name] for name in before}, way) <= 2e-5
-    assert metrics.keys() == wanted.keys()
-    assert metrics == pytest.approx(wanted, rel=1e-3, abs=2e-6)
-    return metrics
 
 
 def corrected(mode: str, level: str) -> dict[str, Any]:
