@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dapo.types import TrainSequence
 from workers.attention import Segments
+from workers.logprobs import token_logprobs
 from workers.ulysses import gather_rows
-
-LOGITS_CHUNK_ELEMENTS = 1 << 26  # 256 MiB in float32: 441 tokens of a vocabulary of 152k
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,39 +135,3 @@ class PackedPolicy(nn.Module):
             return logprobs, entropy
         both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
         return both[:, 0], both[:, 1] if self.entropy_gradient else both[:, 1].detach()
-
-
-def token_logprobs(
-    hidden: Tensor,
-    head: nn.Module,
-    labels: Tensor,
-    temperature: float,
-    vocabulary: int,
-    *,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """hidden [R, h], labels [R] -> (log-probability of each label, entropy), [R], under softmax(head / temperature).
-
-    Chunks are computed again in the backward pass, so that [R, vocabulary] in float32 never exists when it is large.
-    """
-    rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
-    if len(labels) <= rows:
-        return _chunk_logprobs(hidden, head, labels, temperature, entropy_gradient)
-    parts = [
-        checkpoint(_chunk_logprobs, part, head, part_labels, temperature, entropy_gradient, use_reentrant=False)
-        for part, part_labels in zip(hidden.split(rows), labels.split(rows), strict=True)
-    ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-def _chunk_logprobs(
-    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
-    log_normalizer = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        probabilities = torch.exp(logits - log_normalizer.unsqueeze(-1))
-        entropy = log_normalizer - (probabilities * logits).sum(dim=-1)
-    return logprobs, entropy

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import workers.policy
 from dapo.types import TrainSequence
 from workers.attention import PACKED_ATTENTION
-from workers.policy import PackedPolicy, collate, token_logprobs
+from workers.policy import PackedPolicy, collate
 
 CPU = torch.device("cpu")
 
@@ -89,41 +87,6 @@ def test_logprobs_and_entropy_are_those_of_transformers(temperature: float, tied
         start = end
     assert start == len(logprobs)
     assert not entropy.requires_grad
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
-def test_chunks_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(4, 100, bias=False)
-    hidden, labels = torch.randn(33, 4), torch.randint(0, 100, (33,))
-
-    def results() -> tuple[list[torch.Tensor], int]:
-        x = hidden.clone().requires_grad_()
-        with Largest() as largest:
-            logprobs, entropy = token_logprobs(x, head, labels, 0.9, 100)
-            logprobs.square().sum().backward()
-        gradients = [x.grad, head.weight.grad]
-        head.weight.grad = None
-        return [logprobs, entropy, *gradients], largest.elements
-
-    whole, largest_whole = results()
-    monkeypatch.setattr(workers.policy, "LOGITS_CHUNK_ELEMENTS", 500)
-    chunked, largest_chunked = results()
-    assert (largest_whole, largest_chunked) == (3300, 500)
-    for ours, theirs in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 def test_dropout_is_off_in_training_mode() -> None:

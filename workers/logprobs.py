@@ -1,0 +1,151 @@
+"""Log-probability and entropy of each response token from hidden states: [R, h] in, [R] out, forward and backward.
+
+Logits live in a chunk's buffers that all chunks use in turn; the backward pass computes them again. Neither the
+[R, vocabulary] logits nor their gradient ever exist: at 20,480 tokens and 152k entries each would be 12.4 GB in float32
+(DESIGN section 7).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# By device. The CPU is fastest where a chunk still lies in its caches. A GPU needs rows enough that adding a chunk's
+# share to the float32 gradient of the head's weight costs little beside the matrix products.
+LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    temperature: float,
+    vocabulary: int,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Of the distribution softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head.
+
+    hidden: [R, h]. labels: [R] int64. Returns (natural log-probability of each label, entropy in nats), both [R], in
+    float32 or better. entropy_gradient: the entropy has a gradient; otherwise it is a metric. With R = 0 both are
+    empty and gradients zero, so that an FSDP rank without tokens still takes part.
+
+    Raises ValueError when the head is not an `nn.Linear`: its weight is used, and what else it computes would be lost.
+    """
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"`model.path`: the output head is {type(head).__name__}, and log-probabilities are computed chunk by "
+            "chunk for a plain torch.nn.Linear only; choose another architecture, and leave the head out of "
+            "`model.lora.target_modules`"
+        )
+    return _TokenLogprobs.apply(hidden, head.weight, head.bias, labels, temperature, vocabulary, entropy_gradient)
+
+
+class _Logits:
+    """Makes the logits of each chunk, in buffers that the next one overwrites: fresh memory is dear on a CPU."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, vocabulary: int
+    ) -> None:
+        self.weight = weight[:vocabulary]
+        self._bias = None if bias is None else bias[:vocabulary]
+        self._hidden, self._temperature = hidden, temperature
+        num_chunks = -(-len(hidden) * vocabulary // LOGITS_CHUNK_ELEMENTS[hidden.device.type])
+        self.rows = -(-len(hidden) // max(1, num_chunks))
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.product = hidden.new_empty(self.rows, vocabulary)
+        self._values = self.product if self.dtype is hidden.dtype else torch.empty_like(self.product, dtype=self.dtype)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(which of the R rows, their logits / temperature [rows, vocabulary], to be overwritten at will)."""
+        for start in range(0, len(self._hidden), self.rows or 1):
+            where = slice(start, start + self.rows)
+            part = self._hidden[where]
+            product, values = self.product[: len(part)], self._values[: len(part)]
+            if self._bias is None:
+                torch.mm(part, self.weight.T, out=product)
+            else:
+                torch.addmm(self._bias, part, self.weight.T, out=product)
+            if values.dtype is not product.dtype:
+                values.copy_(product)
+            if self._temperature != 1:
+                values.div_(self._temperature)
+            yield where, values
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        vocabulary: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logits = _Logits(hidden, weight, bias, temperature, vocabulary)
+        logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=logits.dtype)
+        scratch = torch.empty_like(logits.product, dtype=logits.dtype)
+        for where, z in logits.chunks():
+            largest = z.amax(dim=-1, keepdim=True)
+            z.sub_(largest)
+            own = z.gather(-1, labels[where, None]).squeeze(-1)
+            exponentials = torch.exp(z, out=scratch[: len(z)])
+            total = exponentials.sum(dim=-1)
+            log_total = total.log()
+            logprobs[where] = own - log_total
+            normalizer[where] = largest.squeeze(-1) + log_total
+            entropy[where] = log_total - exponentials.mul_(z).sum(dim=-1) / total
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy if entropy_gradient else None)
+        ctx.temperature, ctx.vocabulary = temperature, vocabulary
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        logits = _Logits(hidden, weight, bias, ctx.temperature, ctx.vocabulary)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=logits.dtype) if needs_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=logits.dtype) if needs_bias else None
+        # With p = softmax(z): d logprob / dz = onehot - p, and d entropy / dz = -p * (log p + entropy).
+        by_logprob = (logprobs_grad / ctx.temperature).unsqueeze(-1)
+        by_entropy = (entropy_grad / ctx.temperature).unsqueeze(-1)
+        scratch = None if entropy is None else torch.empty_like(logits.product, dtype=logits.dtype)
+        for where, z in logits.chunks():
+            z.sub_(normalizer[where, None])
+            if scratch is None:
+                grad = z.exp_().mul_(-by_logprob[where])
+            else:
+                probabilities = torch.exp(z, out=scratch[: len(z)])
+                z.add_(entropy[where, None]).mul_(by_entropy[where]).add_(by_logprob[where])
+                grad = z.mul_(probabilities).neg_()
+            grad.scatter_add_(1, labels[where, None], by_logprob[where])
+            if bias_grad is not None:
+                bias_grad[: ctx.vocabulary] += grad.sum(dim=0)
+            # The product's buffer is free again: the matrix products take the gradient in the model's type.
+            grad = logits.product[: len(grad)].copy_(grad)
+            if hidden_grad is not None:
+                torch.mm(grad, logits.weight, out=hidden_grad[where])
+            if weight_grad is not None:
+                _add_product(weight_grad[: ctx.vocabulary], grad.T, hidden[where])
+        return hidden_grad, _as(weight_grad, weight), _as(bias_grad, bias), None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, whatever the type of the factors."""
+    if total.dtype is right.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
+
+
+def _as(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if grad is None or like is None else grad.to(like.dtype)
