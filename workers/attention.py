@@ -101,10 +101,15 @@ def _pass_through(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: Segments,
+    segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Another attention function of transformers' on packed sequences. Its mask, if any, comes from the positions."""
+    """Another attention function of transformers' on packed sequences. Its mask, if any, comes from the positions.
+
+    A model that says nothing of segments, which shares the process, gets what it would get without us.
+    """
+    if segments is None:
+        return inner(module, query, key, value, attention_mask, **options)
     cu, longest = segments.cu_seq_lens, segments.longest
     where = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest, "dropout": 0.0}
 

@@ -4,9 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from workers.attention import PACKED_ATTENTION, Segments, packed_attention
+from workers.attention import Segments, implementation, packed_attention
 
 SIZES = {
     "hidden_size": 32,
@@ -31,6 +38,7 @@ def segments_of(lengths: list[int]) -> Segments:
         pytest.param(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2), id="llama"),
     ],
 )
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -39,10 +47,10 @@ def segments_of(lengths: list[int]) -> Segments:
         pytest.param([1] * 5, id="single_tokens"),
     ],
 )
-def test_packed_equals_separate(config: PreTrainedConfig, lengths: list[int]) -> None:
+def test_packed_equals_separate(config: PreTrainedConfig, lengths: list[int], name: str) -> None:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
-    packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PACKED_ATTENTION).eval()
+    packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation(name)).eval()
     packed.load_state_dict(plain.state_dict())
     sequences = [torch.randint(0, 50, (1, length)) for length in lengths]
     weights = torch.randn(sum(lengths), 50)
@@ -81,3 +89,24 @@ def test_a_window_that_no_sequence_exceeds_changes_nothing() -> None:
     wide, _ = packed_attention(torch.nn.Identity(), x, x, x, None, segments=segments_of([2, 3]), sliding_window=3)
     full, _ = packed_attention(torch.nn.Identity(), x, x, x, None, segments=segments_of([2, 3]))
     assert torch.equal(wide, full)
+
+
+def test_an_unknown_attention_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"`model.attn_implementation` \(flash\) is unknown.*flash_attention_2"):
+        implementation("flash")
+
+
+def test_another_attention_of_transformers_is_told_where_sequences_lie() -> None:
+    """As flash attention wants it; its kernels run on GPUs alone."""
+    told: dict[str, object] = {}
+
+    def kernel(module: object, query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, None]:
+        told.update(options)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("told", kernel)
+    AttentionInterface()[implementation(implementation("told"))](
+        torch.nn.Identity(), *[torch.randn(1, 2, 5, 8)] * 3, None, segments=segments_of([2, 3]), dropout=0.5
+    )
+    assert told.pop("cu_seq_lens_q").tolist() == told.pop("cu_seq_lens_k").tolist() == [0, 2, 5]  # type: ignore[attr-defined]
+    assert told == {"max_length_q": 3, "max_length_k": 3, "dropout": 0.0}
