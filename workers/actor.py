@@ -109,7 +109,9 @@ class ActorWorker:
         self._policy = self._fsdp.load_policy(cfg, self._mesh)
         self._optimizer = self._fsdp.build_optimizer(self._policy, cfg)
         kl = cfg.algorithm.kl
-        reference = self._fsdp.load_reference(cfg, self._mesh) if kl.loss_coeff or kl.reward_coeff else None
+        reference = (
+            self._fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
+        )
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh)
 
     def update(self, work: RankWork) -> dict[str, float]:

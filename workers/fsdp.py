@@ -9,13 +9,14 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config import Config
 from workers.loading import load_buffers, load_parameters, meta_model
+from workers.lora import BasePolicy, add_adapters, base_name, init_adapters, is_adapter, merged
 from workers.mesh import Mesh
 from workers.policy import PackedPolicy
 from workers.recompute import checkpoint_activations
@@ -26,24 +27,31 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
 
     Raises ValueError where the files do not hold this model (`workers.loading`).
     """
-    policy = _on_meta(cfg, torch.float32)
+    lora = cfg.model.lora
+    policy = _on_meta(cfg, getattr(torch, cfg.model.dtype) if lora.rank else torch.float32)  # frozen: no master weights
+    if lora.rank:
+        add_adapters(policy.model, lora)
     policy.train()  # transformers checkpoints activations only in training mode
     checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
     _shard(policy, cfg, mesh, offload=cfg.actor.offload)
     _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload)
+    if lora.rank:
+        init_adapters(policy.model, cfg.trainer.seed)
     return policy
 
 
-def load_reference(cfg: Config, mesh: Mesh) -> PackedPolicy:
-    """The model of `cfg.model.path` once more, frozen: the reference policy of `algorithm.kl`.
+def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
+    """The reference policy of `algorithm.kl`: `policy` with its adapters off or, without LoRA, its model once more.
 
-    It is used once per step: sharded alike, stored in the compute type, on a GPU in host memory.
+    It is used once per step: frozen, sharded alike, stored in the compute type, on a GPU in host memory.
     """
+    if cfg.model.lora.rank:
+        return BasePolicy(policy)
     offload = cfg.actor.offload or mesh.device == "cuda"
-    policy = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
-    _shard(policy, cfg, mesh, offload=offload)
-    _fill(policy, cfg.model.path, mesh, offload=offload)
-    return policy
+    reference = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
+    _shard(reference, cfg, mesh, offload=offload)
+    _fill(reference, cfg.model.path, mesh, offload=offload)
+    return reference
 
 
 def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
@@ -58,7 +66,9 @@ def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
-    load_parameters(policy.model.named_parameters(remove_duplicate=False), path, policy.model.base_model_prefix)
+    named = policy.model.named_parameters(remove_duplicate=False)
+    stored = [(base_name(name), parameter) for name, parameter in named if not is_adapter(name)]
+    load_parameters(stored, path, policy.model.base_model_prefix)
     load_buffers(policy.model, path)
 
 
@@ -110,7 +120,7 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
     return optimizer
 
 
-def reshard(policy: PackedPolicy) -> None:
+def reshard(policy: nn.Module) -> None:
     """Free gathered parameters, so that the module shows its shards (needed after a forward pass without backward)."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -125,12 +135,16 @@ def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
 
 
 def full_parameters(policy: PackedPolicy, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full float32 tensor on the mesh's device), one at a time; tied weights once."""
+    """(Hugging Face name, full float32 tensor on the mesh's device), one at a time; tied weights once, LoRA merged."""
     reshard(policy)
-    for name, parameter in policy.model.named_parameters():
-        shard = parameter.detach().to(mesh.device)
-        assert isinstance(shard, DTensor)
-        yield name, shard.full_tensor()
+    yield from merged(policy.model, lambda parameter: gather(parameter, mesh))
+
+
+def gather(parameter: Tensor, mesh: Mesh) -> Tensor:
+    """A sharded parameter -> the full tensor on the mesh's device."""
+    shard = parameter.detach().to(mesh.device)
+    assert isinstance(shard, DTensor)
+    return shard.full_tensor()
 
 
 def checksum(policy: PackedPolicy, mesh: Mesh) -> str:

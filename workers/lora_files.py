@@ -21,25 +21,25 @@ from workers.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adap
 IDENTITY_FILE = "lora.json"
 
 
-def save_adapters(model: Any, gather: Gather, base: str, directory: Path, *, is_writer: bool) -> None:
+def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> None:
     """The adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             full = gather(parameter)
-            if is_writer:
+            if dist.get_rank() == 0:
                 tensors[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = full.cpu().contiguous()
-    if is_writer:
+    if dist.get_rank() == 0:
         config = copy.copy(model.peft_config[ADAPTER])
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(directory)
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def save_identity(model: nn.Module, directory: Path, *, is_writer: bool) -> None:
+def save_identity(model: nn.Module, directory: Path) -> None:
     """Note beside a checkpoint, whose only weights are adapters, what these belong to. A collective."""
     identity = _identity(model)
-    if is_writer:
+    if dist.get_rank() == 0:
         (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ in the same order (DESIGN sections 7 and 9).
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,40 +18,55 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from transformers import AutoTokenizer
 
 from dapo.config import ModelConfig
-from workers.fsdp import full_parameters, reshard
+from workers.fsdp import full_parameters, gather, reshard
 from workers.loading import INDEX_FILE, SINGLE_FILE
+from workers.lora import has_adapters
+from workers.lora_files import check_identity, save_adapters, save_identity
 from workers.mesh import Mesh
 from workers.policy import PackedPolicy
 
 EXPORT_FILE_BYTES = 4 << 30
+ADAPTER_FOLDER = "adapter"  # beside the model transformers would load the adapters a second time
 
 
 def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
     """Model and optimizer as a distributed checkpoint (DCP), each rank its shards; of the model only what trains."""
     reshard(policy)
-    model_state, optimizer_state = get_state_dict(policy, optimizer, options=_state_options(policy))
+    model_state, optimizer_state = _states(policy, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    if has_adapters(policy.model):
+        save_identity(policy.model, Path(directory))
 
 
 def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    """Read what `save_state` wrote, on any number of ranks and copies."""
+    """Read what `save_state` wrote, on any number of ranks and copies. Raises ValueError if it is of other adapters."""
     reshard(policy)
-    options = _state_options(policy)
-    model_state, optimizer_state = get_state_dict(policy, optimizer, options=options)
+    check_identity(policy.model, Path(directory))
+    model_state, optimizer_state = _states(policy, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    options = StateDictOptions(strict=not _frozen(policy))
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
 
 
-def _state_options(policy: PackedPolicy) -> StateDictOptions:
-    """Frozen parameters come from `model.path` again."""
-    frozen = any(not parameter.requires_grad for parameter in policy.parameters())
-    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
+def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the model and of the optimizer. Frozen parameters stay out: they come from `model.path` again.
+
+    torch's `ignore_frozen_params` would keep the second name of a frozen tied pair, a whole embedding.
+    """
+    frozen = _frozen(policy)
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    return {name: value for name, value in model_state.items() if name not in frozen}, optimizer_state
+
+
+def _frozen(policy: PackedPolicy) -> set[str]:
+    return {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
     """Rank 0 writes configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them.
 
-    It holds one file's tensors at a time, at most `EXPORT_FILE_BYTES` or one tensor.
+    LoRA is merged; in a folder of their own the adapters lie alone, for peft. It holds one file's tensors at a time,
+    at most `EXPORT_FILE_BYTES` or one tensor.
     """
     dtype, root = getattr(torch, cfg.dtype), Path(directory)
     files: list[list[str]] = []
@@ -75,6 +91,8 @@ def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str
         config.save_pretrained(root)
         policy.model.generation_config.save_pretrained(root)
         AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(root)
+    if has_adapters(policy.model):
+        save_adapters(policy.model, lambda parameter: gather(parameter, mesh), cfg.path, root / ADAPTER_FOLDER)
     dist.barrier()
 
 

@@ -7,7 +7,7 @@ ranks decide alike, because every decision is taken on totals that all of them h
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -35,12 +35,12 @@ class Updater:
     def __init__(
         self,
         policy: PackedPolicy,
-        reference: PackedPolicy | None,
+        reference: nn.Module | None,
         optimizer: torch.optim.Optimizer,
         cfg: Config,
         mesh: Mesh,
     ) -> None:
-        """reference: frozen; only where `algorithm.kl` needs one."""
+        """reference: called like the policy, frozen; only where `algorithm.kl` needs one."""
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
