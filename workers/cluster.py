@@ -123,10 +123,6 @@ class Placement:
         self._cfg = cfg
         self._device = device
         self._group: PlacementGroup | None = None
-        if device == "cpu" and cfg.actor.offload:
-            raise ValueError(
-                "`actor.offload` (true) moves state from GPU to host memory, and `trainer.device` is cpu; unset it"
-            )
         if device == "cuda" and cfg.model.dtype == "float32":
             raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
         bundles = _bundles(cfg, device)

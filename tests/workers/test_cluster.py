@@ -76,10 +76,3 @@ def test_cpu_roles_reserve_nothing_and_set_thread_counts():
     for options in (*placement.rollout(), *placement.actors(), *placement.reward_model(), placement.rewards()):
         assert options["num_cpus"] == 0 and "num_gpus" not in options
     assert {each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placement.actors()} == {"5"}
-
-
-def test_offload_without_a_gpu_is_refused():
-    cfg = make_config(1, 1, 1)
-    cfg.actor.offload = True
-    with pytest.raises(ValueError, match="actor.offload"):
-        Placement(cfg, "cpu")
