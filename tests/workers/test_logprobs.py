@@ -1,5 +1,10 @@
 """Chunked log-probabilities and entropy against plain autograd over whole logits, and their memory."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +14,9 @@ import workers.logprobs
 from workers.logprobs import token_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 33, 12, 101
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parent.parent.parent
+MEMORY = Path(__file__).with_name("logprob_memory.py")
 
 
 def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
@@ -207,3 +215,25 @@ def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch, entro
         )
         (logprobs.sum() + entropy.sum() if entropy_gradient else logprobs.sum()).backward()
     assert VOCABULARY * HIDDEN < largest.elements <= chunk
+
+
+@pytest.mark.parametrize(
+    ("tokens", "allowed"),
+    [
+        pytest.param(2048, 0.4 * GIB, id="short"),
+        pytest.param(20_480, 1.5 * GIB, id="whole", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    ],
+)
+def test_memory_of_a_large_vocabulary(tokens: int, allowed: float) -> None:
+    """One copy of the logits would take 1.2 GiB, or 11.6 GiB."""
+    done = subprocess.run(
+        [sys.executable, str(MEMORY), str(tokens), "151936", "64"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= allowed
