@@ -44,22 +44,15 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory
     check_identity(policy.model, Path(directory))
     model_state, optimizer_state = _states(policy, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
-    options = StateDictOptions(strict=not _frozen(policy))
+    options = StateDictOptions(strict=False)  # DCP has already missed what is not there
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
 
 
 def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the model and of the optimizer. Frozen parameters stay out: they come from `model.path` again.
-
-    torch's `ignore_frozen_params` would keep the second name of a frozen tied pair, a whole embedding.
-    """
-    frozen = _frozen(policy)
+    """Of the model, each trained parameter once, and of the optimizer. All else comes from `model.path` again."""
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    return {name: value for name, value in model_state.items() if name not in frozen}, optimizer_state
-
-
-def _frozen(policy: PackedPolicy) -> set[str]:
-    return {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: value for name, value in model_state.items() if name in trained}, optimizer_state
 
 
 def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:

@@ -1,0 +1,217 @@
+"""Copies of the parameters side by side (HSDP), offloading, and files that fit any arrangement of the ranks.
+
+One pool of four gloo ranks; they are built anew for each arrangement. Gradients are compared in test_parity.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from dapo.config import Config
+from tests.workers.plain_reference import (
+    LENGTHS,
+    distance,
+    full_weights,
+    make_config,
+    make_model,
+    make_sequences,
+    on_all,
+    start_pool,
+    train_batch,
+)
+from workers.actor import ActorPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_model(tmp_path_factory.mktemp("model"), tied=True)
+    GenerationConfig(eos_token_id=[1, 2], temperature=0.25, do_sample=True).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: None, model_dir: Path) -> Iterator[ActorPool]:
+    started = start_pool(make_config(model_dir, num_workers=RANKS))
+    yield started
+    started.close()
+
+
+def rebuild(worker: Any, cfg: Config) -> None:
+    """Runs on a rank."""
+    worker._cfg = cfg
+    worker._build()
+
+
+def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", **actor: Any) -> None:
+    cfg = make_config(model_dir, num_workers=RANKS, **actor)
+    cfg.model.dtype = dtype
+    on_all(pool, rebuild, [cfg] * RANKS)
+
+
+def checksums(pool: ActorPool) -> set[str]:
+    """Of each rank's copy."""
+    return set(on_all(pool, lambda worker: worker.checksum()))
+
+
+def train(pool: ActorPool, model_dir: Path, seed: int) -> dict[str, float]:
+    return asyncio.run(pool.update(train_batch(seed, make_sequences(model_dir, LENGTHS, seed))))
+
+
+def weights(pool: ActorPool) -> dict[str, torch.Tensor]:
+    return on_all(pool, full_weights)[0]
+
+
+def layout(worker: Any) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Runs on a rank: placements and local shapes."""
+    parameters = dict(worker._policy.model.named_parameters())
+    [placements] = {str(p.placements) for p in parameters.values()}
+    return placements, {name: tuple(p.to_local().shape) for name, p in parameters.items()}
+
+
+def test_copies_train_alike_and_as_one_sharded_copy_does(pool: ActorPool, model_dir: Path) -> None:
+    build(pool, model_dir)
+    [initial] = checksums(pool)
+    norm = train(pool, model_dir, 0)["actor/grad_norm"]
+    wanted = weights(pool)
+
+    build(pool, model_dir, fsdp_size=2)
+    first, second, third, fourth = on_all(pool, layout)
+    assert first == third and second == fourth and "Replicate" in first[0] and "Shard" in first[0]
+    assert first[1]["model.embed_tokens.weight"] == (32, 32)
+    assert checksums(pool) == {initial}
+    assert train(pool, model_dir, 0)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert len(checksums(pool)) == 1
+    before = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
+    moved, wanted_move = (
+        {name: tensor - before[name].detach() for name, tensor in each.items()} for each in (weights(pool), wanted)
+    )
+    assert distance(moved, wanted_move) <= 1e-3
+
+
+def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
+    build(pool, model_dir, fsdp_size=2)
+    train(pool, model_dir, 0)
+    asyncio.run(pool.save(str(tmp_path / "copies")))
+    [saved] = checksums(pool)
+    train(pool, model_dir, 1)
+    wanted = weights(pool)
+
+    for place, arrangement in (("one", {}), ("none", {"fsdp_size": 1}), ("host", {"offload": True})):
+        build(pool, model_dir, **arrangement)
+        asyncio.run(pool.load(str(tmp_path / "copies")))
+        assert checksums(pool) == {saved}
+        asyncio.run(pool.save(str(tmp_path / place)))
+        train(pool, model_dir, 1)  # by the optimizer's state that was saved
+        assert distance(weights(pool), wanted) <= 1e-6
+    sizes = {each.name: sum(file.stat().st_size for file in each.iterdir()) for each in tmp_path.iterdir()}
+    assert sizes["none"] < sizes["copies"] < sizes["one"]  # copies are not stored; each part costs some bytes
+
+
+def test_an_export_of_copies_in_several_files(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
+    build(pool, model_dir, fsdp_size=2)
+    train(pool, model_dir, 0)
+    on_all(pool, limit_files, [16 << 10] * RANKS)
+    try:
+        asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+    finally:
+        on_all(pool, limit_files, [4 << 30] * RANKS)
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and max(file.stat().st_size for file in files) < 18 << 10
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert exported.config.tie_word_embeddings and exported.config.architectures == ["Qwen2ForCausalLM"]
+    assert exported.generation_config.eos_token_id == [1, 2] and exported.generation_config.temperature == 0.25
+    found = weights(pool)
+    assert [name for name, p in exported.named_parameters() if not torch.equal(p, found[name])] == []
+
+    cfg = make_config(tmp_path / "hf", num_workers=RANKS, fsdp_size=2)
+    on_all(pool, rebuild, [cfg] * RANKS)  # the actors read several files
+    assert distance(weights(pool), found) == 0.0
+
+
+def limit_files(worker: Any, size: int) -> None:
+    """Runs on a rank: bytes of one exported file."""
+    worker._state.EXPORT_FILE_BYTES = size
+
+
+def memory(worker: Any) -> tuple[set[str], set[str], set[type], int, int]:
+    """Runs on a rank: types of the parameters that the modules show, devices of all state, offload policies, gradients
+    that are held, bytes of gathered parameters."""
+    policy, optimizer = worker._policy, worker._optimizer
+    shown = list(policy.parameters())
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in policy.modules() if isinstance(m, FSDPModule)]
+    gathered = sum(
+        p._unsharded_param.untyped_storage().nbytes()
+        for group in groups
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    )
+    return (
+        {type(p.data).__name__ for p in shown},
+        {str(tensor.device) for tensor in (*shown, *state)},
+        {type(group.offload_policy) for group in groups},
+        sum(p.grad is not None for p in shown),
+        gathered,
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_offloading_changes_no_bit_and_nothing_gathered_stays(pool: ActorPool, model_dir: Path, reshard: bool) -> None:
+    found = []
+    for offload in (False, True):
+        build(pool, model_dir, offload=offload, fsdp_size=2, reshard_after_forward=reshard)
+        train(pool, model_dir, 0)
+        found.append(checksums(pool))
+        for types, devices, policies, gradients, gathered in on_all(pool, memory):
+            assert types == {DTensor.__name__} and devices == {"cpu"} and gradients == 0 and gathered == 0
+            assert {issubclass(each, CPUOffloadPolicy) for each in policies} == {offload}
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
+def reference_against_policy(worker: Any, sequences: tuple[Any, ...]) -> tuple[set[torch.dtype], float, float]:
+    """Runs on a rank: stored types of the reference, mean |log-probability|, largest difference from the policy's."""
+    from workers.update import Updater
+
+    reference = worker._fsdp.load_reference(worker._cfg, worker._mesh, worker._policy)
+    updater = Updater(worker._policy, reference, worker._optimizer, worker._cfg, worker._mesh)
+    batch = updater._collate(sequences)
+    [[theirs]], ([[own]], _) = updater._reference_of([[batch]]), updater._old_logprobs([[batch]])
+    types = {p.dtype for p in reference.parameters()}
+    return types, float(own.abs().mean()), float((own - theirs).abs().max())
+
+
+def test_the_reference_is_stored_in_the_compute_type_and_says_the_same(pool: ActorPool, model_dir: Path) -> None:
+    build(pool, model_dir, dtype="bfloat16", fsdp_size=2)
+    sequences = make_sequences(model_dir, LENGTHS)
+    for types, size, difference in on_all(pool, reference_against_policy, [sequences] * RANKS):
+        assert types == {torch.bfloat16} and size > 0.1 and difference == 0.0
+
+
+def test_files_of_another_model_are_refused_by_all_ranks(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    cfg = make_config(tmp_path, num_workers=RANKS)
+    for found in on_all(pool, refused, [cfg] * RANKS):
+        assert "has shape [48, 32], and config.json asks for [40, 32]" in found
+
+
+def refused(worker: Any, cfg: Config) -> str:
+    """Runs on a rank."""
+    try:
+        worker._fsdp.load_policy(cfg, worker._mesh)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
