@@ -207,7 +207,7 @@ async def build_pools(cfg: Config, rollouts: "RolloutPool | None" = None) -> Asy
     from workers.actor import ActorPool
     from workers.cluster import Placement, engine_args, resolve_device
     from workers.reward import RewardPool
-    from workers.weight_sync import WeightSync
+    from workers.weight_sync import WeightSync, resolve_transport
 
     device = resolve_device(cfg.trainer.device)
     placement = Placement(cfg, device)
@@ -224,8 +224,10 @@ async def build_pools(cfg: Config, rollouts: "RolloutPool | None" = None) -> Asy
         starts: list[Awaitable[Any]] = [rewards.start(cfg.rollout.start_timeout_s), actors.start()]
         if rollouts is None:
             starts.append(engines.start(cfg.model.path, engine_args(cfg, device)))
+        if cfg.trainer.colocate:
+            await starts.pop()  # an engine measures what memory is free; actors that load meanwhile would mislead it
         say((await asyncio.gather(*starts))[0])
-        sync = WeightSync(actors, engines, cfg.weight_sync)
+        sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg, device))
         yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
     finally:
         actors.close()

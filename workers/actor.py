@@ -16,7 +16,7 @@ from dapo.model_shape import UnknownShape, read_shape
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
-from workers.weight_sync import Bucket, export_buckets
+from workers.weight_buckets import Bucket, Endpoint
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +129,30 @@ class ActorWorker:
         """(Hugging Face name, full float32 tensor) one by one; tied weights once, under the name of the embedding."""
         return self._fsdp.full_parameters(self._policy, self._mesh)
 
-    def export_weights(self) -> list[Bucket]:
-        """All weights as buckets in the object store; an empty list on all ranks but 0."""
-        bucket_bytes = self._cfg.weight_sync.bucket_bytes
-        return export_buckets(self.named_full_parameters(), bucket_bytes, is_sender=self._rank == 0)
+    def open_weights(self, transport: str) -> "tuple[int, Endpoint | None]":
+        """Number of buckets of a weight sync, and this rank's end of the transport where it has one."""
+        import torch
+
+        from workers.weight_sender import WeightSender, full_shapes
+
+        self._sender = WeightSender(
+            self.named_full_parameters,
+            full_shapes(self._policy.model),
+            dtype=self._cfg.model.dtype,
+            bucket_bytes=self._cfg.weight_sync.bucket_bytes,
+            rank=self._rank,
+            device=torch.device(self._device, 0),
+        )
+        endpoint = self._sender.open(transport, ray.util.get_node_ip_address(), self._cfg.weight_sync.timeout_s)
+        return self._sender.num_buckets, endpoint
+
+    def join_weights(self, num_receivers: int) -> None:
+        """Meet the engines' processes; returns when all have come."""
+        self._sender.join(num_receivers)
+
+    def gather_bucket(self, index: int) -> Bucket | None:
+        """The next bucket of weights, on its way to the engines; None on all ranks but 0."""
+        return self._sender.gather(index)
 
     def save(self, directory: str) -> None:
         """Model and optimizer into `directory`. The actors draw no random number and hold no other state.
@@ -215,11 +235,21 @@ class ActorPool:
             found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
         return [found[i] for i in range(len(sequences))]
 
-    async def export_weights(self) -> list[Bucket]:
-        """All weights as buckets in Ray's object store."""
-        refs = [worker.export_weights.remote() for worker in self._workers]
-        timeout_s = self._cfg.weight_sync.timeout_s
-        return (await wait_for_ranks(refs, timeout_s, "the weight export", "weight_sync.timeout_s"))[0]
+    async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
+        """Number of buckets of a weight sync, and each rank's end of the transport (`workers.weight_sync`)."""
+        refs = [worker.open_weights.remote(transport) for worker in self._workers]
+        opened = await self._weights(refs, "opening the weight sync")
+        return opened[0][0], [endpoint for _, endpoint in opened]
+
+    async def join_weights(self, num_receivers: int) -> None:
+        """The ranks meet the engines' processes."""
+        refs = [worker.join_weights.remote(num_receivers) for worker in self._workers]
+        await self._weights(refs, "meeting the engines for the weight sync")
+
+    async def gather_bucket(self, index: int, what: str) -> Bucket:
+        """The next bucket of weights, on its way. what: which one of which sync, for errors."""
+        refs = [worker.gather_bucket.remote(index) for worker in self._workers]
+        return (await self._weights(refs, f"gathering {what}"))[0]
 
     async def save(self, directory: str) -> None:
         """Model and optimizer into `directory`, which all ranks must see. RemoteError after an update that failed on
@@ -247,6 +277,9 @@ class ActorPool:
         """Kill the ranks; they hold nothing that is not on disk or on the driver."""
         for worker in self._workers:
             ray.kill(worker)
+
+    async def _weights(self, refs: Sequence[Any], what: str) -> list[Any]:
+        return await wait_for_ranks(refs, self._cfg.weight_sync.timeout_s, what, "weight_sync.timeout_s")
 
     async def _checkpoint(self, refs: Sequence[Any], what: str) -> list[Any]:
         return await wait_for_ranks(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

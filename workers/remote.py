@@ -1,7 +1,7 @@
 """Waiting for remote results: always with a deadline that says what is waited for, always with a readable error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,32 +60,41 @@ def _told(timeout_s: float, what: str, key: str) -> Iterator[None]:
 
 
 async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Results in rank order. The first rank that fails ends the wait, though the others may hang in a collective.
-
-    One rank's end makes others fail in their collectives, at times before Ray tells of the end itself: a failure waits
-    `FAILURE_GRACE_S` for theirs, and the message has all that differ, ranks that died first.
+    """Results in rank order; fails as `together` does.
 
     Raises:
         RemoteError: all ranks failed, or were silent for `timeout_s` (configuration key `key`).
         PartialFailure: some did.
     """
-    waits = [
-        asyncio.ensure_future(wait([ref], timeout_s, f"actor rank {k} ({what})", key)) for k, ref in enumerate(refs)
-    ]
+    waits = [wait([ref], timeout_s, f"actor rank {k} ({what})", key) for k, ref in enumerate(refs)]
+    return [result for (result,) in await together(waits)]
+
+
+async def together(waits: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results of all, in order. The first that fails ends the wait, though others may hang in a collective.
+
+    One worker's end makes others fail in their collectives, at times before Ray tells of the end itself: a failure
+    waits `FAILURE_GRACE_S` for theirs, and the message has all that differ, workers that died first. What still runs
+    is no longer waited for.
+
+    Raises:
+        RemoteError: all failed. PartialFailure: some did.
+    """
+    tasks = [asyncio.ensure_future(one) for one in waits]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-        errors = _errors(waits)
-        if errors and len(errors) < len(waits):
-            await asyncio.wait(waits, timeout=FAILURE_GRACE_S)
-            errors = _errors(waits)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = _errors(tasks)
+        if errors and len(errors) < len(tasks):
+            await asyncio.wait(tasks, timeout=FAILURE_GRACE_S)
+            errors = _errors(tasks)
     finally:
-        for one in waits:
-            one.cancel()
+        for task in tasks:
+            task.cancel()
     if not errors:
-        return [one.result()[0] for one in waits]
+        return [task.result() for task in tasks]
     dead_first = sorted(errors, key=lambda error: "ActorDiedError" not in str(error))
     message = "; ".join(str(error) for error in dead_first)
-    raise (RemoteError if len(errors) == len(waits) else PartialFailure)(message) from dead_first[0]
+    raise (RemoteError if len(errors) == len(tasks) else PartialFailure)(message) from dead_first[0]
 
 
 def _errors(waits: Sequence["asyncio.Future[Any]"]) -> list[RemoteError]:

@@ -17,7 +17,8 @@ import ray
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.remote import RemoteError, wait, wait_for_stream
-from workers.weight_sync import BACKEND, Bucket
+from workers.weight_buckets import BACKEND, Bucket
+from workers.weight_engines import EngineWeights
 
 ABORT_PAUSE_S = 0.002
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
@@ -30,7 +31,6 @@ class RolloutWorker:
         """Loads the model."""
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = AsyncEngineArgs(
@@ -41,7 +41,6 @@ class RolloutWorker:
             **engine_args,
         )
         self._engine = AsyncLLM.from_engine_args(args)
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest())
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
@@ -111,28 +110,51 @@ class RolloutWorker:
         """Ends the named groups; their `generate` calls return what was sampled so far."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
-    async def receive_weights(self, version: int, buckets: list[Bucket]) -> None:
-        """Replaces the weights and labels all later tokens with `version`.
+    async def connect_weights(self, info: dict[str, Any]) -> None:
+        """Opens the engine's end of the weight sync. info: fields of `workers.weight_receiver.BucketInitInfo`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        The buckets pass through files in shared memory, because vLLM's worker processes are not Ray's and cannot read
-        the object store. Running requests would keep stale keys and values: `clear_cache` recomputes them.
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_update(self) -> None:
+        """Holds all requests; each goes on where it stood after `finish_update`.
+
+        They would keep stale keys and values: `clear_cache` recomputes these.
+        """
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.start_weight_update()
+
+    async def load_bucket(self, bucket: Bucket, timeout_s: float) -> None:
+        """Loads the next bucket. `timeout_s` is for bringing it here, where it lies in Ray's object store.
+
+        It then passes through a file in shared memory, because vLLM's worker processes are not Ray's.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        engine = self._engine
-        await engine.pause_generation(mode="keep", clear_cache=True)
-        await engine.start_weight_update()
-        for index, bucket in enumerate(buckets):
-            path = Path("/dev/shm") / f"dapo-weights-{os.getpid()}-{index}"
-            image = await asyncio.wait_for(bucket.ref, timeout=300)
-            try:
+        info = {
+            "index": bucket.index,
+            "tensors": [(place.name, place.shape, place.start) for place in bucket.plan.tensors],
+            "num_bytes": bucket.plan.num_bytes,
+            "dtype": bucket.dtype,
+            "digest": bucket.digest,
+        }
+        path = None
+        if "ref" in bucket.content:
+            path = Path("/dev/shm") / f"dapo-weights-{os.getpid()}-{bucket.index}"
+            info["path"] = str(path)
+        try:
+            if path:
+                image = await asyncio.wait_for(bucket.content["ref"], timeout_s)
                 path.write_bytes(image)
-                update = {"path": str(path), "digest": bucket.digest}
-                await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-            finally:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        finally:
+            if path:
                 path.unlink(missing_ok=True)
-        await engine.finish_weight_update(weight_version=str(version))
-        await engine.resume_generation()
+
+    async def finish_update(self, version: int) -> None:
+        """Labels all later tokens with `version` and lets requests go on."""
+        await self._engine.finish_weight_update(weight_version=str(version))
+        await self._engine.resume_generation()
 
     async def weight_digests(self) -> list[str]:
         """Digest of the parameters in each of the engine's worker processes, for tests."""
@@ -168,12 +190,16 @@ class RolloutPool:
         self._timeout_s = timeout_s
         self._fleet = FleetCapacity([])
         self._freed: Callable[[], None] = lambda: None
+        self.weights = EngineWeights(self._workers)
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Starts all engines side by side."""
         refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
         sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
         self._fleet = FleetCapacity(sizes)
+        self.weights.processes = engine_args.get("tensor_parallel_size", 1) * engine_args.get(
+            "pipeline_parallel_size", 1
+        )
 
     @property
     def capacity(self) -> int:
@@ -192,6 +218,8 @@ class RolloutPool:
         self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
     ) -> tuple[Response, ...]:
         """n responses to one prompt; `key` names the group for `abort`. Calls `ended` with each that has ended."""
+        if self.weights.refused:
+            raise RemoteError(self.weights.refused)
         home = self._load.index(min(self._load))
         running = sampling.n
         self._load[home] += running
@@ -232,11 +260,6 @@ class RolloutPool:
                 raise RemoteError(f"the engines did not end {left} within {self._timeout_s:g} s (`rollout.timeout_s`)")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
-
-    async def receive_weights(self, version: int, buckets: list[Bucket], timeout_s: float) -> None:
-        """All engines load the buckets; afterwards they serve `version`."""
-        refs = [worker.receive_weights.remote(version, buckets) for worker in self._workers]
-        await wait(refs, timeout_s, f"the engines to load weights of version {version}", "weight_sync.timeout_s")
 
     async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
         """The floor of generation: the requests dealt out to the engines at once; the slowest engine's seconds."""

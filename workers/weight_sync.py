@@ -1,97 +1,109 @@
-"""Weights from the actors to the engines: the sender's half and the driver's (DESIGN section 8).
+"""Weights from the actors to the engines: the driver's half, one pipeline for all transports (DESIGN section 8).
 
-In: an iterator of full (name, tensor) pairs, gathered in lockstep by all actor ranks. Out: safetensors buckets of at
-most `weight_sync.bucket_bytes` in Ray's object store, each with a digest; `workers.weight_receiver` is the other end.
+    actors    gather 0 | gather 1 | gather 2 | ...          while the engines load a bucket, the actors gather the next;
+    engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time
+
+In: a policy version. Out: all engines serve it, or RemoteError, and then they serve nothing any more.
 """
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
 
-import numpy as np
-import ray
-
-from dapo.config import WeightSyncConfig
-
-if TYPE_CHECKING:
-    import torch
-
-BACKEND = "dapo_buckets"  # the name under which the receiver registers with vLLM
+from dapo.config import Config, WeightSyncConfig
+from workers.remote import RemoteError, together
+from workers.weight_buckets import Bucket, Endpoint
+from workers.weight_engines import EngineWeights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """One transfer. Made by actor rank 0, consumed by `workers.rollout`. ref: uint8 array, a safetensors image."""
-
-    ref: Any
-    digest: str
-    num_bytes: int
-
-
-def digest(data: memoryview | bytes) -> str:
-    """Digest of one bucket; both ends compute it."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def iter_buckets(
-    parameters: "Iterator[tuple[str, torch.Tensor]]", bucket_bytes: int
-) -> "Iterator[dict[str, torch.Tensor]]":
-    """Groups full tensors into dictionaries of at most `bucket_bytes`; a larger tensor travels alone."""
-    bucket: dict[str, torch.Tensor] = {}
-    filled = 0
-    for name, tensor in parameters:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and filled + size > bucket_bytes:
-            yield bucket
-            bucket, filled = {}, 0
-        bucket[name] = tensor
-        filled += size
-    if bucket:
-        yield bucket
-
-
-def export_buckets(
-    parameters: "Iterator[tuple[str, torch.Tensor]]", bucket_bytes: int, *, is_sender: bool
-) -> list[Bucket]:
-    """Runs on every actor rank, because gathering is a collective; only the sender puts buckets into the store."""
-    from safetensors.torch import save
-
-    buckets = []
-    for tensors in iter_buckets(parameters, bucket_bytes):
-        if not is_sender:
-            continue
-        image = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-        array = np.frombuffer(image, dtype=np.uint8)
-        buckets.append(Bucket(ref=ray.put(array), digest=digest(image), num_bytes=len(image)))
-    return buckets
+def resolve_transport(cfg: Config, device: str) -> str:
+    """`weight_sync.transport` with `auto` decided. device: from `workers.cluster.resolve_device`."""
+    if cfg.weight_sync.transport != "auto":
+        return cfg.weight_sync.transport
+    if cfg.trainer.colocate:
+        return "ipc"
+    return "broadcast" if device == "cuda" else "object_store"
 
 
 class WeightSource(Protocol):
     """What the sync needs of `workers.actor.ActorPool`."""
 
-    async def export_weights(self) -> list[Bucket]: ...
+    async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
+
+    async def join_weights(self, num_receivers: int) -> None: ...
+
+    async def gather_bucket(self, index: int, what: str) -> Bucket: ...
 
 
 class WeightSink(Protocol):
     """What the sync needs of `workers.rollout.RolloutPool`."""
 
-    async def receive_weights(self, version: int, buckets: list[Bucket], timeout_s: float) -> None: ...
+    weights: EngineWeights
 
 
 class WeightSync:
-    """The driver's half: after each update the engines hold exactly the actors' weights."""
+    """After each update the engines hold exactly the actors' weights. The first call also connects both."""
 
-    def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig) -> None:
+    def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
+        """transport: from `resolve_transport`."""
         self._actors = actors
-        self._rollouts = rollouts
-        self._cfg = cfg
+        self._engines = rollouts.weights
+        self._timeout_s = cfg.timeout_s
+        self._transport = transport
+        self._num_buckets = 0
+        self._stage = ""
 
     async def __call__(self, version: int) -> None:
         """All engines serve `version` when this returns.
 
         Raises:
-            RemoteError: a bucket's digest differs, a parameter stayed stale, or the deadline passed.
+            RemoteError: a bucket's digest differs, a parameter stayed stale, a worker failed, or the deadline passed.
         """
-        buckets = await self._actors.export_weights()
-        await self._rollouts.receive_weights(version, buckets, self._cfg.timeout_s)
+        whole = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self._num_buckets:
+                    await self._connect()
+                await self._sync(version)
+            whole = True
+        except TimeoutError:
+            raise RemoteError(
+                f"the weight sync to version {version} took more than {self._timeout_s:g} s, when it came to "
+                f"{self._stage}; raise `weight_sync.timeout_s` if this is expected"
+            ) from None
+        finally:
+            if not whole:
+                self._engines.refuse(
+                    f"the weight sync to version {version} failed, and the engines may hold a mixture of two versions"
+                )
+
+    async def _connect(self) -> None:
+        self._stage = f"connecting actors and engines ({self._transport})"
+        num_buckets, endpoints = await self._actors.open_weights(self._transport)
+        first = endpoints[0]
+        assert first is not None
+        num_receivers = self._engines.num_receivers
+        info: dict[str, Any] = {
+            "transport": self._transport,
+            "capacity": first.capacity,
+            "address": first.address,
+            "port": first.port,
+            "group_size": 1 + num_receivers,
+            "timeout_s": self._timeout_s,
+            "memory": {end.place: end.handles for end in endpoints if end is not None and end.handles},
+        }
+        await together([self._actors.join_weights(num_receivers), self._engines.connect(info, self._timeout_s)])
+        self._num_buckets = num_buckets
+
+    async def _sync(self, version: int) -> None:
+        names = [f"weight bucket {i} of {self._num_buckets}, version {version}" for i in range(self._num_buckets)]
+        self._stage = f"pausing the engines and gathering {names[0]}"
+        _, bucket = await together([self._engines.start(self._timeout_s), self._actors.gather_bucket(0, names[0])])
+        for index, name in enumerate(names):
+            self._stage = f"loading {name}"
+            steps: list[Awaitable[Any]] = [self._engines.load(bucket, name, self._timeout_s)]
+            if index + 1 < len(names):
+                steps.append(self._actors.gather_bucket(index + 1, names[index + 1]))
+            bucket = (await together(steps))[-1]
+        self._stage = "taking the engines up again"
+        await self._engines.finish(version, self._timeout_s)

@@ -1,16 +1,19 @@
 """Real vLLM engines on CPU: responses, their log-probabilities, aborts, and weights that arrive whole."""
 
 import asyncio
+import time
 from copy import deepcopy
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
+from tests.workers.local_actors import local_sync
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
@@ -183,20 +186,18 @@ def test_an_abort_reaches_requests_that_the_engine_does_not_know_yet(engines, lo
 
 def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop):
     """A token's log-probability is that of its version's weights over the whole context: no old keys and values."""
-    from workers.weight_sync import export_buckets
-
     pool, model, count = engines
     models = {0: deepcopy(model), VERSION_1: model}
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         change(parameter, generator, 0.02, 0.0)
-    buckets = export_buckets(model.named_parameters(), 1 << 30, is_sender=True)
+    sync = local_sync(pool, model)
 
     async def on_all():
         each = [pool.generate(f"flight{i}", PROMPT, sampling(4000 + 100 * i, 32, LONG), ended) for i in range(count)]
         return await asyncio.gather(*each)
 
-    update = when_few_are_left(pool, on_all(), 24 * count, lambda: pool.receive_weights(VERSION_1, buckets, 60))
+    update = when_few_are_left(pool, on_all(), 24 * count, lambda: sync(VERSION_1))
     for group in loop.run(update):
         crossed = [response for response in group if len(response.policy_versions) == 2]
         assert len(crossed) >= 8, "the update came when most of the group had ended"
@@ -212,30 +213,33 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
 
 
 def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):
-    from workers.weight_sync import export_buckets
-
     pool, model, count = engines
     before = loop.run(on_every_engine(pool, count, 10))
     generator = torch.Generator().manual_seed(1)
+    sync = local_sync(pool, model, bucket_bytes=100_000)  # many transfers
     for version, (name, parameter) in enumerate(model.named_parameters(), start=VERSION_1):
         change(parameter, generator, 0.3, 0.1)
-        # A bucket bound of 100 kB splits the model into many transfers.
-        buckets = export_buckets(model.named_parameters(), 100_000, is_sender=True)
-        assert len(buckets) > 5
-        loop.run(pool.receive_weights(version, buckets, 60))
+        loop.run(sync(version))
         responses = loop.run(on_every_engine(pool, count, 10))
         assert largest_difference(model, responses) <= 1e-4, f"after a change of {name}"
         assert {span.version for response in responses for span in response.policy_versions} == {version}
     assert largest_difference(model, before) > 1e-2, "the old responses must not fit the new weights"
 
 
-def test_altered_bytes_are_refused(engines, loop):
-    from dataclasses import replace
-
+def test_an_engine_that_dies_amid_a_sync_is_named_at_once(engines, loop):
+    """The last test: the engines are of no use afterwards."""
     from workers.remote import RemoteError
-    from workers.weight_sync import export_buckets
 
-    pool, model, _ = engines
-    (bucket,) = export_buckets(model.named_parameters(), 1 << 30, is_sender=True)
-    with pytest.raises(RemoteError, match="digest"):
-        loop.run(pool.receive_weights(99, [replace(bucket, digest="0" * 32)], 60))
+    pool, model, count = engines
+
+    def kill(index: int) -> None:
+        if index == 2:
+            ray.kill(pool._workers[count - 1])
+
+    sync = local_sync(pool, model, "broadcast", 100_000, before=kill)
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match=rf"engine {count - 1} to load weight bucket [12] of \d+, version 99"):
+        loop.run(sync(99))
+    assert time.monotonic() - began < 20, "far below the deadline of 60 s"
+    with pytest.raises(RemoteError, match="mixture of two versions"):
+        loop.run(on_every_engine(pool, 1, 10))

@@ -1,0 +1,47 @@
+"""Actors of one rank in the test's own process: any iterable of (name, tensor), sent by the real `WeightSender`."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from dapo.config import WeightSyncConfig
+from workers.weight_buckets import Bucket, Endpoint
+from workers.weight_sender import WeightSender, full_shapes
+from workers.weight_sync import WeightSync
+
+
+class LocalActors:
+    """Fulfils `workers.weight_sync.WeightSource`. before(index): called when bucket `index` is asked for."""
+
+    def __init__(self, model: nn.Module, bucket_bytes: int, before: Callable[[int], None] = lambda index: None) -> None:
+        self._before = before
+        self.sender = WeightSender(
+            lambda: ((name, parameter.detach()) for name, parameter in model.named_parameters()),
+            full_shapes(model),
+            dtype="float32",
+            bucket_bytes=bucket_bytes,
+            rank=0,
+            device=torch.device("cpu"),
+        )
+
+    async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]:
+        return self.sender.num_buckets, [self.sender.open(transport, "127.0.0.1", 60)]
+
+    async def join_weights(self, num_receivers: int) -> None:
+        await asyncio.to_thread(self.sender.join, num_receivers)
+
+    async def gather_bucket(self, index: int, what: str) -> Bucket:
+        self._before(index)
+        bucket = await asyncio.to_thread(self.sender.gather, index)
+        assert bucket is not None
+        return bucket
+
+
+def local_sync(
+    pool, model: nn.Module, transport: str = "object_store", bucket_bytes: int = 1 << 30, **kwargs
+) -> WeightSync:
+    """A weight sync from `model` to the engines of `pool`, not yet connected."""
+    cfg = WeightSyncConfig(bucket_bytes=bucket_bytes, timeout_s=60)
+    return WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg, transport)
