@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo.algorithm_config import AlgorithmConfig
+from dapo.plan_config import PlanConfig
 from dapo.reward_config import RewardConfig
 
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
@@ -250,3 +251,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

@@ -1,0 +1,220 @@
+"""Memory of one actor rank, phase by phase: configuration and model shape in, terms with their arithmetic out.
+
+What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
+`actor.offload`); of the unit in work the gathered parameters, and those of the next one on their way; in the backward
+pass also the unit's whole gradient, and once more in float32 on its way into the shards. The root (embedding, head,
+final norm) stays gathered from the first layer's forward pass to the end of the backward pass.
+"""
+
+from dataclasses import dataclass
+
+from dapo.config import Config
+from dapo.model_shape import ModelShape
+from dapo.plan_activations import FLOAT32, Activations
+from dapo.plan_terms import Phase, Term
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # `workers.logprobs`, which the planner cannot import
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def device_of(cfg: Config) -> str:
+    """`cuda`, unless the configuration says cpu or only fits one: GPUs have no float32 packed attention."""
+    if cfg.trainer.device != "auto":
+        return cfg.trainer.device
+    return "cpu" if cfg.model.dtype == "float32" else "cuda"
+
+
+def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
+    """Of LoRA, over all layers: rank x (inputs + outputs) for each target."""
+    h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
+    widths = dict(zip(LINEARS, (h + q, h + kv, h + kv, q + h, h + i, h + i, i + h), strict=True))
+    chosen = cfg.model.lora.target_modules
+    names = LINEARS if "all-linear" in chosen else [name for name in LINEARS if name in chosen]
+    return shape.num_layers * cfg.model.lora.rank * sum(widths[name] for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorMemory:
+    """Of one rank; ranks differ by a rounding."""
+
+    cfg: Config
+    shape: ModelShape
+
+    @property
+    def element(self) -> int:
+        """Bytes of the compute type."""
+        return ELEMENT_BYTES[self.cfg.model.dtype]
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the parameters is sharded over."""
+        return self.cfg.actor.num_workers if self.cfg.actor.fsdp_size == -1 else self.cfg.actor.fsdp_size
+
+    @property
+    def trained(self) -> int:
+        """Parameters with a gradient."""
+        return adapter_parameters(self.cfg, self.shape) if self.cfg.model.lora.rank else self.shape.parameters
+
+    @property
+    def activations(self) -> Activations:
+        """Per token."""
+        return Activations(
+            shape=self.shape,
+            element=self.element,
+            checkpointing=self.cfg.model.gradient_checkpointing,
+            cuda=device_of(self.cfg) == "cuda",
+            shared_by=self.cfg.actor.ulysses_sequence_parallel_size,
+        )
+
+    def state(self) -> tuple[Term, ...]:
+        """Parameters, gradients, optimizer; a reference model where it lives beside them."""
+        everything = self.shape.parameters + (self.trained if self.cfg.model.lora.rank else 0)
+        terms = [
+            self._sharded("parameters, float32", FLOAT32, everything),
+            self._sharded("gradients, float32", FLOAT32, self.trained),
+            self._sharded("optimizer, Adam m and v, float32", 2 * FLOAT32, self.trained),
+        ]
+        if self._has_reference:
+            terms.append(
+                self._sharded(f"reference policy, {self.cfg.model.dtype}", self.element, self.shape.parameters)
+            )
+        return tuple(terms)
+
+    @property
+    def _has_reference(self) -> bool:
+        kl = self.cfg.algorithm.kl
+        return bool(kl.loss_coeff or kl.reward_coeff) and not self.cfg.model.lora.rank
+
+    def _sharded(self, name: str, width: int, count: int) -> Term:
+        formula = f"{width} B x {count:,} / {self.shards} ranks"
+        return Term(name=name, amount=width * count / self.shards, formula=formula)
+
+    def offloaded(self) -> tuple[Term, ...]:
+        """The part of `state` in host memory. On CPU nothing moves."""
+        if device_of(self.cfg) == "cpu":
+            return ()
+        terms = self.state()
+        return terms if self.cfg.actor.offload else tuple(t for t in terms if t.name.startswith("reference"))
+
+    def resident(self) -> tuple[Term, ...]:
+        """The part of `state` that stays on the device, and what the process itself takes."""
+        elsewhere = {term.name for term in self.offloaded()}
+        overhead = Term(
+            name="process overhead", amount=self.cfg.plan.overhead_bytes, formula="assumed: plan.overhead_bytes"
+        )
+        return (*(term for term in self.state() if term.name not in elsewhere), overhead)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order of a step. Forward passes without gradient and the optimizer's own step hold less than these."""
+        return (
+            Phase(name="head: log-probabilities and their gradient", terms=(*self.resident(), *self._at_head())),
+            Phase(name="backward pass of a layer", terms=(*self.resident(), *self._in_layers())),
+            Phase(name="end of the backward pass", terms=(*self.resident(), *self._at_end())),
+            Phase(name="weight sync", terms=(*self.resident(), *self._in_sync())),
+        )
+
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases(), key=lambda phase: phase.total)
+
+    def _root(self) -> Term:
+        return Term(
+            name="root gathered (embedding, head)",
+            amount=self.element * self.shape.root_parameters,
+            formula=f"{self.element} B x {self.shape.root_parameters:,}",
+        )
+
+    def _gathered(self, units: int) -> Term:
+        """units: layers whose parameters are whole, where they are freed after use."""
+        count = units if self.cfg.actor.reshard_after_forward else self.shape.num_layers
+        return Term(
+            name=f"{count} layer{'s' if count > 1 else ''} gathered",
+            amount=self.element * count * self.shape.layer_parameters,
+            formula=f"{self.element} B x {count} x {self.shape.layer_parameters:,}",
+        )
+
+    def _waiting_gradients(self) -> Term:
+        """Whole gradients that wait for the last micro-batch, where parameters stay gathered."""
+        count = 0 if self.cfg.actor.reshard_after_forward else min(self.trained, self.shape.parameters)
+        return Term(name="whole gradients, float32", amount=FLOAT32 * count, formula=f"{FLOAT32} B x {count:,}")
+
+    def _at_head(self) -> tuple[Term, ...]:
+        tokens, element, shape = self.cfg.actor.max_tokens_per_gpu, self.element, self.shape
+        elements = LOGITS_CHUNK_ELEMENTS[device_of(self.cfg)]
+        rows = -(-tokens // -(-tokens * shape.vocab_size // elements))
+        buffers = (element if element != FLOAT32 else 0) + 2 * FLOAT32
+        terms = [
+            self._root(),
+            self._gathered(1),
+            self._waiting_gradients(),
+            self.activations.term_at_head(tokens),
+            Term(
+                name="logits chunk and scratch",
+                amount=rows * shape.vocab_size * buffers,
+                formula=f"{rows:,} tokens x {shape.vocab_size:,} entries x {buffers} B",
+            ),
+        ]
+        if not self.cfg.model.lora.rank:
+            width = FLOAT32 + (element if element != FLOAT32 else 0)
+            terms.append(
+                Term(
+                    name="gradient of the head's weight, float32 sum and a chunk's share",
+                    amount=width * shape.embedding_parameters,
+                    formula=f"{width} B x {shape.vocab_size:,} x {shape.hidden_size:,}",
+                )
+            )
+        return tuple(terms)
+
+    def _in_layers(self) -> tuple[Term, ...]:
+        own = self.trained // self.shape.num_layers if self.cfg.model.lora.rank else self.shape.layer_parameters
+        width = self.element + FLOAT32
+        terms = [
+            self._root(),
+            self._gathered(2),
+            self._waiting_gradients(),
+            *self.activations.terms_of_layers(self.cfg.actor.max_tokens_per_gpu),
+            Term(
+                name="a layer's gradient, and one on its way in float32",
+                amount=width * own,
+                formula=f"({self.element} + {FLOAT32}) B x {own:,}",
+            ),
+        ]
+        if not self.cfg.model.lora.rank:
+            terms.append(self._root_gradient(self.shape.embedding_parameters))
+        return tuple(terms)
+
+    def _root_gradient(self, count: int) -> Term:
+        name, formula = "gradient of the root so far", f"{self.element} B x {count:,}"
+        return Term(name=name, amount=self.element * count, formula=formula)
+
+    def _at_end(self) -> tuple[Term, ...]:
+        root = 0 if self.cfg.model.lora.rank else self.shape.root_parameters
+        return (
+            self._root(),
+            self._gathered(1),
+            self._waiting_gradients(),
+            self._root_gradient(root),
+            Term(
+                name="the root's gradient on its way in float32",
+                amount=FLOAT32 * root,
+                formula=f"{FLOAT32} B x {root:,}",
+            ),
+        )
+
+    def _in_sync(self) -> tuple[Term, ...]:
+        largest = self.shape.embedding_parameters
+        bucket = max(self.cfg.weight_sync.bucket_bytes, self.element * largest)
+        bucket = min(bucket, self.element * self.shape.parameters)
+        return (
+            Term(
+                name="one parameter gathered, float32",
+                amount=FLOAT32 * largest,
+                formula=f"{FLOAT32} B x {self.shape.vocab_size:,} x {self.shape.hidden_size:,} (embedding)",
+            ),
+            Term(
+                name="two buckets",
+                amount=2 * bucket,
+                formula=f"2 x {bucket:,} B (weight_sync.bucket_bytes, at least the largest parameter)",
+            ),
+        )

@@ -1,0 +1,57 @@
+"""Arithmetic that a person can follow: named terms in bytes, each with its formula, and how numbers are written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """One summand. formula: the same number from its factors, in words."""
+
+    name: str
+    amount: float
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What lies in one device's memory at the fullest moment of a phase; amounts in bytes."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(term.amount for term in self.terms)
+
+
+def size(amount: float) -> str:
+    """Bytes for a person, decimal: 14.76 GB."""
+    return short(amount, "B")
+
+
+def short(amount: float, unit: str = "") -> str:
+    """A number with three digits or more: 3.28 T."""
+    for factor, letter in UNITS:
+        if abs(amount) >= factor:
+            return f"{amount / factor:.2f} {letter}{unit}"
+    return f"{amount:.0f} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """1,234 s as minutes, from ten of them on."""
+    return f"{seconds / 60:.1f} min" if seconds >= 600 else f"{seconds:.1f} s"
+
+
+def table(terms: Sequence[Term], total: str = "", indent: str = "  ") -> list[str]:
+    """One line per term that is not zero, and one with their sum under the name `total`."""
+    shown = [term for term in terms if term.amount]
+    names = [term.name for term in shown] + [total]
+    width = max(len(name) for name in names)
+    lines = [f"{indent}{term.name:<{width}}  {size(term.amount):>10}  {term.formula}".rstrip() for term in shown]
+    if total:
+        lines.append(f"{indent}{total:<{width}}  {size(sum(term.amount for term in terms)):>10}")
+    return lines
