@@ -37,7 +37,9 @@ class WeightGroup:
     def _gloo(self, store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroupGloo:
         return dist.ProcessGroupGloo(store, rank, size, self._timeout)
 
-    def _nccl(self, store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroupNCCL:
+    def _nccl(
+        self, store: dist.Store, rank: int, size: int, device: torch.device
+    ) -> "dist.ProcessGroupNCCL":  # a torch without CUDA has none
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         group = dist.ProcessGroupNCCL(store, rank, size, options)
