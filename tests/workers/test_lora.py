@@ -1,24 +1,37 @@
 """LoRA on one and two gloo ranks against peft in a plain transformers model; what leaves the actors has it merged."""
 
-import asyncio
 import dataclasses
 import json
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.config import Config, LoraConfig
-from dapo.types import TrainBatch, TrainSequence
+from dapo.config import LoraConfig
+from tests.workers.lora_ranks import (
+    ALPHA,
+    RANK,
+    TARGETS,
+    Ranks,
+    adapters,
+    assert_merged,
+    base_weights,
+    close,
+    logprobs_of,
+    plain_lora,
+    reference_logprobs,
+    sequences_of,
+    shake,
+    sharded_trainable,
+    trained_logprobs,
+    worst,
+)
 from tests.workers.plain_reference import (
     LENGTHS,
     distance,
@@ -27,69 +40,18 @@ from tests.workers.plain_reference import (
     make_config,
     make_model,
     make_sequences,
-    on_all,
-    plain_logprobs,
     plain_loss,
     reference,
-    start_pool,
     train_batch,
 )
 from tests.workers.plain_update import plain_update
-from workers.actor import ActorWorker, RankWork, split_batch
-from workers.lora import _fill, add_adapters, base_name, is_adapter
-
-RANK, ALPHA = 3, 12.0  # two ranks hold unequal parts of A
-TARGETS = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]
-Tensors = dict[str, torch.Tensor]
+from workers.actor import split_batch
+from workers.lora import add_adapters, base_name, is_adapter
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tied"), tied=True)
-
-
-class Ranks:
-    """Two ranks of a pool or, in this process, one; everything is built anew for each test."""
-
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
-        self._pool, self._alone = None, None
-        if cfg.actor.num_workers > 1:
-            self._pool = start_pool(cfg)
-        else:
-            self._alone = ActorWorker(cfg, "cpu")
-            with socket.socket() as server:
-                server.bind(("127.0.0.1", 0))
-                port = server.getsockname()[1]
-            self._alone.start(0, 1, "127.0.0.1", port)
-
-    def all(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        """function(worker, *args of the rank) on every rank."""
-        if self._pool:
-            return on_all(self._pool, function, *args)
-        return [function(self._alone, *(arg[0] for arg in args))]
-
-    def build(self, cfg: Config) -> "Ranks":
-        self.cfg = cfg
-        self.all(build, [cfg] * cfg.actor.num_workers)
-        return self
-
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        if self._pool:
-            return asyncio.run(self._pool.update(batch))
-        return self._alone.update(split_batch(batch, 1, 64)[0])
-
-    def call(self, method: str, *args: str) -> Any:
-        """save, load, export_hf or checksum."""
-        one = self._pool or self._alone
-        found = getattr(one, method)(*map(str, args))
-        return asyncio.run(found) if self._pool else found
-
-    def close(self) -> None:
-        if self._pool:
-            self._pool.close()
-        else:
-            torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -112,104 +74,6 @@ def start(ray_cluster: None, model_dir: Path) -> Iterator[Callable[..., Ranks]]:
         one.close()
 
 
-def build(worker: Any, cfg: Config) -> None:
-    """Runs on a rank."""
-    worker._cfg = cfg
-    worker._build()
-
-
-def adapters(worker: Any) -> Tensors:
-    """Runs on a rank: all of A and B."""
-    return {n: p.detach().full_tensor() for n, p in worker._policy.model.named_parameters() if is_adapter(n)}
-
-
-def base_weights(worker: Any) -> Tensors:
-    """Runs on a rank."""
-    worker._fsdp.reshard(worker._policy)
-    named = worker._policy.model.named_parameters()
-    return {base_name(n): p.detach().full_tensor() for n, p in named if not is_adapter(n)}
-
-
-def shake(worker: Any) -> Tensors:
-    """Runs on a rank: B is zero at first, and A has no gradient then. Returns A and the new B."""
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in worker._policy.model.named_parameters():
-        if ".lora_B." in name:
-            full = 0.1 * torch.randn(parameter.shape, generator=generator)
-            with torch.no_grad():
-                _fill(parameter, full)
-    return adapters(worker)
-
-
-def trained_logprobs(worker: Any, work: RankWork) -> torch.Tensor:
-    """Runs on a rank: of all its response tokens."""
-    with torch.no_grad():
-        found = [worker._policy(worker._updater._collate(part))[0] for part in work.minibatches[0]]
-    worker._fsdp.reshard(worker._policy)
-    return torch.cat(found)
-
-
-def reference_logprobs(worker: Any, work: RankWork) -> list[torch.Tensor]:
-    """Runs on a rank: [R] of each of its sequences."""
-    return [own for part in worker._updater.reference_logprobs(work.minibatches[0]) for own in part]
-
-
-def sharded_trainable(worker: Any) -> tuple[set[str], set[str]]:
-    """Runs on a rank: names of what trains, and of what the optimizer holds state for."""
-    named = dict(worker._policy.model.named_parameters())
-    assert all(isinstance(p, DTensor) for p in named.values())
-    names = {id(p): name for name, p in named.items()}
-    return {n for n, p in named.items() if p.requires_grad}, {names[id(p)] for p in worker._optimizer.state}
-
-
-def plain_lora(model_dir: Path, values: Tensors) -> Qwen2ForCausalLM:
-    """peft's own way, with the actors' A and B."""
-    config = PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, lora_dropout=0.0)
-    model = get_peft_model(reference(model_dir), config).base_model.model
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == values.keys()
-    model.load_state_dict(values, strict=False)
-    return model
-
-
-def worst(found: Tensors, wanted: Tensors) -> float:
-    """Largest relative error of a tensor, in norms."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
-
-
-def logprobs_of(model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence]) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([plain_logprobs(model, sequence) for sequence in sequences])
-
-
-def assert_merged(weights: Tensors, stored: Tensors, values: Tensors) -> None:
-    """weights: what leaves the actors; stored: the base model; values: A and B."""
-    assert weights.keys() == stored.keys()
-    adapted = {base_name(name).partition(".lora_")[0] + ".weight" for name in values}
-    for name, tensor in weights.items():
-        wanted = stored[name].double()
-        if name in adapted:
-            up, down = (values[f"{name.removesuffix('.weight')}.lora_{x}.default.weight"].double() for x in "BA")
-            assert float((up @ down).norm()) > 0
-            wanted = wanted + ALPHA / RANK * up @ down
-        assert float((tensor.double() - wanted).norm() / wanted.norm()) <= (1e-7 if name in adapted else 0)
-
-
-def shares(cfg: Config, sequences: Sequence[TrainSequence], max_tokens: int) -> list[RankWork]:
-    """Of each rank; those that share micro-batches get the same."""
-    shared_by = cfg.actor.ulysses_sequence_parallel_size
-    works = split_batch(train_batch(0, tuple(sequences)), cfg.actor.num_workers // shared_by, max_tokens * shared_by)
-    return [work for work in works for _ in range(shared_by)]
-
-
-def sequences_of(work: RankWork) -> list[TrainSequence]:
-    return [sequence for micro_batch in work.minibatches[0] for sequence in micro_batch]
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found - wanted).abs().max() <= 1e-5)
-
-
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("ranks", "actor", "lengths"),
@@ -217,8 +81,6 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         pytest.param(1, {}, LENGTHS, id="one_rank"),
         pytest.param(2, {}, LENGTHS, id="two_ranks"),
         pytest.param(2, {"offload": True}, LENGTHS[:1], id="a_rank_without_sequences_offloaded"),
-        pytest.param(2, {"fsdp_size": 1}, LENGTHS, id="two_copies"),
-        pytest.param(2, {"ulysses_sequence_parallel_size": 2}, LENGTHS, id="a_shared_micro_batch"),
     ],
 )
 def test_logprobs_and_gradients_are_those_of_peft(
@@ -231,7 +93,7 @@ def test_logprobs_and_gradients_are_those_of_peft(
     group = start(ranks, **actor)
     plain = plain_lora(model_dir, group.all(shake)[0])
     sequences = make_sequences(model_dir, lengths)
-    works = shares(group.cfg, sequences, 25)
+    works = split_batch(train_batch(0, sequences), ranks, 25)
     for work, found in zip(works, group.all(trained_logprobs, works), strict=True):
         own = sequences_of(work)
         assert not own or close(found, logprobs_of(plain, own))
@@ -267,7 +129,7 @@ def test_update_with_a_reference_policy_is_that_of_plain_torch(
         assert base.keys() == stored.keys()
         assert all(torch.equal(base[name], stored[name]) for name in stored)
     base = reference(model_dir)
-    works = shares(group.cfg, sequences, 64)
+    works = split_batch(train_batch(0, sequences), ranks, 64)
     for work, by_sequence in zip(works, group.all(reference_logprobs, works), strict=True):
         for sequence, own in zip(sequences_of(work), by_sequence, strict=True):
             assert close(own, logprobs_of(base, [sequence]))
