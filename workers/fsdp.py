@@ -7,6 +7,7 @@ Every public function is a collective: all ranks call it in the same order (DESI
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None
 
 
 def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
-    """`fully_shard` on each decoder layer and on the root, which holds embeddings, final norm and head."""
+    """`fully_shard` on each decoder layer, an embedding that is not tied, and the root, which holds norm and head."""
     layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
@@ -81,19 +82,23 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> N
             "can checkpoint, and the actors shard these; choose another architecture"
         )
     dtype = getattr(torch, cfg.model.dtype)
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    # Pinned memory is the GPU's to copy from; on a CPU mesh offloading moves nothing, but takes the same path.
-    where = CPUOffloadPolicy(pin_memory=mesh.device == "cuda") if offload else OffloadPolicy()
+    shared: dict[str, Any] = {
+        "mesh": mesh.fsdp,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
+        ),
+        # Pinned memory is the GPU's to copy from; on a CPU mesh offloading moves nothing, but takes the same path.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device == "cuda") if offload else OffloadPolicy(),
+    }
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh.fsdp,
-            reshard_after_forward=cfg.actor.reshard_after_forward,
-            mp_policy=precision,
-            offload_policy=where,
-        )
+        fully_shard(layer, reshard_after_forward=cfg.actor.reshard_after_forward, **shared)
+    embedding: nn.Module = policy.model.get_input_embeddings()
+    if embedding.weight is not policy.model.get_output_embeddings().weight:
+        # With the head in one unit both would be gathered, and both gradients reduced in float32, at the same time.
+        unit = fully_shard(embedding, reshard_after_forward=cfg.actor.reshard_after_forward, **shared)
+        unit.set_unshard_in_backward(False)  # a look-up's gradient does not need its table
     # The backward pass begins with the head: freeing the root after the forward pass would save nothing.
-    fully_shard(policy, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, reshard_after_forward=False, **shared)
 
 
 def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
