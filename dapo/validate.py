@@ -19,6 +19,7 @@ from dapo.reward_model_checks import reward_model
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
 from dapo.validate_actor import actor
+from dapo.validate_placement import placement
 
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")
@@ -44,6 +45,7 @@ def validate(cfg: Config) -> None:
         _schedule,
         _engine_args,
         actor,
+        placement,
         _reward_functions,
         reward_model,
         _torchvision,

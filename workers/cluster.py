@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dapo.config import Config
 
 GIB = 1 << 30
+COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
 
 
 def connect(address: str, *, worker_logs: bool) -> None:
@@ -66,10 +67,13 @@ def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:
     asked = {"the reward model (`reward.model.num_workers` x `num_gpus`)": reward_model_gpus(cfg, device)}
     if device == "cuda":
         per_engine = gpus_per_engine(cfg)
-        asked[f"rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {per_engine} each)"] = (
-            cfg.rollout.num_engines * per_engine
-        )
-        asked["the actors (`actor.num_workers`)"] = cfg.actor.num_workers
+        if cfg.trainer.colocate:
+            asked["actors and engines together (`actor.num_workers`, `trainer.colocate`)"] = cfg.actor.num_workers
+        else:
+            asked[f"rollout (`rollout.num_engines` {cfg.rollout.num_engines} x {per_engine} each)"] = (
+                cfg.rollout.num_engines * per_engine
+            )
+            asked["the actors (`actor.num_workers`)"] = cfg.actor.num_workers
     return {role: gpus for role, gpus in asked.items() if gpus}
 
 
@@ -106,9 +110,14 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
 
 
 def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
-    """Of the placement group: engines, actor ranks, then copies of the reward model, each of them only on GPUs."""
+    """Of the placement group: engines, actor ranks, then copies of the reward model, each of them only on GPUs.
+
+    Colocated, engine i and actor rank i share bundle i, hence its GPU.
+    """
     bundles: list[dict[str, float]] = []
-    if device == "cuda":
+    if device == "cuda" and cfg.trainer.colocate:
+        bundles += [{"GPU": 1, "CPU": 2}] * cfg.actor.num_workers
+    elif device == "cuda":
         bundles += [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines
         bundles += [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
     if reward_model_gpus(cfg, device):
@@ -152,7 +161,7 @@ class Placement:
                 # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
-        gpus = gpus_per_engine(self._cfg)
+        gpus = COLOCATED_SHARE if self._cfg.trainer.colocate else gpus_per_engine(self._cfg)
         return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
 
     def actors(self) -> list[dict[str, Any]]:
@@ -160,8 +169,8 @@ class Placement:
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
-        first = self._cfg.rollout.num_engines
-        return [self._options(self._device, first + rank, 1, env) for rank in range(self._cfg.actor.num_workers)]
+        first, gpus = (0, COLOCATED_SHARE) if self._cfg.trainer.colocate else (self._cfg.rollout.num_engines, 1)
+        return [self._options(self._device, first + rank, gpus, env) for rank in range(self._cfg.actor.num_workers)]
 
     def reward_model(self) -> list[dict[str, Any]]:
         """One entry per copy of the reward model."""
@@ -169,7 +178,8 @@ class Placement:
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if device == "cpu":
             env["OMP_NUM_THREADS"] = str(model.cpu_threads)
-        first = self._cfg.rollout.num_engines + self._cfg.actor.num_workers if self._device == "cuda" else 0
+        engines = 0 if self._cfg.trainer.colocate else self._cfg.rollout.num_engines
+        first = engines + self._cfg.actor.num_workers if self._device == "cuda" else 0
         return [self._options(device, first + i, model.num_gpus, env) for i in range(model.num_workers)]
 
     def rewards(self) -> dict[str, Any]:

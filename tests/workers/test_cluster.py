@@ -1,6 +1,7 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
 import pytest
+import ray
 
 from dapo.config import Config
 from workers.cluster import Placement, check_gpus, engine_args, reward_model_gpus
@@ -55,6 +56,40 @@ def test_gpus_of_the_reward_model_are_counted(device, settings, gpus):
     if gpus:
         with pytest.raises(ValueError, match=f"asked for {others + gpus} GPUs .*{gpus} for the reward model"):
             check_gpus(cfg, others + gpus - 1, device)
+
+
+def colocated(gpus: int) -> Config:
+    cfg = make_config(gpus, 1, gpus)
+    cfg.trainer.colocate = True
+    return cfg
+
+
+def test_colocated_roles_ask_for_each_gpu_once():
+    check_gpus(colocated(4), 4)
+    with pytest.raises(ValueError, match=r"asked for 4 GPUs .*4 for actors and engines together .*`trainer.colocate`"):
+        check_gpus(colocated(4), 3)
+
+
+class Role:
+    def gpus(self) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+@pytest.mark.ray
+def test_colocated_roles_see_the_same_gpu():
+    """Ray deals out GPUs that are not there as it does real ones."""
+    cfg = colocated(2)
+    cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
+    ray.init(address="local", num_cpus=8, num_gpus=3, include_dashboard=False, log_to_driver=False)
+    try:
+        placement = Placement(cfg, "cuda")
+        roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}
+        workers = {role: [ray.remote(Role).options(**each).remote() for each in all] for role, all in roles.items()}
+        gpus = {role: ray.get([each.gpus.remote() for each in all], timeout=60) for role, all in workers.items()}
+    finally:
+        ray.shutdown()
+    assert gpus["engines"] == gpus["actors"]
+    assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
 
 
 def test_engine_arguments_of_a_person_win():

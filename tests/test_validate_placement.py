@@ -1,0 +1,56 @@
+"""Where roles run and how weights travel: what cannot work is refused before anything starts, with key and remedy."""
+
+import pytest
+
+from dapo.config import Config
+from dapo.validate_placement import placement
+
+SHARED = {"colocate": True, "engines": 2, "ranks": 2, "vllm": {"gpu_memory_utilization": 0.5}}
+
+
+def problems(*, colocate=False, engines=1, ranks=1, transport="auto", device="auto", vllm=None) -> list[str]:
+    cfg = Config()
+    cfg.trainer.colocate, cfg.trainer.device = colocate, device
+    cfg.rollout.num_engines, cfg.rollout.vllm = engines, vllm or {}
+    cfg.actor.num_workers, cfg.weight_sync.transport = ranks, transport
+    return list(placement(cfg))
+
+
+@pytest.mark.parametrize("transport", ["auto", "object_store", "broadcast"])
+def test_pools_of_their_own_take_any_transport_between_processes(transport):
+    assert problems(engines=3, ranks=4, transport=transport, vllm={"tensor_parallel_size": 4}) == []
+
+
+@pytest.mark.parametrize("transport", ["auto", "object_store", "ipc"])
+def test_shared_gpus(transport):
+    assert problems(**SHARED, transport=transport) == []
+
+
+def test_without_gpus_roles_may_be_colocated_by_any_transport():
+    assert problems(colocate=True, transport="broadcast", device="cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param({"transport": "ipc"}, ("`weight_sync.transport` (ipc)", "`trainer.colocate=true`"), id="ipc"),
+        pytest.param(
+            SHARED | {"transport": "broadcast"}, ("`weight_sync.transport` (broadcast)", "take auto or ipc"), id="nccl"
+        ),
+        pytest.param(
+            SHARED | {"engines": 3}, ("`rollout.num_engines` (3)", "`actor.num_workers` (2)", "equal"), id="counts"
+        ),
+        pytest.param(
+            SHARED | {"vllm": {"gpu_memory_utilization": 0.5, "tensor_parallel_size": 2}},
+            ("`rollout.vllm.tensor_parallel_size` (2) must be 1", "`trainer.colocate=false`"),
+            id="tensor-parallel",
+        ),
+        pytest.param(
+            SHARED | {"vllm": {}}, ("`rollout.vllm.gpu_memory_utilization` is missing", "such as 0.5"), id="memory"
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(settings, said):
+    (problem,) = problems(**settings)
+    for part in said:
+        assert part in problem
