@@ -5,15 +5,17 @@ One process group per row of (ranks, sequence parallel size); within it the rank
 
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dapo.algorithm_config import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
-from dapo.config import Config
+from dapo.config import Config, LoraConfig
 from dapo.types import TrainBatch, TrainSequence
 from tests.workers.plain_reference import (
     LENGTHS,
@@ -30,6 +32,7 @@ from tests.workers.plain_reference import (
 )
 from tests.workers.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, RankWork, split_batch
+from workers.lora import add_adapters, is_adapter
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -42,21 +45,24 @@ SEQUENCES = (*LENGTHS, (9, 40), (1, 1), (30, 2), (2, 33))
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """packed: all sequences in as few micro-batches as there are ranks, else one each. chunked: logits three rows at a
-    time. offload, checkpointing: see `ActorConfig` and `ModelConfig`."""
+    time. lora: adapters train, else all weights. offload, checkpointing: see `ActorConfig` and `ModelConfig`."""
 
-    packed: bool
-    chunked: bool
-    offload: bool
-    checkpointing: str
+    packed: bool = True
+    chunked: bool = False
+    offload: bool = False
+    lora: bool = False
+    checkpointing: str = "none"
 
 
-# Every pair of choices occurs.
+# Every pair of the first four choices occurs.
 VARIANTS = [
-    pytest.param(Variant(packed=True, chunked=False, offload=False, checkpointing="none"), id="packed_full_none"),
-    pytest.param(Variant(packed=True, chunked=True, offload=True, checkpointing="full"), id="packed_chunked_offload"),
-    pytest.param(Variant(packed=False, chunked=True, offload=False, checkpointing="selective"), id="separate_chunked"),
-    pytest.param(Variant(packed=False, chunked=False, offload=True, checkpointing="none"), id="separate_full_offload"),
+    pytest.param(Variant(), id="packed_full"),
+    pytest.param(Variant(chunked=True, offload=True, lora=True), id="packed_chunked_offload_lora"),
+    pytest.param(Variant(packed=False, offload=True, lora=True, checkpointing="full"), id="separate_offload_lora"),
+    pytest.param(Variant(packed=False, chunked=True, lora=True, checkpointing="selective"), id="separate_chunked_lora"),
+    pytest.param(Variant(packed=False, chunked=True, offload=True), id="separate_chunked_offload"),
 ]
+LORA = LoraConfig(rank=3, alpha=6.0)
 ROWS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
 
@@ -72,19 +78,44 @@ def sequences(model_dir: Path) -> tuple[TrainSequence, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """One sequence at a time, in one process. logprobs: [R] of each sequence. gradients: of the whole mini-batch."""
+    """One sequence at a time, in one process. logprobs: [R] of each sequence. gradients: of the whole mini-batch, by
+    name, for what trains."""
 
     logprobs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def plain(model_dir: Path, sequences: tuple[TrainSequence, ...]) -> Plain:
-    model = reference(model_dir)
-    with torch.no_grad():
-        logprobs = [plain_logprobs(model, sequence) for sequence in sequences]
-    plain_loss(model, sequences).backward()
-    return Plain(logprobs, {name: p.grad for name, p in model.named_parameters()})
+def plain(model_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
+    """Without and with adapters."""
+    found = {}
+    for lora in (False, True):
+        model = reference(model_dir)
+        if lora:
+            add_adapters(model, LORA)
+            set_adapters(model)
+        with torch.no_grad():
+            logprobs = [plain_logprobs(model, sequence) for sequence in sequences]
+        plain_loss(model, sequences).backward()
+        found[lora] = Plain(logprobs, gradients_of(model))
+    return found
+
+
+def set_adapters(model: torch.nn.Module) -> None:
+    """The same values on any number of ranks, B among them, without which A has no gradient."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            full = 0.2 * torch.randn(parameter.shape, generator=generator)
+            with torch.no_grad():
+                if isinstance(parameter, DTensor):
+                    full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(full)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
 def row_name(row: tuple[int, int]) -> str:
@@ -101,7 +132,8 @@ def row(request: pytest.FixtureRequest, ray_cluster: None, model_dir: Path) -> I
 
 
 def configured(cfg: Config, variant: Variant, **actor: Any) -> Config:
-    model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing)
+    lora = LORA if variant.lora else LoraConfig()
+    model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing, lora=lora)
     reshard = variant.checkpointing == "full"
     actor_cfg = dataclasses.replace(cfg.actor, offload=variant.offload, reshard_after_forward=reshard, **actor)
     return dataclasses.replace(cfg, model=model, actor=actor_cfg)
@@ -133,19 +165,20 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Fo
     logprobs.LOGITS_CHUNK_ELEMENTS["cpu"] = chunk_elements
     try:
         rebuild(worker, cfg)
+        set_adapters(worker._policy.model)
         updater = worker._updater
         batches = [updater._collate(sequences) for sequences in work.minibatches[0]]
         [own], _ = updater._old_logprobs([batches])
         totals = updater._forward_backward(batches, None, None)
     finally:
         logprobs.LOGITS_CHUNK_ELEMENTS.update(whole)
-    gradients = {name: p.grad.full_tensor() for name, p in worker._policy.model.named_parameters()}
+    gradients = gradients_of(worker._policy.model)
     lengths = [[len(s.rollout_logprobs) for s in sequences] for sequences in work.minibatches[0]]
     return [list(one.split(of)) for one, of in zip(own, lengths, strict=True)], gradients, totals.grad_norm
 
 
 def assert_parity(
-    pool: ActorPool, cfg: Config, variant: Variant, sequences: tuple[TrainSequence, ...], plain: Plain
+    pool: ActorPool, cfg: Config, variant: Variant, sequences: tuple[TrainSequence, ...], wanted: Plain
 ) -> None:
     ranks, shared_by = cfg.actor.num_workers, cfg.actor.ulysses_sequence_parallel_size
     works = micro_batches(sequences, cfg, variant.packed)
@@ -153,19 +186,19 @@ def assert_parity(
     chunk = CHUNK_ROWS * VOCABULARY if variant.chunked else 1 << 24
     shares = [works[rank // shared_by] for rank in range(ranks)]
     found = on_all(pool, measure, [cfg] * ranks, [chunk] * ranks, shares)
-    wanted = dict(zip([s.token_ids.tobytes() for s in sequences], plain.logprobs, strict=True))
-    norm = torch.cat([g.double().flatten() for g in plain.gradients.values()]).norm()
+    by_tokens = dict(zip([s.token_ids.tobytes() for s in sequences], wanted.logprobs, strict=True))
+    norm = torch.cat([g.double().flatten() for g in wanted.gradients.values()]).norm()
     seen = 0
     for (logprobs, gradients, grad_norm), work in zip(found, shares, strict=True):
         for sequence, own in zip(
             itertools.chain.from_iterable(work.minibatches[0]), itertools.chain.from_iterable(logprobs), strict=True
         ):
-            assert (own - wanted[sequence.token_ids.tobytes()]).abs().max() <= BOUND
+            assert (own - by_tokens[sequence.token_ids.tobytes()]).abs().max() <= BOUND
             seen += 1
-        assert gradients.keys() == plain.gradients.keys()
+        assert gradients.keys() == wanted.gradients.keys()
         distances = {
             name: float((gradients[name] - gradient).norm() / gradient.norm())
-            for name, gradient in plain.gradients.items()
+            for name, gradient in wanted.gradients.items()
         }
         assert {name: distance for name, distance in distances.items() if not distance <= BOUND} == {}
         assert grad_norm == pytest.approx(float(norm), rel=1e-5)
@@ -174,14 +207,17 @@ def assert_parity(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_agree_with_plain_transformers(
-    row: tuple[ActorPool, Config], variant: Variant, sequences: tuple[TrainSequence, ...], plain: Plain
+    row: tuple[ActorPool, Config],
+    variant: Variant,
+    sequences: tuple[TrainSequence, ...],
+    plain: dict[bool, Plain],
 ) -> None:
     pool, cfg = row
-    assert_parity(pool, configured(cfg, variant), variant, sequences, plain)
+    assert_parity(pool, configured(cfg, variant), variant, sequences, plain[variant.lora])
     if cfg.actor.num_workers == 4:
         # Copies of the parameters side by side; and more ranks than key-value heads share a micro-batch.
         for arranged in ({"fsdp_size": 2}, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}):
-            assert_parity(pool, configured(cfg, variant, **arranged), variant, sequences, plain)
+            assert_parity(pool, configured(cfg, variant, **arranged), variant, sequences, plain[variant.lora])
 
 
 @pytest.mark.parametrize(
