@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from dapo.config import Config
 from dapo.main_ppo import end, say, to_config
@@ -26,8 +27,12 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 
     Raises ValueError as a run would, and where the model's architecture is not known here.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        cfg = to_config(compose("dapo", overrides=checked_overrides(overrides)))
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+            tree = compose("dapo", overrides=checked_overrides(overrides))
+    except HydraException as error:
+        raise ValueError(f"{error} ({error.__cause__})") from error
+    cfg = to_config(tree)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
     found = [*heads_problems(cfg, config), *_assumptions(cfg)]

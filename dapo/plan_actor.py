@@ -2,8 +2,8 @@
 
 What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
 `actor.offload`); of the unit in work the gathered parameters, and those of the next one on their way; in the backward
-pass also the unit's whole gradient, and once more in float32 on its way into the shards. The root (embedding, head,
-final norm) stays gathered from the first layer's forward pass to the end of the backward pass.
+pass also the unit's whole gradient, and once more in float32 on its way into the shards. The root (final norm, head,
+the embedding where it is tied) stays gathered from the first layer's forward pass to the end of the backward pass.
 """
 
 from dataclasses import dataclass
@@ -69,13 +69,17 @@ class ActorMemory:
 
     def state(self) -> tuple[Term, ...]:
         """Parameters, gradients, optimizer; a reference model where it lives beside them."""
-        everything = self.shape.parameters + (self.trained if self.cfg.model.lora.rank else 0)
+        trained = "adapters" if self.cfg.model.lora.rank else "parameters"
         terms = [
-            self._sharded("parameters, float32", FLOAT32, everything),
+            self._sharded(f"{trained}, float32", FLOAT32, self.trained),
             self._sharded("gradients, float32", FLOAT32, self.trained),
             self._sharded("optimizer, Adam m and v, float32", 2 * FLOAT32, self.trained),
         ]
-        if self._has_reference:
+        if self.cfg.model.lora.rank:
+            terms.append(
+                self._sharded(f"frozen parameters, {self.cfg.model.dtype}", self.element, self.shape.parameters)
+            )
+        elif self._has_reference:
             terms.append(
                 self._sharded(f"reference policy, {self.cfg.model.dtype}", self.element, self.shape.parameters)
             )
@@ -83,8 +87,9 @@ class ActorMemory:
 
     @property
     def _has_reference(self) -> bool:
+        """A second model; with LoRA the reference is the first one without its adapters."""
         kl = self.cfg.algorithm.kl
-        return bool(kl.loss_coeff or kl.reward_coeff) and not self.cfg.model.lora.rank
+        return bool(kl.loss_coeff or kl.reward_coeff)
 
     def _sharded(self, name: str, width: int, count: int) -> Term:
         formula = f"{width} B x {count:,} / {self.shards} ranks"
@@ -119,10 +124,11 @@ class ActorMemory:
         return max(self.phases(), key=lambda phase: phase.total)
 
     def _root(self) -> Term:
+        count = self.shape.embedding_parameters + self.shape.hidden_size
         return Term(
-            name="root gathered (embedding, head)",
-            amount=self.element * self.shape.root_parameters,
-            formula=f"{self.element} B x {self.shape.root_parameters:,}",
+            name="head and final norm gathered",
+            amount=self.element * count,
+            formula=f"{self.element} B x ({self.shape.vocab_size:,} x {self.shape.hidden_size:,} + norm)",
         )
 
     def _gathered(self, units: int) -> Term:
@@ -181,26 +187,25 @@ class ActorMemory:
             ),
         ]
         if not self.cfg.model.lora.rank:
-            terms.append(self._root_gradient(self.shape.embedding_parameters))
+            terms.append(self._table_gradients("gradient of the head", 1))
         return tuple(terms)
 
-    def _root_gradient(self, count: int) -> Term:
-        name, formula = "gradient of the root so far", f"{self.element} B x {count:,}"
-        return Term(name=name, amount=self.element * count, formula=formula)
+    def _table_gradients(self, name: str, tables: int) -> Term:
+        rows, width = self.shape.vocab_size, self.shape.hidden_size
+        amount = self.element * tables * self.shape.embedding_parameters
+        return Term(name=name, amount=amount, formula=f"{self.element} B x {tables} x {rows:,} x {width:,}")
 
     def _at_end(self) -> tuple[Term, ...]:
-        root = 0 if self.cfg.model.lora.rank else self.shape.root_parameters
-        return (
-            self._root(),
-            self._gathered(1),
-            self._waiting_gradients(),
-            self._root_gradient(root),
-            Term(
-                name="the root's gradient on its way in float32",
-                amount=FLOAT32 * root,
-                formula=f"{FLOAT32} B x {root:,}",
-            ),
-        )
+        """The gradients of embedding and head go into the shards last, one after the other."""
+        terms = [self._root(), self._gathered(1), self._waiting_gradients()]
+        if not self.cfg.model.lora.rank:
+            tables = 1 if self.shape.tie_word_embeddings else 2
+            count = self.shape.embedding_parameters
+            terms += [
+                self._table_gradients("gradients of embedding and head", tables),
+                Term(name="one on its way in float32", amount=FLOAT32 * count, formula=f"{FLOAT32} B x {count:,}"),
+            ]
+        return tuple(terms)
 
     def _in_sync(self) -> tuple[Term, ...]:
         largest = self.shape.embedding_parameters

@@ -18,10 +18,10 @@ class PlanConfig:
     dynamic sampling keeps.
     """
 
-    gpu_memory_bytes: int = 80_000_000_000
-    overhead_bytes: int = 3_000_000_000
-    engine_overhead_bytes: int = 4_000_000_000
-    host_memory_bytes: int = 1_000_000_000_000
+    gpu_memory_bytes: float = 80e9
+    overhead_bytes: float = 3e9
+    engine_overhead_bytes: float = 4e9
+    host_memory_bytes: float = 1e12
     gpus_per_node: int = 8
     gpu_flops: float = 989e12
     hfu: float = 0.5

@@ -121,7 +121,7 @@ class EngineMemory:
         else:
             left = self.utilization * self.cfg.plan.gpu_memory_bytes - sum(term.amount for term in used)
             cache = self._arg("kv_cache_memory_bytes", left)
-            formula = f"{self.utilization} x {self.cfg.plan.gpu_memory_bytes:,} B less the rest"
+            formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
         return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
 
     @property

@@ -1,5 +1,7 @@
 """The plan as text: memory of a rank and of an engine, checkpoint, one step's work and time, with the arithmetic."""
 
+import textwrap
+
 from dapo.config import Config
 from dapo.model_shape import ModelShape
 from dapo.plan_actor import ActorMemory, device_of
@@ -138,4 +140,5 @@ def _time(cfg: Config, shape: ModelShape) -> list[str]:
 
 def _hints(cfg: Config, shape: ModelShape) -> list[str]:
     found = hints(cfg, shape)
-    return ["DIVIDES BADLY", *(f"  - {line}" for line in found)] if found else ["DIVIDES BADLY: nothing found"]
+    lines = [textwrap.fill(line, 116, initial_indent="  - ", subsequent_indent="    ") for line in found]
+    return ["DIVIDES BADLY", *lines] if found else ["DIVIDES BADLY: nothing found"]
