@@ -67,10 +67,10 @@ def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
+    load_buffers(policy.model, path)
     named = policy.model.named_parameters(remove_duplicate=False)
     stored = [(base_name(name), parameter) for name, parameter in named if not is_adapter(name)]
     load_parameters(stored, path, policy.model.base_model_prefix)
-    load_buffers(policy.model, path)
 
 
 def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:

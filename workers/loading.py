@@ -63,7 +63,7 @@ def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix:
         raise ValueError(
             f"`model.path` ({path}): {len(missing)} of {len(named)} parameters are not in its safetensors files: "
             f"{_some(missing)}; the files hold {_some(sorted(files))}. Give a whole checkpoint of this architecture, "
-            "whose tensors need no conversion (mixtures of experts do)"
+            "whose tensors transformers neither renames nor converts (as it does for mixtures of experts)"
         )
     for parameter, stored in sources:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -79,14 +79,14 @@ def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix:
 @torch.no_grad()
 def load_buffers(model: PreTrainedModel, path: str) -> None:
     """Fill the buffers, whose memory is there but not written: those of the state from the files, all others (the
-    frequencies of rotary embeddings) as the model's own initialisation makes them."""
+    frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`."""
     state = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    for tensor in [*model.parameters(), *buffers.values()]:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what is not to be drawn
+    model.initialize_weights()
     if buffers:
         load_parameters(buffers.items(), path, model.base_model_prefix)
-    for tensor in [*model.parameters(), *buffers.values()]:
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what is loaded
-    model.initialize_weights()
 
 
 def _find_files(path: str) -> dict[str, str]:

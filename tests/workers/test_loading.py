@@ -30,8 +30,8 @@ def load(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(torch.nan)
     model.tie_weights()
-    load_parameters(model.named_parameters(remove_duplicate=False), str(path), model.base_model_prefix)
     load_buffers(model, str(path))
+    load_parameters(model.named_parameters(remove_duplicate=False), str(path), model.base_model_prefix)
     return model
 
 
