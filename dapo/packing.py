@@ -11,6 +11,7 @@ from collections.abc import Sequence
 # matrices and 2 h L in causal attention (L / 2 keys on average), so attention costs as much as the rest at L = 12 h:
 # 49,152 tokens at h = 4096, between a 7B model (3584) and a 32B model (5120).
 ATTENTION_EQUALS_REST_TOKENS = 49_152
+MAX_IMBALANCE = 0.05  # of the heaviest rank over the mean, where the lengths allow it
 
 
 def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) -> float:
@@ -45,40 +46,55 @@ def pack(
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_micro_batches = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
     while True:
-        ranks = _rank_by_rank(lengths, work, order, num_ranks, num_micro_batches, max_tokens)
+        dealt = _fill_lightest(lengths, work, order, num_ranks, num_micro_batches * max_tokens)
+        bins = _fill_lightest(lengths, work, order, num_ranks * num_micro_batches, max_tokens)
+        bins = bins or _fill_first(lengths, order, num_ranks * num_micro_batches, max_tokens)
+        found = [
+            _split_ranks(lengths, work, dealt, num_micro_batches, max_tokens) if dealt else None,
+            _deal(work, bins, num_ranks) if bins else None,
+        ]
+        ranks = min((one for one in found if one), key=lambda one: _cost(work, one), default=None)
         if ranks is not None:
-            return ranks
-        num_bins = num_ranks * num_micro_batches
-        bins = _fill_lightest(lengths, work, order, num_bins, max_tokens)
-        bins = bins or _fill_first(lengths, order, num_bins, max_tokens)
-        if bins is not None:
-            return _deal(work, bins, num_ranks)
+            return [[sorted(indices) for indices in rank] for rank in ranks]
         num_micro_batches += 1
 
 
-def _rank_by_rank(
-    lengths: Sequence[int],
-    work: Sequence[float],
-    order: Sequence[int],
-    num_ranks: int,
-    num_micro_batches: int,
-    max_tokens: int,
-) -> list[list[list[int]]] | None:
-    """Deals sequences to ranks and then each rank's to its micro-batches, heaviest first. None if one found no room.
+def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, float]:
+    """Ranks whose work differs by more than `MAX_IMBALANCE` are worst. Then, because FSDP's collectives keep all ranks
+    at the same micro-batch: the work of the heaviest at each position, summed."""
+    loads = [[sum(work[i] for i in indices) for indices in rank] for rank in ranks]
+    totals = [sum(rank) for rank in loads]
+    uneven = max(totals) * len(ranks) > (1 + MAX_IMBALANCE) * sum(totals)
+    return uneven, sum(map(max, zip(*loads, strict=True)))
 
-    The better balanced way: long sequences, which fill micro-batches of their own, meet short ones on every rank.
+
+def _split_ranks(
+    lengths: Sequence[int], work: Sequence[float], dealt: list[list[int]], num_micro_batches: int, max_tokens: int
+) -> list[list[list[int]]] | None:
+    """Each rank's sequences, heaviest first, to its micro-batches. None if one found no room.
+
+    All ranks follow one profile: where one has a sequence that is more than its share of a micro-batch, the others make
+    that micro-batch as heavy and the rest lighter, instead of waiting for it with equal ones.
     """
-    dealt = _fill_lightest(lengths, work, order, num_ranks, num_micro_batches * max_tokens)
-    if dealt is None:
-        return None
+    rest = max(sum(work[i] for i in members) for members in dealt)
+    profile: list[float] = []
+    for position in range(num_micro_batches):
+        longest = max((work[members[position]] for members in dealt if len(members) > position), default=0.0)
+        profile.append(max(longest, rest / (num_micro_batches - position)))
+        rest = max(0.0, rest - profile[-1])
     ranks = []
     for members in dealt:
-        bins = _fill_lightest(lengths, work, members, num_micro_batches, max_tokens)
-        if bins is None:
-            return None
-        weights = [sum(work[i] for i in indices) for indices in bins]
-        heaviest_first = sorted(range(num_micro_batches), key=lambda b: (-weights[b], b))
-        ranks.append([sorted(bins[b]) for b in heaviest_first])
+        bins: list[list[int]] = [[] for _ in profile]
+        missing, room = list(profile), [max_tokens] * num_micro_batches
+        for i in members:
+            fitting = [b for b in range(num_micro_batches) if lengths[i] <= room[b]]
+            if not fitting:
+                return None
+            b = max(fitting, key=missing.__getitem__)
+            bins[b].append(i)
+            missing[b] -= work[i]
+            room[b] -= lengths[i]
+        ranks.append(bins)
     return ranks
 
 
@@ -126,6 +142,6 @@ def _deal(work: Sequence[float], bins: list[list[int]], num_ranks: int) -> list[
     for start in range(0, len(bins), num_ranks):
         lightest_first = sorted(range(num_ranks), key=lambda r: (load[r], r))
         for rank, b in zip(lightest_first, heaviest_first[start : start + num_ranks], strict=True):
-            ranks[rank].append(sorted(bins[b]))
+            ranks[rank].append(bins[b])
             load[rank] += weights[b]
     return ranks
