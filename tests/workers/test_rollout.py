@@ -226,20 +226,57 @@ def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):
     assert largest_difference(model, before) > 1e-2, "the old responses must not fit the new weights"
 
 
-def test_an_engine_that_dies_amid_a_sync_is_named_at_once(engines, loop):
-    """The last test: the engines are of no use afterwards."""
+def test_every_transport_brings_the_same_bits(engines, loop):
+    pool, model, count = engines
+    other = deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in other.parameters():
+        change(parameter, generator, 0.3, 0.0)
+    found = {}
+    for transport in ("object_store", "broadcast", "ipc"):
+        loop.run(local_sync(pool, other, transport, 100_000)(50))
+        between = loop.run(pool.weight_digests())
+        loop.run(local_sync(pool, model, transport, 100_000)(51))
+        responses = loop.run(on_every_engine(pool, count, 10))
+        assert largest_difference(model, responses) <= 1e-4
+        digests = loop.run(pool.weight_digests())
+        assert digests != between and digests == [digests[0]] * count
+        found[transport] = (digests, [(r.token_ids.tolist(), r.rollout_logprobs.tolist()) for r in responses])
+    assert found["object_store"] == found["broadcast"] == found["ipc"]
+
+
+def test_a_sync_that_fails_midway_is_told_and_nothing_is_served(engines, loop):
+    """Of two engines one bit flips on the way; a single one dies. The last test: they are of no use afterwards."""
     from workers.remote import RemoteError
 
     pool, model, count = engines
 
+    def flip(index: int) -> None:
+        if index == 2:
+            transport = sync._actors.sender._transport
+            send = transport.send
+            transport.send = lambda k, bucket: send(k, bucket.index_fill_(0, torch.tensor([1000]), bucket[1000] ^ 4))
+
     def kill(index: int) -> None:
         if index == 2:
-            ray.kill(pool._workers[count - 1])
+            ray.kill(pool._workers[0])
 
-    sync = local_sync(pool, model, "broadcast", 100_000, before=kill)
+    harm, said = (
+        (flip, r"bucket 2 of \d+, version 99: .*has digest") if count == 2 else (kill, r"bucket [12] of .*Died")
+    )
+    sync = local_sync(pool, model, "broadcast", 100_000, before=harm)
     began = time.monotonic()
-    with pytest.raises(RemoteError, match=rf"engine {count - 1} to load weight bucket [12] of \d+, version 99"):
+    with pytest.raises(RemoteError, match=f"engine 0 to load weight {said}"):
         loop.run(sync(99))
-    assert time.monotonic() - began < 20, "far below the deadline of 60 s"
+    assert time.monotonic() - began < 30, "the deadline is 60 s"
     with pytest.raises(RemoteError, match="mixture of two versions"):
         loop.run(on_every_engine(pool, 1, 10))
+    if harm is flip:
+        assert loop.run(is_silent(pool, 2.0)), "nor does an engine answer that is asked past the pool"
+
+
+async def is_silent(pool, seconds: float) -> bool:
+    """Whether the first engine gives no response within `seconds`."""
+    ref = pool._workers[0].generate_alone.remote([(PROMPT, sampling(1, 1, 4))])
+    done, _ = await asyncio.wait([asyncio.ensure_future(asyncio.wrap_future(ref.future()))], timeout=seconds)
+    return not done
