@@ -166,11 +166,14 @@ class Updater:
 
     def _sync_gradients(self, *, last: bool) -> None:
         """Where parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
-        micro-batch: one reduction per optimizer step. Otherwise each micro-batch reduces into the shards."""
+        micro-batch: one reduction per optimizer step. Otherwise each micro-batch reduces into the shards; copies of the
+        parameters (HSDP) add up theirs with the last one, unless offloaded, for until then the sums lie on the GPU."""
+        assert isinstance(self._policy, FSDPModule)
         if not self._cfg.actor.reshard_after_forward:
-            assert isinstance(self._policy, FSDPModule)
             self._policy.set_requires_gradient_sync(last)
             self._policy.set_reshard_after_backward(last)
+        elif self._mesh.num_copies > 1 and not self._cfg.actor.offload:
+            self._policy.set_requires_all_reduce(last)
 
     def _step(self, totals: Totals) -> bool:
         """Clip and step; or, where loss or gradient are not finite, drop the gradient and return False.

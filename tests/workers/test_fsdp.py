@@ -26,7 +26,7 @@ from tests.workers.plain_reference import (
     start_pool,
     train_batch,
 )
-from workers.actor import ActorPool
+from workers.actor import ActorPool, RankWork, split_batch
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -53,9 +53,9 @@ def rebuild(worker: Any, cfg: Config) -> None:
     worker._build()
 
 
-def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", **actor: Any) -> None:
+def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", max_tokens: int = 64, **actor: Any) -> None:
     cfg = make_config(model_dir, num_workers=RANKS, **actor)
-    cfg.model.dtype = dtype
+    cfg.model.dtype, cfg.actor.max_tokens_per_gpu = dtype, max_tokens
     on_all(pool, rebuild, [cfg] * RANKS)
 
 
@@ -97,6 +97,39 @@ def test_copies_train_alike_and_as_one_sharded_copy_does(pool: ActorPool, model_
         {name: tensor - before[name].detach() for name, tensor in each.items()} for each in (weights(pool), wanted)
     )
     assert distance(moved, wanted_move) <= 1e-3
+
+
+def counted(worker: Any, work: RankWork) -> tuple[int, int, str]:
+    """Runs on a rank: micro-batches and all-reduces of an update, and the checksum after it."""
+    plain, calls = torch.distributed.all_reduce, []
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return plain(*args, **kwargs)
+
+    torch.distributed.all_reduce = all_reduce
+    try:
+        worker.update(work)
+    finally:
+        torch.distributed.all_reduce = plain
+    return len(work.minibatches[0]), len(calls), worker.checksum()
+
+
+def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) -> None:
+    """Whatever the number of micro-batches, unless they are offloaded."""
+    batch = train_batch(0, make_sequences(model_dir, LENGTHS))
+    found: dict[tuple[int, bool], int] = {}
+    after: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
+    for max_tokens, offload in ((64, False), (21, False), (21, True)):
+        build(pool, model_dir, max_tokens=max_tokens, offload=offload, fsdp_size=2, reshard_after_forward=True)
+        answers = on_all(pool, counted, split_batch(batch, RANKS, max_tokens))
+        [(micro_batches, calls, _)] = set(answers)
+        assert micro_batches == (1 if max_tokens == 64 else 2)
+        found[max_tokens, offload], after[max_tokens, offload] = calls, weights(pool)
+    units = 4  # two layers, embedding, root
+    assert found == {(64, False): units, (21, False): units, (21, True): 2 * units}
+    assert distance(after[21, False], after[64, False]) <= 1e-5
+    assert distance(after[21, True], after[64, False]) <= 1e-5
 
 
 def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
