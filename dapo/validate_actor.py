@@ -3,13 +3,13 @@
 In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dapo.config import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
+from dapo.model_shape import UnknownShape, read_config
 from dapo.paths import checked_path
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,16 +88,15 @@ def _model(cfg: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if not path.is_dir():
-        return  # a hub name: the ranks say the same when they have its config.json
-    if not (path / "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
         yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
         return
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield f"`model.path` ({cfg.model.path}): config.json cannot be read ({error})"
-        return
+        config = read_config(cfg.model.path)
+    except UnknownShape as error:
+        if path.is_dir():
+            yield str(error)
+        return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
     yield from heads_problems(cfg, config)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config import Config
+from dapo.validate_actor import heads_problems
 from workers.loading import load_buffers, load_parameters, meta_model
 from workers.lora import BasePolicy, add_adapters, base_name, init_adapters, is_adapter, merged
 from workers.mesh import Mesh
@@ -57,6 +58,8 @@ def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
 
 def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     model = meta_model(cfg.model, dtype)
+    if problems := list(heads_problems(cfg, model.config.to_dict())):  # of a hub name, which only the ranks look up
+        raise ValueError(problems[0])
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 

@@ -1,0 +1,97 @@
+"""Bad values of `model`, `actor` and `weight_sync`: each is named with key, value and remedy before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config import Config, LoraConfig
+from dapo.validate_actor import actor
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    cfg = Config()
+    cfg.model.path = "Qwen/Qwen2.5-7B"  # 28 heads, 4 key-value heads; its shape is in the repository
+    cfg.actor.num_workers = 8
+    for section, values in sections.items():
+        for key, value in values.items():
+            setattr(getattr(cfg, section), key, value)
+    return cfg
+
+
+def test_nothing_to_say_of_the_defaults() -> None:
+    assert list(actor(config())) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        pytest.param(
+            {"model": {"gradient_checkpointing": "some"}},
+            "`model.gradient_checkpointing` (some) must be one of full, selective, none",
+            id="checkpointing",
+        ),
+        pytest.param(
+            {"weight_sync": {"transport": "pigeon"}},
+            "`weight_sync.transport` (pigeon) must be one of auto, object_store, broadcast, ipc",
+            id="transport",
+        ),
+        pytest.param(
+            {"actor": {"ulysses_sequence_parallel_size": 3}},
+            "`actor.ulysses_sequence_parallel_size` (3) must divide `actor.num_workers` (8): 1, 2, 4, 8",
+            id="shares_and_ranks",
+        ),
+        pytest.param(
+            {"actor": {"fsdp_size": 16}}, "`actor.fsdp_size` (16) must divide `actor.num_workers`", id="copies"
+        ),
+        pytest.param(
+            {"actor": {"ulysses_sequence_parallel_size": 8}},
+            "`actor.ulysses_sequence_parallel_size` (8) must divide the 28 attention heads of `model.path` "
+            "(Qwen/Qwen2.5-7B), and divide its 4 key-value heads or be a multiple of them; it can be 1, 2, 4, 28",
+            id="heads",
+        ),
+        pytest.param(
+            {"actor": {"ulysses_sequence_parallel_size": 2, "max_tokens_per_gpu": 11_263}},
+            "`actor.max_tokens_per_gpu` (11263) x `actor.ulysses_sequence_parallel_size` (2) must hold one sequence of "
+            "`data.max_prompt_length` + `data.max_response_length` (2048 + 20480 = 22528)",
+            id="a_sequence_too_long",
+        ),
+        pytest.param(
+            {"actor": {"ulysses_sequence_parallel_size": 2}, "model": {"attn_implementation": "sdpa"}},
+            "`model.attn_implementation` (sdpa) needs a mask of the whole sequence",
+            id="a_masked_attention",
+        ),
+        pytest.param({"model": {"lora": LoraConfig(rank=-1)}}, "`model.lora.rank` (-1) must be 0", id="lora_rank"),
+        pytest.param({"model": {"lora": LoraConfig(rank=8, alpha=0)}}, "`model.lora.alpha` (0)", id="lora_alpha"),
+        pytest.param(
+            {"model": {"lora": LoraConfig(rank=8, target_modules=[])}},
+            "`model.lora.target_modules` is empty",
+            id="lora_none",
+        ),
+    ],
+)
+def test_one_problem_one_line(sections: dict[str, Any], message: str) -> None:
+    problems = list(actor(config(**sections)))
+    assert len(problems) == 1 and problems[0].startswith(message), problems
+
+
+def test_two_ranks_hold_a_sequence_that_one_cannot() -> None:
+    half = {"ulysses_sequence_parallel_size": 2, "max_tokens_per_gpu": 11_264}
+    assert list(actor(config(actor=half))) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(None, "holds no config.json", id="no_config"),
+        pytest.param("{", "config.json cannot be read", id="not_json"),
+        pytest.param(json.dumps({"num_attention_heads": 6}), "must divide the 6 attention heads", id="heads"),
+    ],
+)
+def test_a_directory_is_looked_into(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    cfg = config(model={"path": str(tmp_path)}, actor={"ulysses_sequence_parallel_size": 4})
+    [problem] = actor(cfg)
+    assert message in problem
