@@ -38,8 +38,8 @@ def test_nothing_to_say_of_the_defaults() -> None:
             id="transport",
         ),
         pytest.param(
-            {"actor": {"ulysses_sequence_parallel_size": 3}},
-            "`actor.ulysses_sequence_parallel_size` (3) must divide `actor.num_workers` (8): 1, 2, 4, 8",
+            {"actor": {"ulysses_sequence_parallel_size": 28}},
+            "`actor.ulysses_sequence_parallel_size` (28) must divide `actor.num_workers` (8): 1, 2, 4, 8",
             id="shares_and_ranks",
         ),
         pytest.param(
