@@ -55,12 +55,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def untied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module")
 def start(ray_cluster: None, model_dir: Path) -> Iterator[Callable[..., Ranks]]:
     """start(ranks, ...): started once. Two ranks also checkpoint activations and free parameters after the forward."""
     started: dict[int, Ranks] = {}
 
-    def get(ranks: int, *, kl: float = 0.0, dtype: str = "float32", rank: int = RANK, **actor: Any) -> Ranks:
-        cfg = make_config(model_dir, num_workers=ranks, reshard_after_forward=ranks == 2, **actor)
+    def get(
+        ranks: int, model: Path = model_dir, *, kl: float = 0, dtype: str = "float32", rank: int = RANK, **actor: Any
+    ) -> Ranks:
+        cfg = make_config(model, num_workers=ranks, reshard_after_forward=ranks == 2, **actor)
         cfg.model.gradient_checkpointing = "full" if ranks == 2 else "none"
         cfg.model.dtype = dtype
         cfg.model.lora = LoraConfig(rank=rank, alpha=ALPHA, target_modules=TARGETS)
@@ -76,23 +83,27 @@ def start(ray_cluster: None, model_dir: Path) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("ranks", "actor", "lengths"),
+    ("ranks", "tied", "actor", "lengths"),
     [
-        pytest.param(1, {}, LENGTHS, id="one_rank"),
-        pytest.param(2, {}, LENGTHS, id="two_ranks"),
-        pytest.param(2, {"offload": True}, LENGTHS[:1], id="a_rank_without_sequences_offloaded"),
+        pytest.param(1, True, {}, LENGTHS, id="one_rank"),
+        pytest.param(2, True, {}, LENGTHS, id="two_ranks"),
+        pytest.param(2, True, {"offload": True}, LENGTHS[:1], id="a_rank_without_sequences_offloaded"),
+        pytest.param(2, False, {}, LENGTHS, id="a_frozen_embedding_is_a_unit_of_its_own"),
     ],
 )
 def test_logprobs_and_gradients_are_those_of_peft(
     start: Callable[..., Ranks],
     model_dir: Path,
+    untied_dir: Path,
     ranks: int,
+    tied: bool,
     actor: dict[str, Any],
     lengths: Sequence[tuple[int, int]],
 ) -> None:
-    group = start(ranks, **actor)
-    plain = plain_lora(model_dir, group.all(shake)[0])
-    sequences = make_sequences(model_dir, lengths)
+    directory = model_dir if tied else untied_dir
+    group = start(ranks, directory, **actor)
+    plain = plain_lora(directory, group.all(shake)[0])
+    sequences = make_sequences(directory, lengths)
     works = split_batch(train_batch(0, sequences), ranks, 25)
     for work, found in zip(works, group.all(trained_logprobs, works), strict=True):
         own = sequences_of(work)
