@@ -1,0 +1,226 @@
+"""The weight sync's pipeline on stand-ins, from real actor ranks, and to a tensor-parallel engine."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo.config import Config, WeightSyncConfig
+from tests.workers.local_actors import local_sync
+from tests.workers.plain_reference import make_config, make_model, start_pool
+from workers.remote import RemoteError
+from workers.weight_buckets import Endpoint
+from workers.weight_digest import digest
+from workers.weight_sync import WeightSync, resolve_transport
+
+BUCKETS = 6
+STEP_S = 0.02
+
+
+class Recorder:
+    """Both ends of a sync. A step takes `STEP_S` and is noted at its begin and end; `fail` may raise at a begin."""
+
+    def __init__(self, fail=lambda step, index: None) -> None:
+        self.events: list[str] = []
+        self.existing = self.most = 0
+        self.refused = ""
+        self.num_receivers = 3
+        self._fail = fail
+
+    async def _step(self, step: str, index: int) -> None:
+        self.events.append(f"{step} {index}")
+        self._fail(step, index)
+        await asyncio.sleep(STEP_S)
+        self.events.append(f"{step} {index} done")
+
+    async def open_weights(self, transport):
+        self.transport = transport
+        return BUCKETS, [Endpoint(capacity=80, address="here", port=7), None]
+
+    async def join_weights(self, num_receivers):
+        await self._step("join", num_receivers)
+
+    async def gather_bucket(self, index, what):
+        self.existing += 1
+        self.most = max(self.most, self.existing)
+        await self._step("gather", index)
+        return SimpleNamespace(index=index)
+
+    async def connect(self, info, timeout_s):
+        self.info = info
+        await self._step("connect", info["group_size"])
+
+    async def start(self, timeout_s):
+        await self._step("start", 0)
+
+    async def load(self, bucket, what, timeout_s):
+        assert f"weight bucket {bucket.index} of {BUCKETS}" in what
+        await self._step("load", bucket.index)
+        self.existing -= 1
+
+    async def finish(self, version, timeout_s):
+        await self._step("finish", version)
+
+    def refuse(self, reason):
+        self.refused = reason
+
+    def sync(self, timeout_s: float = 10) -> WeightSync:
+        return WeightSync(self, SimpleNamespace(weights=self), WeightSyncConfig(timeout_s=timeout_s), "broadcast")
+
+
+def test_the_next_bucket_is_gathered_while_one_loads_and_two_exist():
+    ends = Recorder()
+
+    async def two():
+        sync = ends.sync()
+        await sync(1)
+        await sync(2)
+
+    asyncio.run(two())
+    events = ends.events
+    assert [e for e in events if e.startswith(("connect", "join"))][:2] == ["join 3", "connect 4"], "both at once"
+    assert events.count("connect 4") == 1, "the second sync uses the same connection"
+    one = events[events.index("start 0") : events.index("finish 1 done") + 1]
+    assert [e for e in one if e.startswith("load") and "done" not in e] == [f"load {k}" for k in range(BUCKETS)]
+    for k in range(BUCKETS - 1):
+        assert one.index(f"gather {k + 1}") < one.index(f"load {k} done"), "they overlap"
+        assert k == 0 or one.index(f"load {k - 1} done") < one.index(f"gather {k + 1}"), "its slot is free"
+    assert one.index("start 0 done") < one.index("load 0") and one.index("finish 1") > one.index("load 5 done")
+    assert ends.most == 2 and ends.existing == 0 and not ends.refused
+    assert (ends.info["address"], ends.info["port"], ends.info["memory"]) == ("here", 7, {})
+
+
+@pytest.mark.parametrize("step", ["join", "connect", "start", "gather", "load", "finish"])
+def test_a_failure_anywhere_stops_the_sync_and_the_engines(step):
+    def fail(now, index):
+        if now == step and (step not in ("gather", "load") or index == 3):
+            raise RemoteError(f"{step} broke")
+
+    ends = Recorder(fail)
+    with pytest.raises(RemoteError, match=f"{step} broke"):
+        asyncio.run(ends.sync()(1))
+    assert "version 1 failed" in ends.refused
+    assert "finish 1 done" not in ends.events
+
+
+def test_a_sync_without_end_names_where_it_stood():
+    def hang(step, index):
+        if (step, index) == ("load", 2):
+            ends._step = lambda *_: asyncio.sleep(60)
+
+    ends = Recorder(hang)
+    with pytest.raises(RemoteError, match=r"more than 1.5 s, .* loading weight bucket 2 of 6, version 1; raise"):
+        asyncio.run(ends.sync(timeout_s=1.5)(1))
+    assert ends.refused
+
+
+@pytest.mark.parametrize(
+    ("transport", "colocate", "device", "resolved"),
+    [
+        ("auto", False, "cpu", "object_store"),
+        ("auto", False, "cuda", "broadcast"),
+        ("auto", True, "cpu", "ipc"),
+        ("auto", True, "cuda", "ipc"),
+        ("object_store", False, "cuda", "object_store"),
+    ],
+)
+def test_auto_takes_the_nearest_way(transport, colocate, device, resolved):
+    cfg = Config()
+    cfg.weight_sync.transport, cfg.trainer.colocate = transport, colocate
+    assert resolve_transport(cfg, device) == resolved
+
+
+class Keeper(Recorder):
+    """Engines that keep what they load."""
+
+    def __init__(self, before=lambda index: None) -> None:
+        super().__init__()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._before = before
+
+    async def load(self, bucket, what, timeout_s):
+        self._before(bucket.index)
+        data = torch.from_numpy((await bucket.content["ref"]).copy())
+        assert digest(data) == bucket.digest
+        dtype = getattr(torch, bucket.dtype)
+        elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for place in bucket.plan.tensors:
+            self.tensors[place.name] = elements[place.start : place.stop].view(place.shape)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster, model_dir: Path) -> Iterator:
+    """Two ranks that compute in bfloat16."""
+    cfg = make_config(model_dir, num_workers=2)
+    cfg.model.dtype, cfg.weight_sync.bucket_bytes, cfg.weight_sync.timeout_s = "bfloat16", 2_000, 30
+    pool = start_pool(cfg)
+    yield pool, cfg
+    pool.close()
+
+
+@pytest.mark.ray
+def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors, model_dir):
+    pool, cfg = actors
+    ends = Keeper()
+    sync = WeightSync(pool, SimpleNamespace(weights=ends), cfg.weight_sync, "object_store")
+    asyncio.run(sync(1))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    expected = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
+    assert list(ends.tensors) == list(expected), "each once, under transformers' name, a tied head not at all"
+    assert all(torch.equal(ends.tensors[name], tensor) for name, tensor in expected.items())
+
+    def kill(index: int) -> None:
+        if index == 2:
+            ray.kill(pool._workers[1])
+
+    ends = Keeper(kill)
+    sync = WeightSync(pool, SimpleNamespace(weights=ends), cfg.weight_sync, "object_store")
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
+        asyncio.run(sync(2))
+    assert time.monotonic() - began < 15, "the deadline is 30 s"
+    assert ends.refused and "finish 2" not in ends.events
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster, tmp_path):
+    from dapo.tiny.random_model import make_random_model
+    from tests.workers.test_rollout import PROMPT, change, ended, largest_difference, sampling
+    from tests.workers.test_rollout import make_config as engine_config
+    from workers.cluster import Placement, engine_args
+    from workers.rollout import RolloutPool
+
+    path = str(make_random_model(tmp_path / "model", layers=2))
+    cfg = engine_config(path, 1)
+    cfg.rollout.vllm |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+
+    async def run() -> None:
+        pool = RolloutPool(Placement(cfg, "cpu").rollout(), start_timeout_s=300, timeout_s=120)
+        try:
+            await pool.start(path, engine_args(cfg, "cpu"))
+            for version, transport in enumerate(("object_store", "broadcast", "ipc"), start=1):
+                for parameter in model.parameters():
+                    change(parameter, generator, 0.2, 0.05)
+                await local_sync(pool, model, transport, 100_000)(version)
+                responses = await pool.generate(transport, PROMPT, sampling(10), ended)
+                assert largest_difference(model, responses) <= 1e-4, transport
+                assert {span.version for response in responses for span in response.policy_versions} == {version}
+        finally:
+            await pool.stop(3.0)
+
+    asyncio.run(run())
