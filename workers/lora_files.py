@@ -90,7 +90,7 @@ def _base_digest(model: nn.Module) -> str:
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
             names.append(base_name(name))
-            words = parameter.to_local().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
+            words = parameter.to_local().float().view(torch.int32)  # alike in every type that holds the file's values
             sums.append(words.sum(dtype=torch.int64).to(mesh.device_type))
     assert mesh is not None
     total = torch.stack(sums)
