@@ -14,7 +14,7 @@ from dapo.plan_activations import FLOAT32, Activations
 from dapo.plan_terms import Phase, Term
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # `workers.logprobs`, which the planner cannot import
+LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}  # `workers.logprobs`, which the planner cannot import
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -1,4 +1,4 @@
-"""Program for a test: `python logprob_memory.py TOKENS VOCABULARY HIDDEN` prints the bytes that resident memory grew by.
+"""Program for a test: `python logprob_memory.py TOKENS VOCABULARY HIDDEN` prints the bytes by which residence grew.
 
 At its peak, over log-probabilities, entropy with its gradient and the backward pass; hidden states and head are there
 before. The kernel's high-water mark is reset first, so that imports do not count.

@@ -1,0 +1,243 @@
+"""Benchmark of the actors: `python -m dapo.bench_actor update|logprobs|device [options] [key=value ...]`.
+
+update: whole updates by two FSDP ranks on CPU against a loop written by hand (`workers.bench_loop`), same tokens, in
+turn. logprobs: log-probabilities and entropy in chunks against whole logits (`workers.bench_logprobs`). device: tokens
+per second, MFU and peak memory of updates on one GPU at the shapes of real models (`workers.bench_device`), as JSON
+lines.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from hydra import compose, initialize_config_dir
+
+from dapo.config import Config
+from dapo.main_ppo import make_paths_absolute, ray_cluster, to_config
+from dapo.overrides import checked_overrides, config_dir
+from dapo.tiny.random_model import make_random_model
+from dapo.types import TrainBatch, TrainSequence
+from workers.actor import ActorPool, split_batch
+from workers.cluster import Placement
+from workers.remote import wait
+
+WANTED_THROUGHPUT = 0.85  # of the loop written by hand
+WANTED_SECONDS = 1.3  # of whole logits
+H200_PEAK_FLOPS = 989e12  # bfloat16, dense; its data sheet
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
+CASE_TIMEOUT_S = 900
+LEARNT_NOTHING = ("actor.optim.lr=1e-12", "weight_sync.max_mean_logprob_diff=1e9")  # tokens are drawn at random
+SHAPES = {
+    "short": (),  # 16 groups of 16
+    "long": (
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "rollout.n=8",
+        "data.max_response_length=2048",
+    ),
+}
+
+
+def config_of(*overrides: str) -> Config:
+    """The tiny experiment with `overrides`, its paths absolute."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+        cfg = to_config(compose("dapo", overrides=checked_overrides(["+experiment=dapo_tiny", *overrides])))
+    make_paths_absolute(cfg)
+    return cfg
+
+
+def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[int]:
+    """short: a worked sum, 20 to 60 tokens. long: geometric, mean 110, cut at `data.max_response_length`."""
+    count = cfg.data.train_batch_size * cfg.rollout.n
+    drawn = rng.integers(20, 61, count) if shape == "short" else rng.geometric(1 / 110, count)
+    return [min(int(length), cfg.data.max_response_length) for length in drawn]
+
+
+def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
+    """One update of one optimizer step on random tokens, prompts of 10 to 20."""
+    rng = np.random.default_rng(0)
+    lengths = response_lengths(shape, cfg, rng)
+    sequences = []
+    for length in lengths:
+        prompt = int(rng.integers(10, 21))
+        sequences.append(
+            TrainSequence(
+                token_ids=rng.integers(0, vocabulary, prompt + length).astype(np.int32),
+                num_prompt_tokens=prompt,
+                rollout_logprobs=np.full(length, -np.log(vocabulary), np.float32),
+                advantage=float(rng.choice([-1.0, 1.0])),
+                token_weight=1 / sum(lengths),
+                staleness=np.zeros(length, np.int32),
+            )
+        )
+    return TrainBatch(version=0, minibatches=(tuple(sequences),), order=(0,))
+
+
+async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float]]:
+    """(seconds of the pool's update, seconds of the loop's slowest rank) in turn; one round before does not count.
+
+    The pool's seconds are those that the trainer waits, Ray's transport included; the loop's are within its processes.
+    """
+    from workers.bench_loop import HandWrittenRank
+
+    batch = random_batch(shape, cfg)
+    works = split_batch(batch, cfg.actor.num_workers, cfg.actor.max_tokens_per_gpu)
+    remote: Any = ray.remote(HandWrittenRank)
+    pairs = []
+    with ray_cluster(cfg):
+        options = Placement(cfg, "cpu").actors()
+        ranks = [remote.options(**option).remote(cfg) for option in options]
+        pool = ActorPool(cfg, "cpu", options)
+        await pool.start()
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            await pool.update(batch)
+            seconds = time.perf_counter() - began
+            refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
+            pairs.append((seconds, max(await wait(refs, cfg.actor.timeout_s, "the loop", "actor.timeout_s"))))
+        pool.close()
+    return pairs[1:]
+
+
+def update(given: argparse.Namespace) -> None:
+    """A Markdown table with a row per shape."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        random_model = make_random_model(Path(folder) / "random")  # its positions suffice for the long shape
+        for shape in given.shapes:
+            model = [f"model.path={random_model}"] if shape == "long" else []
+            cfg = config_of(*LEARNT_NOTHING, *SHAPES[shape], *model, *given.overrides)
+            pairs = asyncio.run(bench_update(shape, cfg, given.repeats))
+            tokens = sum(len(sequence.token_ids) for sequence in random_batch(shape, cfg).minibatches[0])
+            ours, loop = (statistics.median(column) for column in zip(*pairs, strict=True))
+            rows.append(
+                [
+                    shape,
+                    f"{tokens}",
+                    f"{tokens / ours:.0f}",
+                    f"{tokens / loop:.0f}",
+                    *spread([loop / ours for ours, loop in pairs]),
+                ]
+            )
+    print(table(["shape", "tokens", "update tokens/s", "loop tokens/s", "update / loop", "range"], rows))
+    print(f"wanted: at least {WANTED_THROUGHPUT} of the loop, which exchanges no gradients, in as many processes")
+
+
+def logprobs(given: argparse.Namespace) -> None:
+    """A Markdown table with a row per hidden size, with and without the entropy's gradient."""
+    from workers.bench_logprobs import compare
+
+    rows = []
+    for size in given.hidden:
+        for entropy_gradient in (False, True):
+            pairs = compare(
+                given.tokens, given.vocabulary, size, entropy_gradient=entropy_gradient, repeats=given.repeats
+            )
+            chunked, whole = (statistics.median(column) for column in zip(*pairs, strict=True))
+            rows.append(
+                [
+                    f"{size}",
+                    "yes" if entropy_gradient else "no",
+                    f"{chunked:.2f}",
+                    f"{whole:.2f}",
+                    *spread([chunked / whole for chunked, whole in pairs]),
+                ]
+            )
+    print(f"{given.tokens} tokens, vocabulary {given.vocabulary}, forward and backward, CPU seconds of one thread")
+    print(table(["hidden size", "entropy gradient", "chunks s", "whole s", "chunks / whole", "range"], rows))
+    print(f"wanted: at most {WANTED_SECONDS}")
+
+
+def device(given: argparse.Namespace) -> None:
+    """A JSON line per shape and length, printed and appended to `--output`."""
+    from workers.bench_device import Case, run_case
+
+    dtype = "bfloat16" if given.device == "cuda" else "float32"
+    fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
+    for model in given.models:
+        for tokens in given.tokens:
+            cfg = config_of(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
+            with (
+                tempfile.TemporaryDirectory(dir=given.folder) as folder,
+                # A process for each: the next one finds the device empty, and an error ends one row only.
+                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
+            ):
+                case = Case(
+                    model=model,
+                    tokens=tokens,
+                    sequences=given.sequences,
+                    micro_batches=given.micro_batches,
+                    updates=given.repeats,
+                    device=given.device,
+                    peak_flops=given.peak_flops,
+                    folder=folder,
+                    cfg=cfg,
+                )
+                line = json.dumps(process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S))
+            print(line, flush=True)
+            with Path(given.output).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def spread(ratios: Sequence[float]) -> list[str]:
+    """Median of the pairs' ratios, and smallest to largest."""
+    return [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}"]
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (names, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(names), *lines[1:]])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; key=value overrides of the configuration may stand anywhere."""
+    parser = argparse.ArgumentParser(prog="python -m dapo.bench_actor", description="Throughput of the actors.")
+    parts = parser.add_subparsers(required=True)
+
+    def part(name: str, run: Callable[[argparse.Namespace], None], repeats: int) -> argparse.ArgumentParser:
+        added = parts.add_parser(name, help=(run.__doc__ or "").strip())
+        added.set_defaults(run=run)
+        added.add_argument("--repeats", type=int, default=repeats, help="measured rounds after one that warms up")
+        return added
+
+    of_update = part("update", update, 10)
+    of_update.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    of_logprobs = part("logprobs", logprobs, 5)
+    of_logprobs.add_argument("--tokens", type=int, default=1024)
+    of_logprobs.add_argument("--vocabulary", type=int, default=151_936)
+    of_logprobs.add_argument("--hidden", type=int, nargs="+", default=[64])
+    of_device = part("device", device, 3)
+    of_device.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
+    of_device.add_argument("--tokens", type=int, nargs="+", default=[4096, 20_480], help="of one micro-batch")
+    of_device.add_argument("--sequences", type=int, default=1, help="equal sequences in a micro-batch")
+    of_device.add_argument("--micro-batches", type=int, default=4, help="of one update")
+    of_device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    of_device.add_argument("--peak-flops", type=float, default=H200_PEAK_FLOPS, help="of the device, per second")
+    of_device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
+    of_device.add_argument("--output", default="bench_actor.jsonl")
+    given, rest = parser.parse_known_args(arguments)
+    if unknown := [word for word in rest if "=" not in word or word.startswith("-")]:
+        parser.error(f"unknown: {' '.join(unknown)}; overrides are written key=value")
+    given.overrides = rest
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one part and prints its figures."""
+    given = parse(arguments)
+    given.run(given)
+
+
+if __name__ == "__main__":
+    main()

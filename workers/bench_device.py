@@ -1,0 +1,159 @@
+"""Updates of one rank on one device at a model's shape with random weights: a `Case` in, figures of one row out.
+
+The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
+FLOPs, where model FLOPs = 3 x the forward pass (`dapo.model_shape`: matrices 2 FLOPs per weight and token, the head at
+response tokens only, causal attention at half of its square), the backward pass counting twice; what activation
+checkpointing computes again does not count.
+"""
+
+import json
+import math
+import resource
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dapo.config import Config
+from dapo.model_shape import read_config, read_shape
+from dapo.types import TrainBatch, TrainSequence
+from workers.actor import ActorWorker, split_batch
+
+INIT_STD = 0.02
+WARM_UP = 1
+POOL = 1 << 24  # random numbers that all weights are cut from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """model: a name that `dapo.model_shape` knows, or a directory. tokens: of one micro-batch, in `sequences` equal
+    ones. folder: for the weights, removed by the caller. cfg: `model.path` and `actor.max_tokens_per_gpu` are set here.
+    """
+
+    model: str
+    tokens: int
+    sequences: int
+    micro_batches: int
+    updates: int
+    device: str
+    peak_flops: float
+    folder: str
+    cfg: Config
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """One row; with "error" in place of the figures where the device's memory did not suffice."""
+    shape, cfg = read_shape(case.model), case.cfg
+    row: dict[str, Any] = {
+        "model": case.model,
+        "parameters": shape.parameters,
+        "tokens": case.tokens,
+        "sequences": case.sequences,
+        "micro_batches": case.micro_batches,
+        "gradient_checkpointing": cfg.model.gradient_checkpointing,
+        "dtype": cfg.model.dtype,
+        "attn_implementation": cfg.model.attn_implementation,
+        "offload": cfg.actor.offload,
+        "device": torch.cuda.get_device_name() if case.device == "cuda" else case.device,
+        "torch": torch.__version__,
+    }
+    cfg.model.path = str(random_weights(case.model, Path(case.folder)))
+    cfg.actor.max_tokens_per_gpu = case.tokens
+    batch = make_batch(case, shape.vocab_size)
+    try:
+        seconds, metrics = _updates(case, batch)
+    except torch.cuda.OutOfMemoryError as error:
+        return row | {"error": f"out of memory: {error}".splitlines()[0], "peak_bytes": peak_bytes(case.device)}
+    lengths = [len(sequence.token_ids) for sequence in batch.minibatches[0]]
+    flops = 3 * shape.forward_flops(lengths, head_tokens=sum(len(s.rollout_logprobs) for s in batch.minibatches[0]))
+    return row | {
+        "seconds": seconds,
+        "tokens_per_s": sum(lengths) / seconds,
+        "model_flops": flops,
+        "peak_flops": case.peak_flops,
+        "mfu": flops / seconds / case.peak_flops,
+        "peak_bytes": peak_bytes(case.device),
+        "grad_norm": metrics["actor/grad_norm"],
+    }
+
+
+def _updates(case: Case, batch: TrainBatch) -> tuple[float, dict[str, float]]:
+    """Median seconds of an update after the first, and the metrics of the last."""
+    worker = ActorWorker(case.cfg, case.device)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    worker.start(0, 1, "127.0.0.1", port)
+    [work] = split_batch(batch, 1, case.tokens)
+    assert len(work.minibatches[0]) == case.micro_batches
+    seconds = []
+    for _ in range(WARM_UP + case.updates):
+        began = time.perf_counter()
+        metrics = worker.update(work)  # its metrics are on the host: the device has finished
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP:]), metrics
+
+
+def peak_bytes(device: str) -> int:
+    """Most that the process held at once: allocated by torch on a GPU, resident on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def make_batch(case: Case, vocabulary: int) -> TrainBatch:
+    """One mini-batch; an eighth of each sequence is its prompt. Rollout log-probabilities are those of a uniform draw,
+    which random weights come close to."""
+    rng = np.random.default_rng(0)
+    length = case.tokens // case.sequences
+    prompt = max(1, length // 8)
+    count = case.sequences * case.micro_batches
+    sequences = tuple(
+        TrainSequence(
+            token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+            num_prompt_tokens=prompt,
+            rollout_logprobs=np.full(length - prompt, -math.log(vocabulary), np.float32),
+            advantage=float(rng.choice([-1.0, 1.0])),
+            token_weight=1 / (count * (length - prompt)),
+            staleness=np.zeros(length - prompt, np.int32),
+        )
+        for _ in range(count)
+    )
+    return TrainBatch(version=0, minibatches=(sequences,), order=(0,))
+
+
+def random_weights(model: str, folder: Path) -> Path:
+    """config.json and safetensors in bfloat16 of a model of this shape, a file per decoder layer; returns the folder.
+
+    Matrices are normal with a deviation of 0.02, norms 1, biases 0.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(read_config(model)), encoding="utf-8")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).mul_(INIT_STD).to(torch.bfloat16)
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, parameter in empty.named_parameters():
+        parts = name.split(".")
+        part = f"layer-{parts[parts.index('layers') + 1]}" if "layers" in parts else "root"
+        files.setdefault(f"model-{part}.safetensors", {})[name] = parameter.shape
+    offset = 0
+    for file, shapes in files.items():
+        tensors = {}
+        for name, size in shapes.items():
+            if len(size) == 1:
+                tensors[name] = torch.full(size, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
+            else:
+                offset += 1  # another place in the pool, so that no two matrices are equal
+                tensors[name] = pool.roll(offset).repeat(-(-size.numel() // POOL))[: size.numel()].reshape(size)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
