@@ -135,8 +135,9 @@ class ActorWorker:
 
         from workers.weight_sender import WeightSender, full_shapes
 
+        dtype = getattr(torch, self._cfg.model.dtype)
         self._sender = WeightSender(
-            self.named_full_parameters,
+            lambda: self._fsdp.full_parameters(self._policy, self._mesh, dtype),
             full_shapes(self._policy.model),
             dtype=self._cfg.model.dtype,
             bucket_bytes=self._cfg.weight_sync.bucket_bytes,

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dapo.config import Config
 from dapo.validate_actor import heads_problems
 from workers.loading import load_buffers, load_parameters, meta_model
-from workers.lora import BasePolicy, add_adapters, base_name, init_adapters, is_adapter, merged
+from workers.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
 from workers.mesh import Mesh
 from workers.policy import PackedPolicy
 from workers.recompute import checkpoint_activations
@@ -142,15 +142,21 @@ def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
         torch.cuda.empty_cache()
 
 
-def full_parameters(policy: PackedPolicy, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full float32 tensor on the mesh's device), one at a time; tied weights once, LoRA merged."""
+def full_parameters(
+    policy: PackedPolicy, mesh: Mesh, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor on the mesh's device), one at a time; tied weights once, LoRA merged.
+
+    Gathered in `dtype`: a short one halves what travels. Adapters and what they are merged into stay float32.
+    """
     reshard(policy)
-    yield from merged(policy.model, lambda parameter: gather(parameter, mesh))
+    dtype = torch.float32 if has_adapters(policy.model) else dtype
+    yield from merged(policy.model, lambda parameter: gather(parameter, mesh, dtype))
 
 
-def gather(parameter: Tensor, mesh: Mesh) -> Tensor:
-    """A sharded parameter -> the full tensor on the mesh's device."""
-    shard = parameter.detach().to(mesh.device)
+def gather(parameter: Tensor, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A sharded parameter -> the full tensor on the mesh's device, converted to `dtype` before it travels."""
+    shard = parameter.detach().to(mesh.device, dtype)
     assert isinstance(shard, DTensor)
     return shard.full_tensor()
 

@@ -110,17 +110,20 @@ def base_name(name: str) -> str:
 
 
 def merged(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """(name in the base model, full float32 tensor) of every parameter but the adapters', these merged into theirs."""
+    """(name in the base model, full tensor) of every parameter but the adapters', these merged into theirs."""
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if is_adapter(name):
-            continue
-        full = gather(parameter).float()
-        layer = name.removesuffix(f"{_BASE}weight")
-        if layer != name:
-            scaling = peft_layer(model, layer).scaling[ADAPTER]
-            full = torch.addmm(full, gather(parameters[layer + UP]), gather(parameters[layer + DOWN]), alpha=scaling)
-        yield base_name(name), full
+    for name in parameters:
+        if not is_adapter(name):  # nothing here holds on to a full tensor while the next one is gathered
+            yield base_name(name), _whole(model, parameters, name, gather)
+
+
+def _whole(model: nn.Module, parameters: dict[str, nn.Parameter], name: str, gather: Gather) -> Tensor:
+    full = gather(parameters[name])
+    layer = name.removesuffix(f"{_BASE}weight")
+    if layer == name:
+        return full
+    up, down = gather(parameters[layer + UP]), gather(parameters[layer + DOWN])
+    return torch.addmm(full.float(), up, down, alpha=peft_layer(model, layer).scaling[ADAPTER])
 
 
 def peft_layer(model: nn.Module, name: str) -> Any:

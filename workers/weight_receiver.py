@@ -9,6 +9,7 @@ import hashlib
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+try:
+    from vllm.utils.nccl import unpinned_nccl_env
+except ImportError:  # an older vLLM
+    unpinned_nccl_env = nullcontext
 
 from workers.weight_buckets import BACKEND, WORD_BYTES
 from workers.weight_digest import digest
@@ -79,7 +85,9 @@ class GroupSource:
         self._buffer = torch.empty(info.capacity, dtype=torch.uint8, device=device)
         store = find_store(info.address, info.port, info.timeout_s)
         rank += info.first_rank
-        self._group = WeightGroup(store, rank=rank, size=info.group_size, device=device, timeout_s=info.timeout_s)
+        # NCCL hangs where members differ in settings, and vLLM makes its own for its own groups.
+        with unpinned_nccl_env():
+            self._group = WeightGroup(store, rank=rank, size=info.group_size, device=device, timeout_s=info.timeout_s)
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         part = self._buffer[: bucket.num_bytes]
