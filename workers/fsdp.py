@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -162,9 +163,17 @@ def gather(parameter: Tensor, mesh: Mesh, dtype: torch.dtype = torch.float32) ->
 
 
 def checksum(policy: PackedPolicy, mesh: Mesh) -> str:
-    """sha256 over names and bytes of all full parameters; equal on all ranks."""
+    """sha256 over names and bytes of all full parameters. Raises RuntimeError unless it is equal on all ranks."""
     digest = hashlib.sha256()
     for name, tensor in full_parameters(policy, mesh):
         digest.update(name.encode())
         digest.update(tensor.cpu().numpy().tobytes())
+    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    every = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(every, own)
+    if different := [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]:
+        raise RuntimeError(
+            f"the parameters of actor ranks {different} are no longer those of rank 0: copies (`actor.fsdp_size`) have "
+            "drifted apart, or memory or network are faulty; go back to an earlier checkpoint"
+        )
     return digest.hexdigest()

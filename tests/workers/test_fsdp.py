@@ -27,6 +27,7 @@ from tests.workers.plain_reference import (
     train_batch,
 )
 from workers.actor import ActorPool, RankWork, split_batch
+from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -130,6 +131,20 @@ def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) ->
     assert found == {(64, False): units, (21, False): units, (21, True): 2 * units}
     assert distance(after[21, False], after[64, False]) <= 1e-5
     assert distance(after[21, True], after[64, False]) <= 1e-5
+
+
+def disturb(worker: Any) -> None:
+    """Runs on a rank: the second copy's last bit of one weight."""
+    if worker._mesh.rank == 3:
+        local = worker._policy.model.get_parameter("model.norm.weight").detach().to_local()
+        local[-1:] = torch.nextafter(local[-1:], torch.tensor(9.0))
+
+
+def test_copies_that_drifted_apart_are_found(pool: ActorPool, model_dir: Path) -> None:
+    build(pool, model_dir, fsdp_size=2)
+    on_all(pool, disturb)
+    with pytest.raises(RemoteError, match=r"RuntimeError: the parameters of actor ranks \[2, 3\] are no longer"):
+        asyncio.run(pool.checksum())
 
 
 def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
