@@ -43,7 +43,8 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 
 def _assumptions(cfg: Config) -> list[str]:
     plan = cfg.plan
-    positive = ("gpu_memory_bytes", "gpus_per_node", "gpu_flops", "gpu_bandwidth", "sync_bandwidth", "length_sigma")
+    rates = ("gpu_flops", "gpu_bandwidth", "sync_bandwidth", "network_bandwidth", "node_bandwidth")
+    positive = ("gpu_memory_bytes", "gpus_per_node", "length_sigma", *rates)
     shares = ("hfu", "bandwidth_share", "mixed_rate")
     found = [f"`plan.{name}` ({getattr(plan, name)}) must be above 0" for name in positive if getattr(plan, name) <= 0]
     found += [

@@ -25,6 +25,22 @@ def device_of(cfg: Config) -> str:
     return "cpu" if cfg.model.dtype == "float32" else "cuda"
 
 
+def transport_of(cfg: Config) -> str:
+    """`weight_sync.transport` with `auto` decided, as `workers.weight_sync` does."""
+    if cfg.weight_sync.transport != "auto":
+        return cfg.weight_sync.transport
+    return "ipc" if cfg.trainer.colocate else "broadcast" if device_of(cfg) == "cuda" else "object_store"
+
+
+def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
+    """`count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless one parameter or the whole model says."""
+    element = ELEMENT_BYTES[cfg.model.dtype]
+    largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)
+    largest = min(largest, element * shape.parameters)
+    formula = f"{count} x {largest:,} B (weight_sync.bucket_bytes; at least the largest parameter, at most the model)"
+    return Term(name=name, amount=count * largest, formula=formula)
+
+
 def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
     """Of LoRA, over all layers: rank x (inputs + outputs) for each target."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
@@ -105,10 +121,12 @@ class ActorMemory:
     def resident(self) -> tuple[Term, ...]:
         """The part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
+        slots = 2 if transport_of(self.cfg) in ("broadcast", "ipc") else 0
         overhead = Term(
             name="process overhead", amount=self.cfg.plan.overhead_bytes, formula="assumed: plan.overhead_bytes"
         )
-        return (*(term for term in self.state() if term.name not in elsewhere), overhead)
+        buckets = bucket_term(self.cfg, self.shape, f"slots of the weight sync ({transport_of(self.cfg)})", slots)
+        return (*(term for term in self.state() if term.name not in elsewhere), buckets, overhead)
 
     def phases(self) -> tuple[Phase, ...]:
         """In the order of a step. Forward passes without gradient and the optimizer's own step hold less than these."""
@@ -208,18 +226,11 @@ class ActorMemory:
         return tuple(terms)
 
     def _in_sync(self) -> tuple[Term, ...]:
-        largest = self.shape.embedding_parameters
-        bucket = max(self.cfg.weight_sync.bucket_bytes, self.element * largest)
-        bucket = min(bucket, self.element * self.shape.parameters)
+        largest, width = self.shape.embedding_parameters, FLOAT32 + self.element % FLOAT32
         return (
             Term(
-                name="one parameter gathered, float32",
-                amount=FLOAT32 * largest,
-                formula=f"{FLOAT32} B x {self.shape.vocab_size:,} x {self.shape.hidden_size:,} (embedding)",
-            ),
-            Term(
-                name="two buckets",
-                amount=2 * bucket,
-                formula=f"2 x {bucket:,} B (weight_sync.bucket_bytes, at least the largest parameter)",
+                name="one parameter gathered, in float32 and in the type it travels in",
+                amount=width * largest,
+                formula=f"{width} B x {self.shape.vocab_size:,} x {self.shape.hidden_size:,} (embedding)",
             ),
         )

@@ -11,7 +11,9 @@ class PlanConfig:
 
     gpu_flops: dense peak of one GPU in `model.dtype`, FLOP/s. hfu: share of it that an update reaches, recomputation
     counted (hardware FLOPs utilization). gpu_bandwidth: of one GPU's memory, byte/s; bandwidth_share: of it that
-    decoding reaches. sync_bandwidth: byte/s at which weights reach the engines.
+    decoding reaches. network_bandwidth, node_bandwidth: byte/s that one GPU receives from other nodes, and within its
+    own. engine_step_s: what vLLM adds to each decoding step (scheduling, launches, sampling). sync_bandwidth: byte/s at
+    which weights reach the engines.
 
     mean_prompt_tokens, mean_response_tokens: 0 = an eighth of `data.max_prompt_length`, a third of
     `data.max_response_length`. length_sigma: of the log of the response length. mixed_rate: share of the groups that
@@ -27,6 +29,9 @@ class PlanConfig:
     hfu: float = 0.5
     gpu_bandwidth: float = 3.35e12
     bandwidth_share: float = 0.6
+    network_bandwidth: float = 50e9
+    node_bandwidth: float = 300e9
+    engine_step_s: float = 0.003
     sync_bandwidth: float = 20e9
     mean_prompt_tokens: int = 0
     mean_response_tokens: int = 0

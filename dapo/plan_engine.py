@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.model_shape import ModelShape
-from dapo.plan_actor import ELEMENT_BYTES, device_of
+from dapo.plan_actor import ELEMENT_BYTES, bucket_term, device_of, transport_of
 from dapo.plan_terms import Term
 
 # vLLM 0.26 to 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
@@ -123,6 +123,11 @@ class EngineMemory:
             cache = self._arg("kv_cache_memory_bytes", left)
             formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
         return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
+
+    def beyond(self) -> Term:
+        """What comes after the engine has taken its share: memory that broadcast weights arrive in."""
+        count = 1 if transport_of(self.cfg) == "broadcast" else 0
+        return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
 
     @property
     def kv_tokens(self) -> int:

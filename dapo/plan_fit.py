@@ -153,7 +153,14 @@ def changed(cfg: Config, change: Change) -> Config:
 
 
 def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """vLLM does not start when one sequence of the longest length finds no room."""
+    """vLLM does not start when a sequence of the longest length finds no room; weights arrive beyond its share."""
+    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, engine.beyond()
+    if device_of(cfg) == "cuda" and share * memory + beyond.amount > memory:
+        yield (
+            f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and a "
+            f"weight sync needs {size(beyond.amount)} there ({beyond.formula}); set it to at most "
+            f"{int((1 - beyond.amount / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
+        )
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from dapo.config import Config
 from dapo.model_shape import ModelShape
+from dapo.plan_actor import device_of
 from dapo.plan_engine import EngineMemory
 from dapo.plan_step import Step, mean_tokens
 
-LOW_FILL, LOW_BALANCE, MANY_IDLE = 0.6, 0.9, 0.05
+LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 
 
 def hints(cfg: Config, shape: ModelShape) -> list[str]:
@@ -34,6 +35,13 @@ def _ranks(cfg: Config, step: Step) -> Iterator[str]:
             f"ranks wait for the heaviest {1 - packing.balance:.0%} of the time: few sequences of uneven lengths per "
             "micro-batch; a larger `actor.max_tokens_per_gpu`, `actor.ulysses_sequence_parallel_size` or "
             "`actor.ppo_mini_batch_size` evens them out"
+        )
+    waiting = sum(max(0.0, wire - computing) for computing, wire in step.passes.values())
+    if device_of(cfg) == "cuda" and waiting > SLOW_NETWORK * step.update_s:
+        yield (
+            f"the update waits for the network {waiting / step.update_s:.0%} of the time: parameters are gathered and "
+            f"gradients summed in each of {step.packing.micro_batches} micro-batches of an optimizer step; a larger "
+            "`actor.max_tokens_per_gpu` makes them fewer, a smaller `actor.fsdp_size` keeps them within a node"
         )
     if packing.filled < LOW_FILL:
         yield (
@@ -81,10 +89,12 @@ def _heads(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str
 def _engines(cfg: Config, step: Step, engine: EngineMemory) -> Iterator[str]:
     prompt, _ = mean_tokens(cfg)
     holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
-    if holds > 1.25 * engine.max_num_seqs:
+    wanted = step.sequences / step.kept_rate
+    useful = min(holds, wanted / cfg.rollout.num_engines)
+    if useful > 1.25 * engine.max_num_seqs:
         yield (
-            f"an engine's cache holds {holds:.0f} sequences and runs {engine.max_num_seqs}: "
-            f"rollout.vllm.max_num_seqs={int(holds) // 8 * 8} would use it"
+            f"an engine's cache holds {holds:.0f} sequences, a step has {wanted / cfg.rollout.num_engines:.0f} for it, "
+            f"and it runs {engine.max_num_seqs}: rollout.vllm.max_num_seqs={int(useful) // 8 * 8} would use it"
         )
     if engine.at_full_length < cfg.rollout.n:
         yield (
@@ -92,6 +102,5 @@ def _engines(cfg: Config, step: Step, engine: EngineMemory) -> Iterator[str]:
             f"{engine.at_full_length:.1f} such sequences: late in a group requests are put off and computed again"
         )
     slots = cfg.rollout.num_engines * running
-    wanted = step.sequences / step.kept_rate
     if wanted < slots:
         yield f"{wanted:.0f} responses per step do not fill the {slots} places of `rollout.num_engines` engines"

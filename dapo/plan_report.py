@@ -64,6 +64,7 @@ def _engine(cfg: Config, shape: ModelShape) -> list[str]:
     return [
         f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
         *table(engine.terms(), "together"),
+        *(table([engine.beyond()]) if engine.beyond().amount else ()),
         f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = {engine.kv_formula}",
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
         f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
@@ -126,13 +127,20 @@ def _time(cfg: Config, shape: ModelShape) -> list[str]:
     order = "the slower of generation and update" if overlap else "generation and update one after the other"
     return [
         f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, HFU {plan.hfu:.0%}, "
-        f"{short(plan.gpu_bandwidth, 'B/s')} of which decoding reaches {plan.bandwidth_share:.0%}, sync "
+        f"{short(plan.gpu_bandwidth, 'B/s')} of which decoding reaches {plan.bandwidth_share:.0%}, "
+        f"{plan.engine_step_s * 1000:g} ms more per decoding step, sync "
         f"{short(plan.sync_bandwidth, 'B/s')})",
         f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
         f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
         f"{duration(longest_s)}",
-        f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}; weight sync "
-        f"{duration(sync_s)}",
+        f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}",
+        *(
+            f"    {name}: {duration(computing)} of computing, beside it {duration(wire)} of communication"
+            for name, (computing, wire) in step.passes.items()
+        ),
+        f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
+        f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
+        f"  weight sync {duration(sync_s)}: {size(step.sync_bytes)}",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s",
     ]

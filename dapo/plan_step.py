@@ -12,7 +12,7 @@ from functools import cached_property
 from dapo.config import Config
 from dapo.model_shape import ModelShape
 from dapo.packing import estimated_work, pack
-from dapo.plan_actor import device_of
+from dapo.plan_actor import ActorMemory, device_of
 from dapo.plan_engine import EngineMemory
 
 SAMPLED_MINIBATCHES = 4
@@ -89,13 +89,14 @@ class Step:
         prompt, _ = mean_tokens(self.cfg)
         size = self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
         room = self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size
+        equal_at = self.shape.attention_equals_rest_tokens
         bins, heaviest, work, idle, tokens = 0, 0.0, 0.0, 0, 0
         for start in range(0, SAMPLED_MINIBATCHES * size, size):
             lengths = [prompt + r for r in self.responses[start : start + size]]
-            packed = pack(lengths, self.groups, room)
+            packed = pack(lengths, self.groups, room, equal_at)
             tokens += sum(lengths)
             for position in zip(*packed, strict=True):
-                loads = [sum(estimated_work(lengths[i]) for i in members) for members in position]
+                loads = [sum(estimated_work(lengths[i], equal_at) for i in members) for members in position]
                 heaviest += max(loads) * self.groups
                 work += sum(loads)
                 idle += sum(not members for members in position)
@@ -170,14 +171,45 @@ class Step:
         return self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
 
     @property
+    def traffic(self) -> tuple[float, float]:
+        """Bytes that a rank receives in one micro-batch: gathered parameters, and gradients to be summed in float32.
+
+        Parameters are gathered for the forward pass and for the backward pass."""
+        memory = ActorMemory(self.cfg, self.shape)
+        share = (memory.shards - 1) / memory.shards
+        return share * memory.element * self.shape.parameters, share * 4 * memory.trained
+
+    @property
+    def bandwidth(self) -> float:
+        """Byte/s at which shards travel: within a node where a copy of the parameters fits one."""
+        inside = ActorMemory(self.cfg, self.shape).shards <= self.cfg.plan.gpus_per_node
+        return self.cfg.plan.node_bandwidth if inside else self.cfg.plan.network_bandwidth
+
+    @property
+    def rounds(self) -> int:
+        """How often per update parameters are gathered: each micro-batch, or each optimizer step where they stay."""
+        return self.optimizer_steps * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
+
+    @cached_property
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """By pass over the batch, seconds of computing and of communication; they overlap."""
+        gathered, summed = (size / self.bandwidth for size in self.traffic)
+        epochs = self.cfg.actor.ppo_epochs
+        forward, rounds = epochs * self.forward_flops, self.rounds
+        found = {name: (flops, rounds / epochs * gathered) for name, flops in self.extra_passes.items()}
+        found["forward"] = (forward, rounds * gathered)
+        found["backward"] = (self.update_flops - forward, rounds * (gathered + summed))
+        return {name: (flops / self.actor_speed, wire) for name, (flops, wire) in found.items()}
+
+    @property
     def update_s(self) -> float:
-        """Seconds of the update with its extra passes."""
-        return (self.update_flops + sum(self.extra_passes.values())) / self.actor_speed
+        """Seconds of the update with its extra passes, each as long as the slower of computing and communication."""
+        return sum(max(pair) for pair in self.passes.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of the update alone that follows."""
-        seconds = self.update_flops / self.actor_speed
+        """Model FLOPs utilization of forward and backward pass that follows."""
+        seconds = max(self.passes["forward"]) + max(self.passes["backward"])
         return self.model_flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
@@ -187,7 +219,7 @@ class Step:
         read = engine.weights().amount + running * (prompt + response / 2) * engine.kv_bytes_per_token
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
         computing = running * self.shape.flops_per_token / (engine.gpus * self.cfg.plan.gpu_flops * self.cfg.plan.hfu)
-        return max(reading, computing)
+        return max(reading, computing) + self.cfg.plan.engine_step_s
 
     def generation_s(self, engine: EngineMemory) -> tuple[float, float]:
         """Seconds with all engines full, and of the longest response by itself, which is the least a step can take."""

@@ -19,6 +19,7 @@ from dapo.plan_step import Step, response_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
 GB = 1e9
+ALONE = "actor.ulysses_sequence_parallel_size=1"
 
 
 @functools.cache
@@ -166,6 +167,7 @@ def test_nothing_is_promised_where_nothing_helps():
         pytest.param(["rollout.vllm.tensor_parallel_size=1"], "an engine needs", id="cache"),
         pytest.param(["rollout.vllm.tensor_parallel_size=3"], "must divide the 40 attention heads", id="heads"),
         pytest.param(["plan.host_memory_bytes=60e9"], "8 ranks of a node offload 65.53 GB", id="host"),
+        pytest.param(["rollout.vllm.gpu_memory_utilization=0.99"], "set it to at most 0.98", id="arriving-weights"),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.25"], "gpu_memory_utilization=0.28", id="utilization"),
     ],
 )
@@ -185,7 +187,11 @@ def test_colocated_roles_share_a_gpu():
     overrides = ("trainer.colocate=true", "rollout.vllm.gpu_memory_utilization=0.6")
     cfg, shape = planned(*overrides, experiment="dapo_qwen7b")
     found = problems(cfg, shape)[0]
-    assert "has 32.00 GB" in found and "rollout.vllm.gpu_memory_utilization=0.4" in found
+    assert (
+        "has 32.00 GB" in found
+        and "slots of the weight sync (ipc)" in report(cfg, shape)
+        and "rollout.vllm.gpu_memory_utilization=0.4" in found
+    )
     assert problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.4}), shape) == []
 
 
@@ -228,10 +234,22 @@ def test_flops_of_a_step():
     assert step.mfu < step.cfg.plan.hfu
 
 
+def test_communication_of_an_update_by_hand():
+    step = Step(*planned())
+    assert step.bandwidth == 50e9
+    gathered, summed = step.traffic
+    assert gathered == pytest.approx(63 / 64 * 2 * 32_763_876_352) and summed == 2 * gathered
+    assert step.passes["backward"][1] == pytest.approx(16 * step.packing.micro_batches * 3 * gathered / 50e9)
+    within = Step(*planned("actor.fsdp_size=8", experiment="dapo_qwen32b"))
+    assert within.bandwidth == 300e9 and within.traffic[0] == pytest.approx(7 / 8 * 2 * 32_763_876_352)
+    kept = Step(*planned("actor.reshard_after_forward=false", experiment="dapo_qwen7b"))
+    assert kept.rounds == kept.optimizer_steps
+
+
 def test_packing_is_the_actors_own():
-    cfg, shape = planned("actor.ppo_mini_batch_size=4", "data.train_batch_size=4")
-    step = Step(cfg, shape)
-    bins = [pack([256 + r for r in step.responses[k : k + 64]], 64, 22_528) for k in range(0, 256, 64)]
+    cfg, shape = planned("actor.ppo_mini_batch_size=4", "data.train_batch_size=4", ALONE)
+    step, equal_at = Step(cfg, shape), shape.attention_equals_rest_tokens
+    bins = [pack([256 + r for r in step.responses[k : k + 64]], 64, 22_528, equal_at) for k in range(0, 256, 64)]
     count = sum(len(rank) for rank in bins for rank in rank)
     assert step.packing.idle == pytest.approx(sum(not b for ranks in bins for rank in ranks for b in rank) / count)
 
@@ -239,8 +257,9 @@ def test_packing_is_the_actors_own():
 @pytest.mark.parametrize(
     ("overrides", "hint"),
     [
-        pytest.param(["actor.ppo_mini_batch_size=2"], "micro-batches are empty", id="idle"),
-        pytest.param(["actor.num_workers=60"], "over 60 groups of ranks", id="ranks"),
+        pytest.param(["actor.ppo_mini_batch_size=2", ALONE], "micro-batches are empty", id="idle"),
+        pytest.param(["actor.max_tokens_per_gpu=2816"], "waits for the network", id="network"),
+        pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
         pytest.param(
             ["rollout.vllm.tensor_parallel_size=16"], "`rollout.vllm.tensor_parallel_size` (16) exceeds", id="tp"
         ),
