@@ -134,4 +134,5 @@ class PackedPolicy(nn.Module):
         if batch.segments.group is None:
             return logprobs, entropy
         both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
-        return both[:, 0], both[:, 1] if self.entropy_gradient else both[:, 1].detach()
+        entropy = both[:, 1].clone()  # FSDP puts hooks on what leaves it, which views would drop
+        return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach()
