@@ -1,0 +1,76 @@
+"""The parts of the weight sync that only a GPU runs: CUDA IPC, NCCL, the digest there, both roles on one device."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+import ray
+import torch
+
+from dapo import bench_sync
+from dapo.tiny.random_model import make_random_model
+from workers.cluster import connect
+from workers.weight_digest import digest
+from workers.weight_group import WeightGroup, serve_store
+from workers.weight_memory import place, share
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda", 0)
+READER = """
+import json, sys, torch
+from workers.weight_memory import open_shared, place
+device = torch.device("cuda", 0)
+handle = json.loads(sys.stdin.readline())
+buffer = open_shared(handle, device)
+print(place(device), int(buffer.sum()), flush=True)
+sys.stdin.readline()
+print(int(buffer.sum()), flush=True)
+"""
+
+
+def test_the_digest_is_the_hosts():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, ((1 << 24) + 1000,), generator=generator, dtype=torch.int64)
+    assert digest(words.to(DEVICE).view(torch.uint8)) == digest(words.view(torch.uint8))
+
+
+def test_another_process_reads_the_same_memory_whenever_it_changes():
+    buffer, handle = share(1000, DEVICE)
+    buffer.fill_(3)
+    torch.cuda.synchronize()
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin is not None and reader.stdout is not None
+    try:
+        print(json.dumps(handle), file=reader.stdin, flush=True)
+        assert reader.stdout.readline().split() == [place(DEVICE), "3000"]
+        buffer.fill_(5)
+        torch.cuda.synchronize()
+        print("again", file=reader.stdin, flush=True)
+        assert reader.stdout.readline().strip() == "5000"
+    finally:
+        reader.kill()
+        reader.wait(30)
+
+
+def test_a_group_of_one_broadcasts_by_nccl():
+    group = WeightGroup(serve_store("127.0.0.1", 30), rank=0, size=1, device=DEVICE, timeout_s=30)
+    data = torch.arange(64, dtype=torch.uint8, device=DEVICE)
+    group.wait(group.broadcast(data))
+    assert data.tolist() == list(range(64))
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_both_roles_on_one_gpu(tmp_path):
+    """Each sync is checked by digest at the engine; a failed one raises."""
+    path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
+    options = bench_sync.parse(["--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
+    connect("local", worker_logs=False)
+    try:
+        seconds = asyncio.run(bench_sync.measure(bench_sync.to_config(options, path), ["ipc", "object_store"], 2, 2))
+    finally:
+        ray.shutdown()
+    assert {transport: len(each) for transport, each in seconds.items()} == {"ipc": 4, "object_store": 4}
