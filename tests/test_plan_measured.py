@@ -1,4 +1,7 @@
-"""The planner against what real ranks and a real engine hold and write, for the tiny model on two gloo ranks."""
+"""The planner against what two real gloo ranks hold and write, for the tiny model.
+
+Its engine half is compared with real engines in tests/workers/test_rollout.py, which has some running.
+"""
 
 import asyncio
 
@@ -8,7 +11,6 @@ import pytest
 from dapo.main_ppo import make_paths_absolute
 from dapo.plan import plan
 from dapo.plan_actor import ActorMemory
-from dapo.plan_engine import EngineMemory
 from dapo.plan_report import checkpoint_terms
 from dapo.types import TrainSequence
 from tests.workers.plain_reference import on_all, start_pool
@@ -93,24 +95,3 @@ def test_checkpoint_size(tiny, actors, tmp_path):
         asyncio.run(write(str(folder)))
         found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         assert found == pytest.approx(term.amount, rel=WITHIN)
-
-
-def test_engine_cache(tiny):
-    """The engine says how many blocks it made of the memory that it was given."""
-    from workers.cluster import Placement, engine_args
-    from workers.rollout import RolloutPool
-
-    cfg, shape = tiny
-    engine = EngineMemory(cfg, shape)
-    pool = RolloutPool(Placement(cfg, "cpu").rollout(), start_timeout_s=300, timeout_s=120)
-
-    async def sizes():
-        await pool.start(cfg.model.path, engine_args(cfg, "cpu"))
-        try:
-            return pool._fleet._engines
-        finally:
-            await pool.stop(3.0)
-
-    (found,) = asyncio.run(sizes())
-    assert found.kv_tokens == pytest.approx(engine.kv_tokens, rel=0.01)
-    assert (found.sequences, found.window) == (engine.max_num_seqs, engine.window)

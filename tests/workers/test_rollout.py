@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
+from dapo.model_shape import shape_of
+from dapo.plan_engine import EngineMemory
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
 from tests.workers.local_actors import local_sync
@@ -57,6 +59,14 @@ def engines(request, ray_cluster, tmp_path_factory, loop):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     yield pool, model, count
     loop.run(pool.stop(3.0))
+
+
+def test_the_cache_holds_what_the_planner_says(engines):
+    pool, model, count = engines
+    planned = EngineMemory(make_config("", count), shape_of(model.config.to_dict(), "random"))
+    for engine in pool._fleet._engines:
+        assert engine.kv_tokens == pytest.approx(planned.kv_tokens, rel=0.01)
+        assert (engine.sequences, engine.window) == (planned.max_num_seqs, planned.window)
 
 
 @torch.no_grad()
