@@ -6,6 +6,7 @@ writer's buffer must outlive the readers; nothing here tells when it may be over
 """
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
     file = os.memfd_create("dapo-weights")  # has no name that a killed process could leave behind
     os.ftruncate(file, num_bytes)
     handle = {"num_bytes": num_bytes, "path": f"/proc/{os.getpid()}/fd/{file}"}
-    return open_shared(handle, device), handle
+    buffer = open_shared(handle, device)
+    weakref.finalize(buffer, os.close, file)
+    return buffer, handle
 
 
 def open_shared(handle: Handle, device: torch.device) -> Tensor:
