@@ -10,7 +10,7 @@ from dapo.plan_actor import ActorMemory, device_of
 from dapo.plan_engine import EngineMemory
 from dapo.plan_terms import size
 
-MOST_RANKS = 4096
+MOST_TIMES_RANKS = 8
 HIGHEST_UTILIZATION = 0.95
 ROUND_TOKENS = 256
 Change = dict[str, Any]
@@ -109,7 +109,11 @@ def _changes(cfg: Config, shape: ModelShape) -> Iterator[Change]:
         yield {"actor.offload": True}
     ranks = actor.num_workers
     more: list[Change] = []
-    while (ranks := ranks * 2) <= MOST_RANKS and actor.fsdp_size == -1 and not cfg.trainer.colocate:
+    while (
+        (ranks := ranks * 2) <= MOST_TIMES_RANKS * actor.num_workers
+        and actor.fsdp_size == -1
+        and not cfg.trainer.colocate
+    ):
         more.append({"actor.num_workers": ranks})
     yield from _least(cfg, shape, more)
 
