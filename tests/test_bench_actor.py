@@ -74,6 +74,16 @@ def test_time_of_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.long
+def test_updates_against_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["update", "--shapes", "short", "--repeats", "2", "rollout.n=2"])
+    names, _, row, wanted = capsys.readouterr().out.splitlines()[-4:]
+    cells = dict(zip(names.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
+    assert cells["shape"] == "short" and float(cells["update / loop"]) > 0
+    assert wanted.startswith("wanted: at least 0.85")
+
+
+@pytest.mark.ray
 def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     options = {"--tokens": "256", "--sequences": "2", "--micro-batches": "2", "--repeats": "1", "--peak-flops": "1e12"}
