@@ -59,6 +59,7 @@ def results(
             model.hidden(tokens), model.head, labels, temperature, VOCABULARY, entropy_gradient=entropy_gradient
         )
         assert entropy.requires_grad == entropy_gradient
+        assert logprobs._base is None and entropy._base is None  # FSDP loses its backward hook on views
     else:
         logprobs, entropy = plain(model.hidden(tokens), model.head, labels, temperature, VOCABULARY)
     loss = (weights * logprobs).sum()
