@@ -106,6 +106,9 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         }
         if gpus_per_engine(cfg) == 1:
             args["distributed_executor_backend"] = "uni"
+    elif gpus_per_engine(cfg) > 1:
+        # Inside a placement group vLLM would choose Ray, and refuse our bundles of several GPUs, which are of one node.
+        args["distributed_executor_backend"] = "mp"
     return args | cfg.rollout.vllm
 
 

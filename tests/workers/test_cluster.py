@@ -102,6 +102,15 @@ def test_engine_arguments_of_a_person_win():
     assert "enforce_eager" not in engine_args(make_config(1, 1, 1), "cuda")
 
 
+def test_an_engine_of_several_gpus_does_not_take_rays_executor():
+    """vLLM's own choice inside a placement group, which ends at "bundle cannot have more than 1 GPU"."""
+    assert engine_args(make_config(16, 4, 64), "cuda")["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in engine_args(make_config(1, 1, 1), "cuda")
+    cfg = make_config(1, 4, 4)
+    cfg.rollout.vllm["distributed_executor_backend"] = "external"
+    assert engine_args(cfg, "cuda")["distributed_executor_backend"] == "external"
+
+
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():
     cfg = make_config(2, 1, 3)
     cfg.actor.cpu_threads, cfg.reward.model.cpu_threads, cfg.reward.model.num_workers = 5, 3, 2
