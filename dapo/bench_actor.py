@@ -164,6 +164,7 @@ def device(given: argparse.Namespace) -> None:
 
     dtype = "bfloat16" if given.device == "cuda" else "float32"
     fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
+    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): all gradients whole
     for model in given.models:
         for tokens in given.tokens:
             cfg = config_of(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)

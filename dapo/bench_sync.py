@@ -4,7 +4,7 @@ Real actor ranks and engines with random weights; the transports take turns in o
 machine hits all of them. Printed: seconds of a whole sync, from pausing the engines to their going on, and the bytes of
 the model per second. The first sync of each turn connects both ends and is not counted. The vocabulary is tiny.
 
-On a GPU: `--device cuda --colocate --transports ipc --shape 7b` for both roles on one, else one GPU each.
+On a GPU: `--device cuda --ranks 1 --colocate --transports ipc --shape 7b` for both roles on one, else one GPU each.
 """
 
 import argparse
