@@ -12,9 +12,11 @@ from dapo.config import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
 from dapo.model_shape import UnknownShape, read_config
 from dapo.paths import checked_path
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
 # transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.
 MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
+LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 def actor(cfg: Config) -> Iterator[str]:
@@ -98,6 +100,7 @@ def _model(cfg: Config) -> Iterator[str]:
             yield str(error)
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
     yield from heads_problems(cfg, config)
+    yield from architecture_problems(cfg, config)
 
 
 def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
@@ -114,3 +117,34 @@ def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
             f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "
             f"it can be {', '.join(map(str, fitting))}"
         )
+
+
+def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
+    """config: as for `heads_problems`. What the model computes and the actors would not."""
+    named = f"`model.path` ({cfg.model.path})"
+    if changed := [f"{key}: {config[key]}" for key in LOGIT_KEYS if config.get(key) not in (None, 1)]:
+        yield (
+            f"{named} changes its logits after the head ({', '.join(changed)} in config.json), which the actors do "
+            "not compute; choose another architecture"
+        )
+    if cfg.model.attn_implementation != "auto":
+        return
+    remedy = "`model.attn_implementation=auto` does not compute; take flash_attention_2 there, or another model"
+    if cap := config.get("attn_logit_softcapping"):
+        yield f"{named} caps attention scores (attn_logit_softcapping: {cap} in config.json), which {remedy}"
+    window, longest = _window(config), cfg.data.max_prompt_length + cfg.data.max_response_length
+    if window < longest:
+        yield (
+            f"{named} has layers that see {window} tokens (sliding_window in config.json), fewer than "
+            f"`data.max_prompt_length` + `data.max_response_length` ({longest}), which {remedy}, or lower the lengths"
+        )
+
+
+def _window(config: dict[str, Any]) -> float:
+    """Tokens that the layers with the shortest sight attend to; infinite where all see everything."""
+    if "layer_types" in config:
+        slides = "sliding_attention" in config["layer_types"]
+    else:
+        first = config.get("max_window_layers", 0)
+        slides = config.get("use_sliding_window", True) and first < config.get("num_hidden_layers", math.inf)
+    return (slides and config.get("sliding_window")) or math.inf

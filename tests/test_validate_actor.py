@@ -33,6 +33,9 @@ def test_nothing_to_say_of_the_defaults() -> None:
             id="checkpointing",
         ),
         pytest.param(
+            {"model": {"dtype": "float16"}}, "`model.dtype` (float16) must be one of float32, bfloat16", id="dtype"
+        ),
+        pytest.param(
             {"weight_sync": {"transport": "pigeon"}},
             "`weight_sync.transport` (pigeon) must be one of auto, object_store, broadcast, ipc",
             id="transport",
@@ -95,3 +98,38 @@ def test_a_directory_is_looked_into(tmp_path: Path, content: str | None, message
     cfg = config(model={"path": str(tmp_path)}, actor={"ulysses_sequence_parallel_size": 4})
     [problem] = actor(cfg)
     assert message in problem
+
+
+WINDOW = {"sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param({"logits_scaling": 8.0}, "changes its logits after the head (logits_scaling: 8.0", id="scaled"),
+        pytest.param({"logit_scale": 1.0, "final_logit_softcapping": None}, None, id="scaled_by_one"),
+        pytest.param(
+            {"attn_logit_softcapping": 50.0}, "caps attention scores (attn_logit_softcapping: 50.0", id="capped"
+        ),
+        pytest.param(WINDOW, "see 4096 tokens (sliding_window in config.json), fewer than", id="window"),
+        pytest.param(
+            WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}, "see 4096 tokens", id="one_layer"
+        ),
+        pytest.param(WINDOW | {"layer_types": ["full_attention"]}, None, id="no_layer"),
+        pytest.param(WINDOW | {"use_sliding_window": False}, None, id="window_off"),
+        pytest.param(WINDOW | {"max_window_layers": 28, "num_hidden_layers": 28}, None, id="above_all_layers"),
+        pytest.param({"sliding_window": 22_528}, None, id="wide_enough"),
+        pytest.param({"sliding_window": None}, None, id="no_window"),
+    ],
+)
+def test_what_the_actors_do_not_compute_is_refused(
+    tmp_path: Path, content: dict[str, Any], message: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    problems = list(actor(config(model={"path": str(tmp_path)})))
+    assert len(problems) == (message is not None) and all(message in problem for problem in problems), problems
+
+
+def test_another_attention_may_compute_a_window(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WINDOW | {"attn_logit_softcapping": 50.0}))
+    assert list(actor(config(model={"path": str(tmp_path), "attn_implementation": "flash_attention_2"}))) == []

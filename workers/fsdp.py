@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config import Config
-from dapo.validate_actor import heads_problems
+from dapo.validate_actor import architecture_problems, heads_problems
 from workers.loading import load_buffers, load_parameters, meta_model
 from workers.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
 from workers.mesh import Mesh
@@ -59,8 +59,9 @@ def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
 
 def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     model = meta_model(cfg.model, dtype)
-    if problems := list(heads_problems(cfg, model.config.to_dict())):  # of a hub name, which only the ranks look up
-        raise ValueError(problems[0])
+    config = model.config.to_dict()
+    if problems := [*heads_problems(cfg, config), *architecture_problems(cfg, config)]:
+        raise ValueError(problems[0])  # of a hub name, which only the ranks look up
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 
