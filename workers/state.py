@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoTokenizer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config import ModelConfig
 from workers.fsdp import full_parameters, gather, reshard
@@ -39,13 +40,19 @@ def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory
 
 
 def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    """Read what `save_state` wrote, on any number of ranks and copies. Raises ValueError if it is of other adapters."""
+    """Read what `save_state` wrote, on any number of ranks and copies. Raises ValueError if it is of other adapters.
+
+    Of the optimizer only its moments and steps: `actor.optim` may have changed since.
+    """
     reshard(policy)
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     check_identity(policy.model, Path(directory))
     model_state, optimizer_state = _states(policy, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
     options = StateDictOptions(strict=False)  # DCP has already missed what is not there
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,7 +89,8 @@ def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str
         config.dtype = dtype  # not that of the master weights
         config.architectures = [type(policy.model).__name__]
         config.save_pretrained(root)
-        policy.model.generation_config.save_pretrained(root)
+        # Its `save_pretrained` refuses what it has let in, such as a temperature without `do_sample`.
+        policy.model.generation_config.to_json_file(root / GENERATION_CONFIG_NAME)
         AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(root)
     if has_adapters(policy.model):
         save_adapters(policy.model, lambda parameter: gather(parameter, mesh), cfg.path, root / ADAPTER_FOLDER)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
-from dapo.config import Config
+from dapo.config import Config, OptimConfig
 from tests.workers.plain_reference import (
     LENGTHS,
     distance,
@@ -37,7 +37,8 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_model(tmp_path_factory.mktemp("model"), tied=False)
-    GenerationConfig(eos_token_id=[1, 2], temperature=0.25, do_sample=True).save_pretrained(directory)
+    # A temperature without `do_sample`: transformers reads it, and would not write it.
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.25}')
     return directory
 
 
@@ -164,6 +165,21 @@ def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp
         assert distance(weights(pool), wanted) <= 1e-6
     sizes = {each.name: sum(file.stat().st_size for file in each.iterdir()) for each in tmp_path.iterdir()}
     assert sizes["none"] < sizes["copies"] < sizes["one"]  # copies are not stored; each part costs some bytes
+
+
+def optimizer_settings(worker: Any) -> dict[str, Any]:
+    """Runs on a rank."""
+    [group] = worker._optimizer.param_groups
+    return {key: group[key] for key in ("betas", "eps", "weight_decay", "fused")}
+
+
+def test_a_checkpoint_leaves_the_settings_of_the_optimizer(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
+    build(pool, model_dir)
+    asyncio.run(pool.save(str(tmp_path / "state")))
+    build(pool, model_dir, optim=OptimConfig(betas=[0.5, 0.75], weight_decay=0.5))
+    wanted = on_all(pool, optimizer_settings)
+    asyncio.run(pool.load(str(tmp_path / "state")))
+    assert on_all(pool, optimizer_settings) == wanted and wanted[0]["betas"] == (0.5, 0.75)
 
 
 def test_an_export_of_copies_in_several_files(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
