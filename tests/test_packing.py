@@ -42,6 +42,13 @@ def test_invariants(lengths: list[int], num_ranks: int, slack: int) -> None:
         pytest.param([4, 4, 3, 3, 3, 3], 1, 10, [[[0, 2, 4], [1, 3, 5]]], id="exactly_full"),
         # Spread by load these would leave two rooms of 3 and 4 for the last 7.
         pytest.param([7, 7, 6, 4, 3, 3], 1, 10, [[[0, 4], [1, 5], [2, 3]]], id="first_fit_saves_a_micro_batch"),
+        # 8 and 2 on one rank: the other has 8 and 2 as well, not twice 5.
+        pytest.param(
+            [8, 2, 2, 2, 2, 2, 1, 1], 2, 9, [[[0], [6, 7]], [[1, 2, 3, 4], [5]]], id="one_profile_for_all_ranks"
+        ),
+        # Heaviest with heaviest, 12 + 7; each rank on its own would have 9 + 12.
+        pytest.param([9, 6, 6, 7, 6], 2, 13, [[[1, 4], [2]], [[0], [3]]], id="heavy_micro_batches_meet"),
+        pytest.param([3, 8, 4, 9, 6], 2, 14, [[[3], [4]], [[1], [0, 2]]], id="the_heavier_goes_to_the_lighter_rank"),
     ],
 )
 def test_examples(lengths: list[int], num_ranks: int, max_tokens: int, expected: list[list[list[int]]]) -> None:
@@ -61,12 +68,17 @@ def test_ranks_do_similar_work_at_every_position() -> None:
 
 def test_long_sequences_weigh_more_than_their_tokens() -> None:
     assert estimated_work(20_000) > 20 * estimated_work(1_000)
+    assert estimated_work(6, equal_at=3) == 6 + 12
+
+
+def test_work_not_tokens_is_balanced() -> None:
+    """Nine tokens each where attention costs little; where it costs as much as the rest at one token, 42 against 48."""
+    assert pack([6, 3, 3, 3, 3], 2, 100) == [[[0, 4]], [[1, 2, 3]]]
+    assert pack([6, 3, 3, 3, 3], 2, 100, equal_at=1) == [[[0]], [[1, 2, 3, 4]]]
 
 
 def test_a_sequence_that_cannot_fit_is_named_with_the_remedy() -> None:
-    with pytest.raises(
-        ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(10\).* 1 has 11 tokens.*raise one"
-    ):
+    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(10\).* 1 has 11 tokens.*raise one"):
         pack([3, 11], 2, 10)
 
 
