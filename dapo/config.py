@@ -163,7 +163,8 @@ class ActorConfig:
     ulysses_sequence_parallel_size: ranks that share each micro-batch, so that it may hold that many times
     `max_tokens_per_gpu`; attention heads are dealt out over them. fsdp_size: ranks that one copy of the parameters is
     sharded over, -1 = all; with fewer, copies train side by side (HSDP). offload: parameters, gradients and optimizer
-    state live in host memory between uses. cpu_threads: threads of one rank without GPU. timeout_s: longest update.
+    state live in host memory between uses. cpu_threads: threads of one rank that computes on the host: without GPU, and
+    with `offload`, whose optimizer steps there. timeout_s: longest update.
     reshard_after_forward: free gathered parameters after the forward pass and reduce gradients in every micro-batch;
     false keeps both until the last micro-batch: fewer collectives, for models that fit.
     """

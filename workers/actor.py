@@ -80,7 +80,7 @@ class ActorWorker:
 
         from workers import fsdp, mesh, state
 
-        if self._device == "cpu":
+        if self._device == "cpu" or self._cfg.actor.offload:  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
         self._fsdp, self._state = fsdp, state
