@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from dapo.config import Config, OptimConfig
+from tests.workers.fsdp_ranks import counted, memory, travelling
 from tests.workers.plain_reference import (
     LENGTHS,
     distance,
@@ -26,7 +27,7 @@ from tests.workers.plain_reference import (
     start_pool,
     train_batch,
 )
-from workers.actor import ActorPool, RankWork, split_batch
+from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -101,22 +102,6 @@ def test_copies_train_alike_and_as_one_sharded_copy_does(pool: ActorPool, model_
     assert distance(moved, wanted_move) <= 1e-3
 
 
-def counted(worker: Any, work: RankWork) -> tuple[int, int, str]:
-    """Runs on a rank: micro-batches and all-reduces of an update, and the checksum after it."""
-    plain, calls = torch.distributed.all_reduce, []
-
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return plain(*args, **kwargs)
-
-    torch.distributed.all_reduce = all_reduce
-    try:
-        worker.update(work)
-    finally:
-        torch.distributed.all_reduce = plain
-    return len(work.minibatches[0]), len(calls), worker.checksum()
-
-
 def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) -> None:
     """Whatever the number of micro-batches, unless they are offloaded."""
     batch = train_batch(0, make_sequences(model_dir, LENGTHS))
@@ -132,6 +117,14 @@ def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) ->
     assert found == {(64, False): units, (21, False): units, (21, True): 2 * units}
     assert distance(after[21, False], after[64, False]) <= 1e-5
     assert distance(after[21, True], after[64, False]) <= 1e-5
+
+
+def test_parameters_travel_in_the_compute_type_and_gradients_in_float32(pool: ActorPool, model_dir: Path) -> None:
+    build(pool, model_dir, dtype="bfloat16", max_tokens=21, fsdp_size=2, reshard_after_forward=True)
+    works = split_batch(train_batch(0, make_sequences(model_dir, LENGTHS)), RANKS, 21)
+    for types in on_all(pool, travelling, works):
+        assert types["_allgather_base_"] == {torch.bfloat16}
+        assert types["_reduce_scatter_base_"] == types["allreduce_"] == {torch.float32}
 
 
 def disturb(worker: Any) -> None:
@@ -206,28 +199,6 @@ def test_an_export_of_copies_in_several_files(pool: ActorPool, model_dir: Path, 
 def limit_files(worker: Any, size: int) -> None:
     """Runs on a rank: bytes of one exported file."""
     worker._state.EXPORT_FILE_BYTES = size
-
-
-def memory(worker: Any) -> tuple[set[str], set[str], set[type], int, int]:
-    """Runs on a rank: types of the parameters that the modules show, devices of all state, offload policies, gradients
-    that are held, bytes of gathered parameters."""
-    policy, optimizer = worker._policy, worker._optimizer
-    shown = list(policy.parameters())
-    state = [value for each in optimizer.state.values() for value in each.values()]
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in policy.modules() if isinstance(m, FSDPModule)]
-    gathered = sum(
-        p._unsharded_param.untyped_storage().nbytes()
-        for group in groups
-        for p in group.fsdp_params
-        if hasattr(p, "_unsharded_param")
-    )
-    return (
-        {type(p.data).__name__ for p in shown},
-        {str(tensor.device) for tensor in (*shown, *state)},
-        {type(group.offload_policy) for group in groups},
-        sum(p.grad is not None for p in shown),
-        gathered,
-    )
 
 
 @pytest.mark.parametrize("reshard", [True, False])
