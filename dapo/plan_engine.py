@@ -14,7 +14,7 @@ from dapo.model_shape import ModelShape
 from dapo.plan_actor import ELEMENT_BYTES, bucket_term, device_of, transport_of
 from dapo.plan_terms import Term
 
-# vLLM 0.26 to 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
+# vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
 GPU_MEMORY_UTILIZATION = 0.92
@@ -64,6 +64,11 @@ class EngineMemory:
         return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one pass; vLLM refuses a smaller one than `max_num_seqs`."""
+        return int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+
+    @property
     def block(self) -> int:
         """Tokens of one block of KV cache."""
         return int(self._arg("block_size", BLOCK_TOKENS[device_of(self.cfg)]))
@@ -97,7 +102,7 @@ class EngineMemory:
 
     def working(self) -> Term:
         """The peak of vLLM's trial batch: MLP and residual stream of a full batch, logits of all sequences thrice."""
-        tokens = int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+        tokens = self.max_num_batched_tokens
         mlp = 3 * self.shape.intermediate_size // self.tensor_parallel
         layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
         logits = 3 * 4 * self.max_num_seqs * self.shape.vocab_size

@@ -90,7 +90,7 @@ def _engines(cfg: Config, step: Step, engine: EngineMemory) -> Iterator[str]:
     prompt, _ = mean_tokens(cfg)
     holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
     wanted = step.sequences / step.kept_rate
-    useful = min(holds, wanted / cfg.rollout.num_engines)
+    useful = min(holds, wanted / cfg.rollout.num_engines, engine.max_num_batched_tokens)
     if useful > 1.25 * engine.max_num_seqs:
         yield (
             f"an engine's cache holds {holds:.0f} sequences, a step has {wanted / cfg.rollout.num_engines:.0f} for it, "

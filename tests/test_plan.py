@@ -273,6 +273,13 @@ def test_what_divides_badly(overrides, hint):
     assert any(hint in line for line in hints(cfg, shape)), hints(cfg, shape)
 
 
+def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
+    """vLLM refuses `max_num_seqs` above `max_num_batched_tokens`, whose default is 2048."""
+    cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
+    (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
+    assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
+
+
 def test_the_logits_chunk_is_the_actors():
     from workers.logprobs import LOGITS_CHUNK_ELEMENTS as actual
 
