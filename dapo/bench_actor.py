@@ -184,7 +184,11 @@ def device(given: argparse.Namespace) -> None:
                     folder=folder,
                     cfg=cfg,
                 )
-                line = json.dumps(process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S))
+                try:
+                    row = process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S)
+                except Exception as error:  # the next rows do not depend on this one
+                    row = {"model": model, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}
+                line = json.dumps(row)
             print(line, flush=True)
             with Path(given.output).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

@@ -1,6 +1,7 @@
 """The benchmark of the actors: its parts run on a CPU and give figures, also the one that is meant for a GPU."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dapo import bench_actor
 from dapo.bench_actor import config_of, main, random_batch, response_lengths
 from dapo.model_shape import read_shape
 from workers.actor import split_batch
@@ -100,6 +102,22 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path: Path, capsys: pytest.Capture
     assert row["mfu"] == pytest.approx(expected / row["seconds"] / 1e12)
     assert row["peak_bytes"] > 4 * 4 * shape.parameters  # parameters, gradients, two moments
     assert row["grad_norm"] > 0
+
+
+def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(1)
+
+        def submit(self, function, case):
+            return super().submit(lambda: 1 / 0 if case.tokens == 8 else {"tokens": case.tokens})
+
+    monkeypatch.setattr(bench_actor, "ProcessPoolExecutor", Broken)
+    output = tmp_path / "rows.jsonl"
+    main(["device", "--models", TINY, "--device", "cpu", "--tokens", "8", "16", "--output", str(output)])
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert first == {"model": TINY, "tokens": 8, "error": "ZeroDivisionError: division by zero"}
+    assert second == {"tokens": 16}
 
 
 def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
