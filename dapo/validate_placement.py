@@ -42,7 +42,7 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
         )
     if "gpu_memory_utilization" not in cfg.rollout.vllm:
         yield (
-            "`rollout.vllm.gpu_memory_utilization` is missing: vLLM would take 0.9 of a GPU that `trainer.colocate` "
+            "`rollout.vllm.gpu_memory_utilization` is missing: vLLM would take 0.92 of a GPU that `trainer.colocate` "
             "shares with an actor rank; give the engine's part, such as 0.5 (`python -m dapo.plan` says what the actor "
             "needs)"
         )

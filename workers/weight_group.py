@@ -55,5 +55,6 @@ class WeightGroup:
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """Raises RuntimeError when the other end is gone or kept silent for `timeout_s`."""
+        """gloo: raises RuntimeError when the other end is gone or kept silent for `timeout_s`. NCCL: holds up the GPU's
+        stream and not the caller; then its watchdog ends the process."""
         work.wait(self._timeout)

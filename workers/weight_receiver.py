@@ -9,7 +9,6 @@ import hashlib
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-try:
-    from vllm.utils.nccl import unpinned_nccl_env
-except ImportError:  # an older vLLM
-    unpinned_nccl_env = nullcontext
+from vllm.utils.nccl import unpinned_nccl_env
 
 from workers.weight_buckets import BACKEND, WORD_BYTES
 from workers.weight_digest import digest
