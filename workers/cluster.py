@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config import Config
@@ -115,7 +115,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
 def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
     """Of the placement group: engines, actor ranks, then copies of the reward model, each of them only on GPUs.
 
-    Colocated, engine i and actor rank i share bundle i, hence its GPU.
+    Colocated, engine i shares bundle i, hence its GPU, with one actor rank.
     """
     bundles: list[dict[str, float]] = []
     if device == "cuda" and cfg.trainer.colocate:
@@ -135,6 +135,7 @@ class Placement:
         self._cfg = cfg
         self._device = device
         self._group: PlacementGroup | None = None
+        self._node_of: dict[int, str] = {}  # by bundle
         if device == "cuda" and cfg.model.dtype == "float32":
             raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
         bundles = _bundles(cfg, device)
@@ -147,6 +148,7 @@ class Placement:
                     f"the Ray cluster could not place {pools} within {cfg.actor.start_timeout_s:g} s "
                     "(`actor.start_timeout_s`): an engine's GPUs must lie on one node, and other jobs may hold some"
                 )
+            self._node_of = placement_group_table(self._group)["bundles_to_node_id"]
 
     def rollout(self) -> list[dict[str, Any]]:
         """One entry per engine."""
@@ -168,12 +170,14 @@ class Placement:
         return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
 
     def actors(self) -> list[dict[str, Any]]:
-        """One entry per FSDP rank."""
+        """One entry per FSDP rank; neighbours are on one node, which sequence parallelism and shard groups live on."""
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
         first, gpus = (0, COLOCATED_SHARE) if self._cfg.trainer.colocate else (self._cfg.rollout.num_engines, 1)
-        return [self._options(self._device, first + rank, gpus, env) for rank in range(self._cfg.actor.num_workers)]
+        # Ray sorts bundles of one size in any order before it fills a node.
+        bundles = sorted(range(first, first + self._cfg.actor.num_workers), key=lambda i: self._node_of.get(i, ""))
+        return [self._options(self._device, bundle, gpus, env) for bundle in bundles]
 
     def reward_model(self) -> list[dict[str, Any]]:
         """One entry per copy of the reward model."""

@@ -1,9 +1,12 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 
 from dapo.config import Config
+from workers import cluster
 from workers.cluster import Placement, check_gpus, engine_args, reward_model_gpus
 
 
@@ -68,6 +71,17 @@ def test_colocated_roles_ask_for_each_gpu_once():
     check_gpus(colocated(4), 4)
     with pytest.raises(ValueError, match=r"asked for 4 GPUs .*4 for actors and engines together .*`trainer.colocate`"):
         check_gpus(colocated(4), 3)
+
+
+def test_neighbouring_ranks_are_on_one_node(monkeypatch):
+    """Ray may deal bundles out to nodes in any order."""
+    nodes = dict(enumerate("abbaba"))
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 6})
+    monkeypatch.setattr(cluster, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda **_: True))
+    monkeypatch.setattr(cluster, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    options = Placement(make_config(2, 1, 4), "cuda").actors()
+    found = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    assert found == [3, 5, 2, 4] and [nodes[bundle] for bundle in found] == ["a", "a", "b", "b"]
 
 
 class Role:
