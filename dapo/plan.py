@@ -19,7 +19,7 @@ from dapo.model_shape import ModelShape, read_config, shape_of
 from dapo.overrides import checked_overrides, config_dir
 from dapo.plan_fit import problems
 from dapo.plan_report import report
-from dapo.validate_actor import heads_problems
+from dapo.validate_actor import architecture_problems, heads_problems
 
 
 def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
@@ -35,7 +35,7 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     cfg = to_config(tree)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
-    found = [*heads_problems(cfg, config), *_assumptions(cfg)]
+    found = [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_assumptions(cfg)]
     if found:
         raise ValueError("\n".join(found))
     return cfg, shape
