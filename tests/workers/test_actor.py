@@ -286,5 +286,5 @@ def test_a_sequence_beyond_the_bound_is_refused_by_the_driver(
     pools: Callable[..., Started], model_dirs: dict[str, Path]
 ) -> None:
     sequences = make_sequences(model_dirs["untied"], [(40, 25)])
-    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` \(64\) .* 65 tokens"):
+    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(64\) .* 65 tokens"):
         asyncio.run(pools("untied", 2).pool.update(train_batch(0, sequences)))
