@@ -17,6 +17,8 @@ from dapo.config import Config
 from dapo.main_ppo import end, say, to_config
 from dapo.model_shape import ModelShape, read_config, shape_of
 from dapo.overrides import checked_overrides, config_dir
+from dapo.plan_actor import ELEMENT_BYTES
+from dapo.plan_engine import KV_BYTES
 from dapo.plan_fit import problems
 from dapo.plan_report import report
 from dapo.validate_actor import architecture_problems, heads_problems
@@ -35,7 +37,12 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     cfg = to_config(tree)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
-    found = [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_assumptions(cfg)]
+    found = [
+        *heads_problems(cfg, config),
+        *architecture_problems(cfg, config),
+        *_assumptions(cfg),
+        *_unknown_widths(cfg),
+    ]
     if found:
         raise ValueError("\n".join(found))
     return cfg, shape
@@ -56,6 +63,21 @@ def _assumptions(cfg: Config) -> list[str]:
         found.append(
             f"`plan.mean_response_tokens` ({plan.mean_response_tokens}) must be at most `data.max_response_length` "
             f"({cfg.data.max_response_length})"
+        )
+    return found
+
+
+def _unknown_widths(cfg: Config) -> list[str]:
+    args = cfg.rollout.vllm
+    found = [
+        f"`rollout.vllm.{name}` ({args[name]}): the planner knows {', '.join(known)}; give one of these"
+        for name, known in (("dtype", ELEMENT_BYTES), ("kv_cache_dtype", KV_BYTES))
+        if name in args and args[name] not in known
+    ]
+    if args.get("quantization"):
+        found.append(
+            f"`rollout.vllm.quantization` ({args['quantization']}): the planner does not know what such weights take; "
+            "plan without it"
         )
     return found
 

@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one GPU of one engine. Raises KeyError for a `kv_cache_dtype` whose width is not known here."""
+    """Of one GPU of one engine, whose `dtype` and `kv_cache_dtype` have a width that is known here (`dapo.plan`)."""
 
     cfg: Config
     shape: ModelShape

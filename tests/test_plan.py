@@ -204,6 +204,9 @@ def test_colocated_roles_share_a_gpu():
         pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
         pytest.param(["actor.ulysses_sequence_parallel_size=16"], "must divide the 40 attention heads", id="heads"),
         pytest.param(["model.path=nobody/nothing"], "no config.json", id="model"),
+        pytest.param(["+rollout.vllm.kv_cache_dtype=nvfp4"], "`rollout.vllm.kv_cache_dtype` (nvfp4)", id="cache"),
+        pytest.param(["+rollout.vllm.dtype=half"], "`rollout.vllm.dtype` (half)", id="width"),
+        pytest.param(["+rollout.vllm.quantization=fp8"], "`rollout.vllm.quantization` (fp8)", id="quantization"),
     ],
 )
 def test_what_it_cannot_predict_is_an_error(overrides, message):
