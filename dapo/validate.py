@@ -30,6 +30,8 @@ OWN_ENGINE_ARGS = {
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
+    "data_parallel_size": "rollout.num_engines",
+    "prefill_context_parallel_size": "rollout.vllm.tensor_parallel_size",
 }
 
 

@@ -93,6 +93,9 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(
             ["rollout.vllm.logprobs_mode=raw"], ["rollout.vllm.logprobs_mode", "dapo itself"], id="own argument"
         ),
+        pytest.param(
+            ["rollout.vllm.data_parallel_size=2"], ["rollout.vllm.data_parallel_size", "rollout.num_engines"], id="dp"
+        ),
         pytest.param(["trainer.device=tpu"], ["trainer.device", "tpu", "auto, cpu, cuda"], id="unknown device"),
         pytest.param(
             ["data.gen_batch_size=1", "filter_groups.max_num_gen_batches=2"],
