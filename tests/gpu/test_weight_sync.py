@@ -6,12 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import ray
 import torch
 
-from dapo import bench_sync
-from dapo.tiny.random_model import make_random_model
-from workers.cluster import connect
 from workers.weight_digest import digest
 from workers.weight_group import WeightGroup, serve_store
 from workers.weight_memory import place, share
@@ -66,6 +62,12 @@ def test_a_group_of_one_broadcasts_by_nccl():
 @pytest.mark.timeout(900)
 def test_both_roles_on_one_gpu(tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
+    import ray  # here, so that the tests above run where torch is and Ray and vLLM are not
+
+    from dapo import bench_sync
+    from dapo.tiny.random_model import make_random_model
+    from workers.cluster import connect
+
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
     options = bench_sync.parse(["--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
     connect("local", worker_logs=False)
