@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from dapo.config import Config
 from dapo.types import TrainBatch, TrainSequence
-from workers.actor import ActorPool, RankWork
-from workers.remote import wait
+
+if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
+    from workers.actor import ActorPool, RankWork
 
 VOCABULARY = 64
 TEMPERATURE = 0.7
@@ -119,7 +120,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return math.sqrt(difference / math.fsum(float(t.double().square().sum()) for t in wanted.values()))
 
 
-def full_gradients(worker: Any, work: RankWork) -> dict[str, torch.Tensor]:
+def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
     """Runs on a rank: the gradient that one optimizer step would use."""
     batches = [worker._updater._collate(sequences) for sequences in work.minibatches[0]]
     worker._updater._forward_backward(batches, None, None)
@@ -147,14 +148,18 @@ def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     return dict(worker.named_full_parameters())
 
 
-def start_pool(cfg: Config) -> ActorPool:
+def start_pool(cfg: Config) -> "ActorPool":
+    from workers.actor import ActorPool
+
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     pool = ActorPool(cfg, "cpu", [options] * cfg.actor.num_workers)
     asyncio.run(pool.start())
     return pool
 
 
-def on_all(pool: ActorPool, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+def on_all(pool: "ActorPool", function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
     """function(worker, *args of the rank) on every rank."""
+    from workers.remote import wait
+
     refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._workers, *args, strict=True)]
     return asyncio.run(wait(refs, 120, "a test", "none"))
