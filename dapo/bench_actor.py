@@ -32,6 +32,7 @@ from workers.cluster import Placement
 from workers.remote import wait
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand
+WARM_UP = 2  # rounds: the first ones fill allocators and caches
 WANTED_SECONDS = 1.3  # of whole logits
 H200_PEAK_FLOPS = 989e12  # bfloat16, dense; its data sheet
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
@@ -84,7 +85,7 @@ def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
 
 
 async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float]]:
-    """(seconds of the pool's update, seconds of the loop's slowest rank) in turn; one round before does not count.
+    """(seconds of the pool's update, seconds of the loop's slowest rank) in turn; `WARM_UP` rounds before do not count.
 
     The pool's seconds are those that the trainer waits, Ray's transport included; the loop's are within its processes.
     """
@@ -99,14 +100,14 @@ async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[floa
         ranks = [remote.options(**option).remote(cfg) for option in options]
         pool = ActorPool(cfg, "cpu", options)
         await pool.start()
-        for _ in range(repeats + 1):
+        for _ in range(WARM_UP + repeats):
             began = time.perf_counter()
             await pool.update(batch)
             seconds = time.perf_counter() - began
             refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
             pairs.append((seconds, max(await wait(refs, cfg.actor.timeout_s, "the loop", "actor.timeout_s"))))
         pool.close()
-    return pairs[1:]
+    return pairs[WARM_UP:]
 
 
 def update(given: argparse.Namespace) -> None:
@@ -213,7 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def part(name: str, run: Callable[[argparse.Namespace], None], repeats: int) -> argparse.ArgumentParser:
         added = parts.add_parser(name, help=(run.__doc__ or "").strip())
         added.set_defaults(run=run)
-        added.add_argument("--repeats", type=int, default=repeats, help="measured rounds after one that warms up")
+        added.add_argument("--repeats", type=int, default=repeats, help="measured rounds")
         return added
 
     of_update = part("update", update, 10)
