@@ -84,30 +84,34 @@ def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
     return TrainBatch(version=0, minibatches=(tuple(sequences),), order=(0,))
 
 
-async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float]]:
-    """(seconds of the pool's update, seconds of the loop's slowest rank) in turn; `WARM_UP` rounds before do not count.
-
-    The pool's seconds are those that the trainer waits, Ray's transport included; the loop's are within its processes.
-    """
-    from workers.bench_loop import HandWrittenRank
+async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
+    """Seconds of one update in turn: as the trainer waits for it, Ray included; of the slowest rank, within its
+    process; and of the slowest process of the loop, likewise. `WARM_UP` rounds before do not count."""
+    from workers.bench_loop import HandWrittenRank, seconds_of
 
     batch = random_batch(shape, cfg)
-    works = split_batch(batch, cfg.actor.num_workers, cfg.actor.max_tokens_per_gpu)
     remote: Any = ray.remote(HandWrittenRank)
-    pairs = []
+    rounds = []
     with ray_cluster(cfg):
         options = Placement(cfg, "cpu").actors()
-        ranks = [remote.options(**option).remote(cfg) for option in options]
+        loop = [remote.options(**option).remote(cfg) for option in options]
         pool = ActorPool(cfg, "cpu", options)
         await pool.start()
+        works = split_batch(batch, *pool._bounds)
+
+        async def slowest(refs: Sequence[Any]) -> float:
+            return max(await wait(refs, cfg.actor.timeout_s, "a round", "actor.timeout_s"))
+
         for _ in range(WARM_UP + repeats):
             began = time.perf_counter()
             await pool.update(batch)
-            seconds = time.perf_counter() - began
-            refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
-            pairs.append((seconds, max(await wait(refs, cfg.actor.timeout_s, "the loop", "actor.timeout_s"))))
+            waited = time.perf_counter() - began
+            ranks = zip(pool._workers, works, strict=True)
+            within = await slowest([rank.__ray_call__.remote(seconds_of, work) for rank, work in ranks])
+            by_hand = await slowest([rank.run.remote(work) for rank, work in zip(loop, works, strict=True)])
+            rounds.append((waited, within, by_hand))
         pool.close()
-    return pairs[WARM_UP:]
+    return rounds[WARM_UP:]
 
 
 def update(given: argparse.Namespace) -> None:
@@ -118,19 +122,18 @@ def update(given: argparse.Namespace) -> None:
         for shape in given.shapes:
             model = [f"model.path={random_model}"] if shape == "long" else []
             cfg = config_of(*LEARNT_NOTHING, *SHAPES[shape], *model, *given.overrides)
-            pairs = asyncio.run(bench_update(shape, cfg, given.repeats))
+            rounds = asyncio.run(bench_update(shape, cfg, given.repeats))
             tokens = sum(len(sequence.token_ids) for sequence in random_batch(shape, cfg).minibatches[0])
-            ours, loop = (statistics.median(column) for column in zip(*pairs, strict=True))
             rows.append(
                 [
-                    shape,
-                    f"{tokens}",
-                    f"{tokens / ours:.0f}",
-                    f"{tokens / loop:.0f}",
-                    *spread([loop / ours for ours, loop in pairs]),
+                    *(shape, f"{tokens}"),
+                    *(f"{tokens / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)),
+                    *spread([loop / within for _, within, loop in rounds]),
+                    *spread([loop / waited for waited, _, loop in rounds]),
                 ]
             )
-    print(table(["shape", "tokens", "update tokens/s", "loop tokens/s", "update / loop", "range"], rows))
+    speeds = ("update tokens/s with Ray", "within ranks", "loop")
+    print(table(["shape", "tokens", *speeds, "within ranks / loop", "range", "with Ray / loop", "range"], rows))
     print(f"wanted: at least {WANTED_THROUGHPUT} of the loop, which exchanges no gradients, in as many processes")
 
 

@@ -111,6 +111,11 @@ def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def heed_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, and so would every process below these tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(output_dir: Path, val_file: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
     """A running program after its second step, and all processes below it."""
     process = subprocess.Popen(
@@ -119,6 +124,7 @@ def start(output_dir: Path, val_file: str) -> tuple[subprocess.Popen, list[psuti
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     deadline = time.monotonic() + START_S
     assert process.stdout is not None

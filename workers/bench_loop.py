@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
 from dapo.types import TrainSequence
-from workers.actor import RankWork
+from workers.actor import ActorWorker, RankWork
 from workers.attention import implementation
 from workers.policy import MicroBatch, collate
 
@@ -66,3 +66,10 @@ class HandWrittenRank:
         ).last_hidden_state[0, batch.predictors]
         logits = self._model.lm_head(hidden).float() / self._cfg.rollout.temperature
         return logits.log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+
+
+def seconds_of(worker: ActorWorker, work: RankWork) -> float:
+    """Runs on an actor rank: seconds of one update within its process."""
+    began = time.perf_counter()
+    worker.update(work)
+    return time.perf_counter() - began
