@@ -19,12 +19,13 @@ from typing import Any
 from safetensors import safe_open
 
 from dapo.config import TRANSPORTS, Config
+from dapo.derived import resolve_transport
 from dapo.tiny.random_model import make_random_model
 from dapo.validate import validate
 from workers.actor import ActorPool
 from workers.cluster import Placement, connect, engine_args, resolve_device
 from workers.rollout import RolloutPool
-from workers.weight_sync import WeightSync, resolve_transport
+from workers.weight_sync import WeightSync
 
 # Layers and sizes; the larger ones are Qwen2.5's without its vocabulary.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -29,6 +29,7 @@ from dapo.metrics import MetricsLogger
 from dapo.overrides import checked_overrides, config_dir
 from dapo.paths import resolve_path
 from dapo.pools import Pools
+from dapo.derived import resolve_transport
 from dapo.run_dir import claim_output_dir
 from dapo.trainer import Trainer
 from dapo.types import Prompt
@@ -207,7 +208,7 @@ async def build_pools(cfg: Config, rollouts: "RolloutPool | None" = None) -> Asy
     from workers.actor import ActorPool
     from workers.cluster import Placement, engine_args, resolve_device
     from workers.reward import RewardPool
-    from workers.weight_sync import WeightSync, resolve_transport
+    from workers.weight_sync import WeightSync
 
     device = resolve_device(cfg.trainer.device)
     placement = Placement(cfg, device)

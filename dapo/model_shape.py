@@ -50,6 +50,11 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def head_shares(self) -> list[int]:
+        """See `head_shares`."""
+        return head_shares(self.num_heads, self.num_kv_heads)
+
+    @property
     def layer_matrices(self) -> int:
         """Parameters of one decoder layer that are multiplied with each token."""
         attention = self.hidden_size * (2 * self.attention_size + 2 * self.kv_size)
@@ -105,6 +110,12 @@ class ModelShape:
     def attention_equals_rest_tokens(self) -> int:
         """Length at which attention costs as much as all matrices; scales the quadratic part of a length's work."""
         return round(self.flops_per_token / (2 * self.num_layers * self.attention_size))
+
+
+def head_shares(heads: int, key_heads: int) -> list[int]:
+    """Numbers of ranks or GPUs that attention heads can be dealt out over: each divides the heads, and divides the
+    key-value heads or is a multiple of them, which are then copied."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:

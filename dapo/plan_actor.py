@@ -8,13 +8,13 @@ the embedding where it is tied) stays gathered from the first layer's forward pa
 
 from dataclasses import dataclass
 
-from dapo.config import Config
+from dapo.config import LOGITS_CHUNK_ELEMENTS, Config
 from dapo.model_shape import ModelShape
 from dapo.plan_activations import FLOAT32, Activations
 from dapo.plan_terms import Phase, Term
+from dapo.derived import resolve_transport
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}  # `workers.logprobs`, which the planner cannot import
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -23,13 +23,6 @@ def device_of(cfg: Config) -> str:
     if cfg.trainer.device != "auto":
         return cfg.trainer.device
     return "cpu" if cfg.model.dtype == "float32" else "cuda"
-
-
-def transport_of(cfg: Config) -> str:
-    """`weight_sync.transport` with `auto` decided, as `workers.weight_sync` does."""
-    if cfg.weight_sync.transport != "auto":
-        return cfg.weight_sync.transport
-    return "ipc" if cfg.trainer.colocate else "broadcast" if device_of(cfg) == "cuda" else "object_store"
 
 
 def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
@@ -71,6 +64,10 @@ class ActorMemory:
     def trained(self) -> int:
         """Parameters with a gradient."""
         return adapter_parameters(self.cfg, self.shape) if self.cfg.model.lora.rank else self.shape.parameters
+
+    @property
+    def _transport(self) -> str:
+        return resolve_transport(self.cfg, device_of(self.cfg))
 
     @property
     def activations(self) -> Activations:
@@ -121,11 +118,11 @@ class ActorMemory:
     def resident(self) -> tuple[Term, ...]:
         """The part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
-        slots = 2 if transport_of(self.cfg) in ("broadcast", "ipc") else 0
+        slots = 2 if self._transport in ("broadcast", "ipc") else 0
         overhead = Term(
             name="process overhead", amount=self.cfg.plan.overhead_bytes, formula="assumed: plan.overhead_bytes"
         )
-        buckets = bucket_term(self.cfg, self.shape, f"slots of the weight sync ({transport_of(self.cfg)})", slots)
+        buckets = bucket_term(self.cfg, self.shape, f"slots of the weight sync ({self._transport})", slots)
         return (*(term for term in self.state() if term.name not in elsewhere), buckets, overhead)
 
     def phases(self) -> tuple[Phase, ...]:

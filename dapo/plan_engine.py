@@ -11,8 +11,9 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.model_shape import ModelShape
-from dapo.plan_actor import ELEMENT_BYTES, bucket_term, device_of, transport_of
+from dapo.plan_actor import ELEMENT_BYTES, bucket_term, device_of
 from dapo.plan_terms import Term
+from dapo.derived import gpus_per_engine, resolve_transport
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
@@ -42,7 +43,7 @@ class EngineMemory:
     @property
     def gpus(self) -> int:
         """Of one engine."""
-        return self.tensor_parallel * self._pipeline
+        return gpus_per_engine(self.cfg.rollout.vllm)
 
     @property
     def _pipeline(self) -> int:
@@ -131,7 +132,7 @@ class EngineMemory:
 
     def beyond(self) -> Term:
         """What comes after the engine has taken its share: memory that broadcast weights arrive in."""
-        count = 1 if transport_of(self.cfg) == "broadcast" else 0
+        count = 1 if resolve_transport(self.cfg, device_of(self.cfg)) == "broadcast" else 0
         return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
 
     @property

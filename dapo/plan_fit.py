@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from dapo.config import Config
@@ -13,6 +14,7 @@ from dapo.plan_terms import size
 MOST_TIMES_RANKS = 8
 HIGHEST_UTILIZATION = 0.95
 ROUND_TOKENS = 256
+WIDEST_ENGINE = 16  # GPUs
 Change = dict[str, Any]
 
 
@@ -31,13 +33,11 @@ def room_for_actors(cfg: Config, shape: ModelShape) -> float:
 
 
 def _uneven(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    parallel, heads, keys = engine.tensor_parallel, shape.num_heads, shape.num_kv_heads
-    if heads % parallel or (keys % parallel and parallel % keys):
-        fitting = [n for n in range(1, heads + 1) if not heads % n and not (keys % n and n % keys)]
+    if engine.tensor_parallel not in shape.head_shares:
         yield (
-            f"`rollout.vllm.tensor_parallel_size` ({parallel}) must divide the {heads} attention heads of `model.path` "
-            f"({cfg.model.path}), and divide its {keys} key-value heads or be a multiple of them; it can be "
-            f"{', '.join(map(str, fitting))}"
+            f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) must divide the {shape.num_heads} "
+            f"attention heads of `model.path` ({cfg.model.path}), and divide its {shape.num_kv_heads} key-value heads or "
+            f"be a multiple of them; it can be {', '.join(map(str, shape.head_shares))}"
         )
 
 
@@ -136,9 +136,7 @@ def _fewer_tokens(cfg: Config, shape: ModelShape, least: int) -> Iterator[Change
 
 def _sharing(cfg: Config, shape: ModelShape) -> list[int]:
     """Sizes of sequence parallelism that ranks and heads allow."""
-    keys = shape.num_kv_heads
-    divides = [n for n in range(1, shape.num_heads + 1) if not shape.num_heads % n and not (keys % n and n % keys)]
-    return [n for n in divides if cfg.actor.num_workers % n == 0]
+    return [n for n in shape.head_shares if cfg.actor.num_workers % n == 0]
 
 
 def changed(cfg: Config, change: Change) -> Config:
@@ -175,9 +173,10 @@ def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[s
     if device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION and not cfg.trainer.colocate:
         remedies.append(f"rollout.vllm.gpu_memory_utilization={-int(-share * 100 // 1) / 100:g}")
     if not cfg.trainer.colocate:
-        wider = [{"rollout.vllm.tensor_parallel_size": n} for n in _sharing_heads(shape) if n > engine.tensor_parallel]
-        fitting = [c for c in wider if EngineMemory(changed(cfg, c), shape).at_full_length >= 1]
-        remedies += [f"{key}={value}" for key, value in (fitting[0].items() if fitting else ())]
+        wider = [n for n in shape.head_shares if engine.tensor_parallel < n <= WIDEST_ENGINE]
+        key = "rollout.vllm.tensor_parallel_size"
+        fitting = (n for n in wider if EngineMemory(changed(cfg, {key: n}), shape).at_full_length >= 1)
+        remedies += [f"{key}={n}" for n in islice(fitting, 1)]
     if engine.kv_tokens > cfg.data.max_prompt_length:
         remedies.append(f"data.max_response_length={engine.kv_tokens - cfg.data.max_prompt_length}")
     remedy = f"any of these makes it fit: {'; '.join(remedies)}" if remedies else "take larger GPUs or a smaller model"
@@ -185,11 +184,6 @@ def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[s
         f"an engine needs {size(needed)} of KV cache per GPU for one sequence of {engine.window:,} tokens, and "
         f"{size(cache.amount)} are left ({cache.formula}, {size(fixed)}); {remedy}"
     )
-
-
-def _sharing_heads(shape: ModelShape) -> list[int]:
-    keys = shape.num_kv_heads
-    return [n for n in range(1, 17) if not shape.num_heads % n and not (keys % n and n % keys)]
 
 
 def _machine(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:

@@ -14,7 +14,7 @@ LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 def hints(cfg: Config, shape: ModelShape) -> list[str]:
     """One line each, with the keys; empty when nothing does."""
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
-    return [*_ranks(cfg, step), *_shards(cfg, shape), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
+    return [*_ranks(cfg, step), *_shards(cfg, shape, engine), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
 
 
 def _ranks(cfg: Config, step: Step) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _ranks(cfg: Config, step: Step) -> Iterator[str]:
         )
 
 
-def _shards(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def _shards(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     shards = cfg.actor.num_workers if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size
     rows = {
         "hidden size": shape.hidden_size,
@@ -65,14 +65,8 @@ def _shards(cfg: Config, shape: ModelShape) -> Iterator[str]:
     node = cfg.plan.gpus_per_node
     if cfg.actor.num_workers > node and cfg.actor.num_workers % node:
         yield f"`actor.num_workers` ({cfg.actor.num_workers}) leaves a node of {node} GPUs partly used"
-    if node % engine_gpus(cfg) and engine_gpus(cfg) % node:
-        yield f"engines of {engine_gpus(cfg)} GPUs leave some of a node's {node} unused or lie across nodes"
-
-
-def engine_gpus(cfg: Config) -> int:
-    """Of one engine."""
-    args = cfg.rollout.vllm
-    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+    if node % engine.gpus and engine.gpus % node:
+        yield f"engines of {engine.gpus} GPUs leave some of a node's {node} unused or lie across nodes"
 
 
 def _heads(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:

@@ -18,7 +18,7 @@ from dapo.ranges import numbers
 from dapo.reward_model_checks import reward_model
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
-from dapo.validate_actor import actor
+from dapo.validate_actor import actor, outside
 from dapo.validate_placement import placement
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -80,9 +80,7 @@ def _choices(cfg: Config) -> Iterator[str]:
         "filter_groups.on_budget": (cfg.filter_groups.on_budget, ON_BUDGET),
         "filter_groups.admission": (cfg.filter_groups.admission, ADMISSION),
     }
-    for key, (value, allowed) in choices.items():
-        if value not in allowed:
-            yield f"`{key}` ({value}) must be one of {', '.join(allowed)}"
+    yield from outside(choices)
 
 
 def _batch_shapes(cfg: Config) -> Iterator[str]:

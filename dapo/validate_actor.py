@@ -4,12 +4,12 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dapo.config import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
-from dapo.model_shape import UnknownShape, read_config
+from dapo.model_shape import UnknownShape, head_shares, read_config
 from dapo.paths import checked_path
 
 DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
@@ -35,6 +35,11 @@ def _choices(cfg: Config) -> Iterator[str]:
         "model.gradient_checkpointing": (cfg.model.gradient_checkpointing, GRADIENT_CHECKPOINTING),
         "weight_sync.transport": (cfg.weight_sync.transport, TRANSPORTS),
     }
+    yield from outside(choices)
+
+
+def outside(choices: Mapping[str, tuple[str, Sequence[str]]]) -> Iterator[str]:
+    """choices: by key the value and those that are allowed."""
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             yield f"`{key}` ({value}) must be one of {', '.join(allowed)}"
@@ -110,8 +115,8 @@ def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     if shared <= 1 or not isinstance(heads, int):
         return
     key_heads = config.get("num_key_value_heads") or heads
-    if heads % shared or (key_heads % shared and shared % key_heads):
-        fitting = [n for n in range(1, heads + 1) if not heads % n and not (key_heads % n and n % key_heads)]
+    fitting = head_shares(heads, key_heads)
+    if shared not in fitting:
         yield (
             f"`actor.ulysses_sequence_parallel_size` ({shared}) must divide the {heads} attention heads of "
             f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "

@@ -10,7 +10,7 @@ import pytest
 from dapo.overrides import experiments
 from dapo.packing import pack
 from dapo.plan import plan
-from dapo.plan_actor import LOGITS_CHUNK_ELEMENTS, ActorMemory, adapter_parameters
+from dapo.plan_actor import ActorMemory, adapter_parameters
 from dapo.plan_engine import EngineMemory
 from dapo.plan_fit import changed, problems
 from dapo.plan_hints import hints
@@ -281,9 +281,3 @@ def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
     cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
     (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
     assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
-
-
-def test_the_logits_chunk_is_the_actors():
-    from workers.logprobs import LOGITS_CHUNK_ELEMENTS as actual
-
-    assert actual == LOGITS_CHUNK_ELEMENTS

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config import Config
+from dapo.derived import gpus_per_engine
 
 GIB = 1 << 30
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
@@ -44,11 +45,6 @@ def resolve_device(requested: str) -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
-def gpus_per_engine(cfg: Config) -> int:
-    """One engine's GPUs: tensor times pipeline parallel size."""
-    return cfg.rollout.vllm.get("tensor_parallel_size", 1) * cfg.rollout.vllm.get("pipeline_parallel_size", 1)
-
-
 def reward_model_device(cfg: Config, device: str) -> str:
     """Where the reward model runs, `cpu` or `cuda`. device: the trainer's, from `resolve_device`."""
     return device if cfg.reward.model.device == "auto" else cfg.reward.model.device
@@ -66,7 +62,7 @@ def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:
     """GPUs by the role that asks for them, in words; device: the trainer's."""
     asked = {"the reward model (`reward.model.num_workers` x `num_gpus`)": reward_model_gpus(cfg, device)}
     if device == "cuda":
-        per_engine = gpus_per_engine(cfg)
+        per_engine = gpus_per_engine(cfg.rollout.vllm)
         if cfg.trainer.colocate:
             asked["actors and engines together (`actor.num_workers`, `trainer.colocate`)"] = cfg.actor.num_workers
         else:
@@ -104,9 +100,9 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(window, 8192),
         }
-        if gpus_per_engine(cfg) == 1:
+        if gpus_per_engine(cfg.rollout.vllm) == 1:
             args["distributed_executor_backend"] = "uni"
-    elif gpus_per_engine(cfg) > 1:
+    elif gpus_per_engine(cfg.rollout.vllm) > 1:
         # Inside a placement group vLLM would choose Ray, and refuse our bundles of several GPUs, which are of one node.
         args["distributed_executor_backend"] = "mp"
     return args | cfg.rollout.vllm
@@ -121,7 +117,7 @@ def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
     if device == "cuda" and cfg.trainer.colocate:
         bundles += [{"GPU": 1, "CPU": 2}] * cfg.actor.num_workers
     elif device == "cuda":
-        bundles += [{"GPU": gpus_per_engine(cfg), "CPU": 1}] * cfg.rollout.num_engines
+        bundles += [{"GPU": gpus_per_engine(cfg.rollout.vllm), "CPU": 1}] * cfg.rollout.num_engines
         bundles += [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
     if reward_model_gpus(cfg, device):
         bundles += [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
@@ -166,7 +162,7 @@ class Placement:
                 # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
-        gpus = COLOCATED_SHARE if self._cfg.trainer.colocate else gpus_per_engine(self._cfg)
+        gpus = COLOCATED_SHARE if self._cfg.trainer.colocate else gpus_per_engine(self._cfg.rollout.vllm)
         return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
 
     def actors(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from dapo.derived import gpus_per_engine
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.remote import RemoteError, wait, wait_for_stream
@@ -197,9 +198,7 @@ class RolloutPool:
         refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
         sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
         self._fleet = FleetCapacity(sizes)
-        self.weights.processes = engine_args.get("tensor_parallel_size", 1) * engine_args.get(
-            "pipeline_parallel_size", 1
-        )
+        self.weights.processes = gpus_per_engine(engine_args)
 
     @property
     def capacity(self) -> int:

@@ -10,19 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from dapo.config import Config, WeightSyncConfig
+from dapo.config import WeightSyncConfig
 from workers.remote import RemoteError, together
 from workers.weight_buckets import Bucket, Endpoint
 from workers.weight_engines import EngineWeights
-
-
-def resolve_transport(cfg: Config, device: str) -> str:
-    """`weight_sync.transport` with `auto` decided. device: from `workers.cluster.resolve_device`."""
-    if cfg.weight_sync.transport != "auto":
-        return cfg.weight_sync.transport
-    if cfg.trainer.colocate:
-        return "ipc"
-    return "broadcast" if device == "cuda" else "object_store"
 
 
 class WeightSource(Protocol):
@@ -45,7 +36,7 @@ class WeightSync:
     """After each update the engines hold exactly the actors' weights. The first call also connects both."""
 
     def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
-        """transport: from `resolve_transport`."""
+        """transport: from `dapo.derived.resolve_transport`."""
         self._actors = actors
         self._engines = rollouts.weights
         self._timeout_s = cfg.timeout_s
