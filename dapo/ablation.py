@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo.ablation_report import write_report
 from dapo.ablation_runs import RUNGS, run_folder
 from dapo.checkpoint import CheckpointStore
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.main_ppo import (
     EXIT_INTERRUPTED,
     EXIT_RESUMABLE,
@@ -37,7 +37,8 @@ from dapo.main_ppo import (
     to_config,
     train,
 )
-from dapo.overrides import checked_overrides, config_dir
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
 from dapo.run_dir import CHECKPOINTS, CONFIG, holds_steps
 
 OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself

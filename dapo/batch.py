@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
 

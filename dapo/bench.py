@@ -18,10 +18,11 @@ import ray
 from hydra import compose, initialize_config_dir
 
 from dapo.checkpoint import CheckpointStore
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
 from dapo.metrics import MetricsLogger
-from dapo.overrides import checked_overrides, config_dir
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
 from dapo.pools import Pools
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer

@@ -13,7 +13,7 @@ import numpy as np
 
 from dapo.batch import build_batch
 from dapo.buffer import OversamplingBuffer
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.summary import step_metrics
 from dapo.types import Collected, Draw, Group, Prompt, Response, Score, TrainBatch, VersionSpan
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dapo.reward_config import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.child import Item
 from dapo.rewards.functions import RewardFunctions
 from workers.child_process import state_and_cpu

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 from dapo.budget import Budget
 from dapo.buffer_state import BufferState
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.demand import Demand, UsableRate
 from dapo.draw_queue import DrawQueue
 from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger

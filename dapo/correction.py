@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dapo.algorithm_config import RolloutCorrectionConfig
+from dapo.config.algorithm import RolloutCorrectionConfig
 from dapo.loss import MAX_LOG_RATIO, segment_sum
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapo.datafiles import SCHEMA, Chunk, read_chunks, shown
-from dapo.paths import checked_path
+from dapo.config.paths import checked_path
 from dapo.types import Draw, Messages, Prompt
 
 

@@ -31,7 +31,7 @@ class Chunk:
 
 
 def read_chunks(name: str, key: str) -> Iterator[Chunk]:
-    """The rows of one file, folder or hub data set in order. name: as `dapo.paths.checked_path` gives it.
+    """The rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_path` gives it.
 
     key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dapo.config import Config
+from dapo.config.schema import Config
 
 
 def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:

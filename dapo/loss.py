@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dapo.algorithm_config import KL_ESTIMATORS, LOSS_AGG_MODES
+from dapo.config.algorithm import KL_ESTIMATORS, LOSS_AGG_MODES
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond any clip bound, and still finite in bfloat16 and float32
 MAX_KL = 10.0  # bound on one token's k3, as in verl

@@ -23,17 +23,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dapo.checkpoint import CheckpointStore, step_of
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.data import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
-from dapo.overrides import checked_overrides, config_dir
-from dapo.paths import resolve_path
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
+from dapo.config.paths import resolve_path
 from dapo.pools import Pools
 from dapo.derived import resolve_transport
 from dapo.run_dir import claim_output_dir
 from dapo.trainer import Trainer
 from dapo.types import Prompt
-from dapo.validate import validate
+from dapo.config.checks import validate
 
 if TYPE_CHECKING:
     from workers.cluster import Placement
@@ -88,7 +89,7 @@ def to_config(tree: DictConfig) -> Config:
     """The typed, validated configuration.
 
     Raises:
-        ValueError: a value is missing, or the checks of `dapo.validate` found problems.
+        ValueError: a value is missing, or the checks of `dapo.config.checks` found problems.
     """
     missing = sorted(OmegaConf.missing_keys(tree))
     if missing:

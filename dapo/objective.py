@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dapo.algorithm_config import AlgorithmConfig
+from dapo.config.algorithm import AlgorithmConfig
 from dapo.loss import cispo_loss, gspo_loss, kl_penalty, policy_loss
 
 

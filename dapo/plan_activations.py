@@ -7,7 +7,7 @@ of keys, e the bytes of an element.
 
 from dataclasses import dataclass
 
-from dapo.model_shape import ModelShape
+from dapo.config.model_shape import ModelShape
 from dapo.plan_terms import Term
 
 FLOAT32 = 4

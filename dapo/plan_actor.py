@@ -8,8 +8,8 @@ the embedding where it is tied) stays gathered from the first layer's forward pa
 
 from dataclasses import dataclass
 
-from dapo.config import LOGITS_CHUNK_ELEMENTS, Config
-from dapo.model_shape import ModelShape
+from dapo.config.schema import LOGITS_CHUNK_ELEMENTS, Config
+from dapo.config.model_shape import ModelShape
 from dapo.plan_activations import FLOAT32, Activations
 from dapo.plan_terms import Phase, Term
 from dapo.derived import resolve_transport

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config import Config
-from dapo.model_shape import ModelShape
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
 from dapo.plan_actor import ELEMENT_BYTES, bucket_term, device_of
 from dapo.plan_terms import Term
 from dapo.derived import gpus_per_engine, resolve_transport

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from dapo.config import Config
-from dapo.model_shape import ModelShape
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
 from dapo.plan_actor import ActorMemory, device_of
 from dapo.plan_engine import EngineMemory
 from dapo.plan_terms import size

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dapo.config import Config
-from dapo.model_shape import ModelShape
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
 from dapo.plan_actor import device_of
 from dapo.plan_engine import EngineMemory
 from dapo.plan_step import Step, mean_tokens

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from dapo.config import Config
+from dapo.config.schema import Config
 
 WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
 

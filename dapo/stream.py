@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dapo.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
-from dapo.config import EvalConfig, RolloutConfig
+from dapo.config.schema import EvalConfig, RolloutConfig
 from dapo.data import PromptOrder
 from dapo.group_store import read_groups
 from dapo.pools import RewardPool, RolloutPool

@@ -18,7 +18,7 @@ from dapo.batch import build_batch, penalize_kl, reference_batch
 from dapo.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.data import PromptOrder
 from dapo.evaluate import evaluate
 from dapo.group_store import write_groups

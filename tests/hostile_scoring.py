@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo.reward_config import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards import child
 from tests.hostile import Item
 from workers.children import Children

@@ -19,8 +19,8 @@ from dapo import ablation
 from dapo.ablation import chosen_rungs, parse, plan
 from dapo.ablation_report import table, write_report
 from dapo.ablation_runs import RUNGS, T_975, Curve, estimate, read_ladder, read_run, run_folder
-from dapo.overrides import experiments
-from dapo.paths import resolve_path
+from dapo.config.compose import experiments
+from dapo.config.paths import resolve_path
 
 
 def write_run(out: Path, rung: str, seed: int, accuracies: list[float | None], total_steps: int | None = None) -> None:

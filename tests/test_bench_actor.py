@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo import bench_actor
 from dapo.bench_actor import config_of, main, random_batch, response_lengths
-from dapo.model_shape import read_shape
+from dapo.config.model_shape import read_shape
 from workers.actor import split_batch
 from workers.attention import PACKED_ATTENTION
 from workers.bench_device import random_weights

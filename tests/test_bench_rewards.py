@@ -3,7 +3,7 @@
 import pytest
 
 from dapo.bench_rewards import CHARS, main, ordinary_answers
-from dapo.reward_config import RewardFunctionConfig
+from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.functions import RewardFunctions
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.algorithm_config import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionConfig
+from dapo.config.algorithm import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionConfig
 from dapo.correction import rollout_correction
 
 F64 = torch.float64

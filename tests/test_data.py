@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dapo.data import DataReport, PromptOrder, fingerprint, load_prompts
-from dapo.paths import checked_path, resolve_path
+from dapo.config.paths import checked_path, resolve_path
 from dapo.types import Prompt
 
 KEY = "data.train_files"
@@ -227,7 +227,7 @@ def test_paths_resolve_or_stay_hub_names(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert resolve_path("model") == str(tmp_path / "model")
-    assert resolve_path("pkg://dapo/types.py") == str(Path(resolve_path("pkg://dapo/config.py")).with_name("types.py"))
+    assert resolve_path("pkg://dapo/types.py") == str(Path(resolve_path("pkg://dapo/pools.py")).with_name("types.py"))
     assert Path(resolve_path("pkg://dapo/types.py")).is_absolute()
     for name in ("gpt2", "Qwen/Qwen2.5-32B", "open-r1/DAPO-Math-17k-Processed:train"):
         assert checked_path(name, key="model.path") == name

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo.paths import resolve_path
+from dapo.config.paths import resolve_path
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo.overrides import known_keys
+from dapo.config.compose import known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dapo.paths import resolve_path
+from dapo.config.paths import resolve_path
 from tests.test_end_to_end import checkpoint, metrics, run, val_file  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo.algorithm_config import LOSS_AGG_MODES
+from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.loss import cispo_loss, gspo_loss, policy_loss, token_weights
 
 OLD = [[-1.0, -2.0, -0.5], [-1.0, -1.0, -3.0]]

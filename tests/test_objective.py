@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo.advantage import group_advantages
-from dapo.algorithm_config import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig, KLConfig
+from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig, KLConfig
 from dapo.loss import kl_penalty, token_weights
 from dapo.objective import Constants, Objective, objective
 

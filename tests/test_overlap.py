@@ -21,7 +21,7 @@ from dapo.checkpoint import DriverState
 from dapo.group_store import FILE
 from dapo.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
 from dapo.metrics import read_metrics
-from dapo.paths import resolve_path
+from dapo.config.paths import resolve_path
 from dapo.tiny.random_model import make_random_model
 from tests.test_end_to_end import START_S, checkpoint, command, finish
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.overrides import experiments
+from dapo.config.compose import experiments
 from dapo.packing import pack
 from dapo.plan import plan
 from dapo.plan_actor import ActorMemory, adapter_parameters

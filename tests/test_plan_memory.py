@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dapo.model_shape import shape_of
+from dapo.config.model_shape import shape_of
 from dapo.plan_activations import Activations
 from workers.attention import PACKED_ATTENTION, Segments
 from workers.recompute import checkpoint_activations

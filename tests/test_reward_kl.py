@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.algorithm_config import KL_ESTIMATORS
+from dapo.config.algorithm import KL_ESTIMATORS
 from dapo.batch import penalize_kl, reference_batch
 from dapo.checkpoint import CheckpointStore
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.loss import kl_penalty
 from dapo.metrics import MetricsLogger, read_metrics
 from dapo.pools import Pools

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dapo.config import LR_SCHEDULERS, Config
+from dapo.config.schema import LR_SCHEDULERS, Config
 from dapo.schedule import learning_rates, optimizer_steps
 
 LR = 1e-3

@@ -10,7 +10,7 @@ from dapo.budget import BudgetExhausted
 from dapo.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.data import PromptOrder
 from dapo.main_ppo import run_steps
 from dapo.metrics import MetricsLogger

@@ -10,7 +10,7 @@ import pytest
 
 from dapo.batch import build_batch
 from dapo.buffer import OversamplingBuffer
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.outcome import classify
 from dapo.summary import step_metrics
 from dapo.types import Collected, Group, Response, Score, VersionSpan

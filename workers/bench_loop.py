@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.types import TrainSequence
 from workers.actor import ActorWorker, RankWork
 from workers.attention import implementation

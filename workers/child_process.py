@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dapo.reward_config import LimitsConfig
+from dapo.config.reward import LimitsConfig
 from dapo.rewards.child import EXIT_MEMORY, HEADER, pack
 
 START_S = 120.0  # the imports of the reward functions

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dapo.reward_config import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.child import Item
 from workers.child_process import Child, CleanProcess
 from workers.verdict import LIMIT_REACHED, Verdict, of_end, of_limit, of_reply

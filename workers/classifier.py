@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from dapo.reward_config import RewardModelConfig
-from dapo.reward_model_checks import head_problems
+from dapo.config.reward import RewardModelConfig
+from dapo.config.reward_model_checks import head_problems
 from dapo.types import Messages
 
 

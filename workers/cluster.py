@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dapo.config import LOGITS_CHUNK_ELEMENTS
+from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 
 
 def token_logprobs(

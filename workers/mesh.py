@@ -54,7 +54,7 @@ def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_size: int
     """Groups of all ranks that have joined; a collective. `timeout_s` bounds each of theirs.
 
     fsdp_size: `actor.fsdp_size`. sequence_size: `actor.ulysses_sequence_parallel_size`. Both divide the number of ranks
-    (`dapo.validate_actor` has checked).
+    (`dapo.config.model_checks` has checked).
     """
     timeout = timedelta(seconds=timeout_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -4,7 +4,7 @@ In: totals of the mismatch per staleness, taken before the first optimizer step.
 the run and names what to suspect: the weight sync, the compute types, or staleness.
 """
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from workers.totals import Mismatch, Totals
 
 # Engine arguments of vLLM that make it compute in other types than the actors.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import ray
 
-from dapo.reward_config import LimitsConfig, RewardConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
 from dapo.rewards.child import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty

@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 
-from dapo.paths import resolve_path
-from dapo.reward_config import RewardModelConfig
+from dapo.config.paths import resolve_path
+from dapo.config.reward import RewardModelConfig
 from dapo.types import Prompt, Response
 from workers.classifier import Classifier, Conversation, Verdict, failed
 from workers.remote import RemoteError, wait

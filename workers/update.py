@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.correction import Correction, rollout_correction
 from dapo.objective import Constants, objective
 from dapo.schedule import learning_rates

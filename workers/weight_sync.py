@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from dapo.config import WeightSyncConfig
+from dapo.config.schema import WeightSyncConfig
 from workers.remote import RemoteError, together
 from workers.weight_buckets import Bucket, Endpoint
 from workers.weight_engines import EngineWeights

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from dapo.reward_config import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards import limits as sandbox
 from dapo.rewards.functions import RewardFunctionError, RewardFunctions
 from dapo.rewards.loading import PACKAGE, Canary, describe, ready_name, tail

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo.reward_config import RewardFunctionConfig
+from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.loading import Canary, LoadedFunction, describe, labels, load, tail
 from dapo.types import Score
 

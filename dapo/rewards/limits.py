@@ -15,7 +15,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from dapo.reward_config import LimitsConfig
+from dapo.config.reward import LimitsConfig
 
 MAX_OPEN_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38

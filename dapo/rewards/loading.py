@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dapo.reward_config import RewardFunctionConfig
+from dapo.config.reward import RewardFunctionConfig
 
 READY = ("math", "math_verify", "gsm8k", "format", "overlong")  # modules of this package
 PACKAGE = "dapo.rewards"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from tests.workers.plain_reference import LENGTHS, make_config, make_model, make_sequences
 from workers import fsdp
 from workers.loading import SINGLE_FILE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.reward_config import RewardFunctionConfig
+from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.functions import RewardFunctionError, RewardFunctions
 from dapo.rewards.loading import READY, load
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.reward_config import LimitsConfig
+from dapo.config.reward import LimitsConfig
 from tests.hostile import KINDS, MAX_TRACE_CHARS, Item, corpus
 from tests.hostile_injections import INJECTIONS
 from tests.hostile_scoring import AT_LIMIT, broken_rules, run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.reward_config import OverlongBufferConfig, RewardConfig, RewardFunctionConfig
+from dapo.config.reward import OverlongBufferConfig, RewardConfig, RewardFunctionConfig
 from dapo.types import Score
 from tests.fakes import make_prompt, make_response
 from tests.hostile import Item, corpus

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dapo.config import WeightSyncConfig
+from dapo.config.schema import WeightSyncConfig
 from workers.weight_buckets import Bucket, Endpoint
 from workers.weight_sender import WeightSender, full_shapes
 from workers.weight_sync import WeightSync

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.workers.plain_reference import (
     on_all,

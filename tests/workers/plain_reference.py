@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 
 if TYPE_CHECKING:  # Ray, which the tests on one GPU do without

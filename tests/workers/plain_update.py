@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from dapo.algorithm_config import AlgorithmConfig, RolloutCorrectionConfig
-from dapo.config import Config
+from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from dapo.config.schema import Config
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from tests.workers.plain_reference import (

@@ -4,7 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from dapo.reward_config import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.child import Item
 from workers.children import Children
 

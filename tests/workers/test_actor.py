@@ -12,7 +12,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from tests.workers.plain_reference import (
     LENGTHS,
     VOCABULARY,

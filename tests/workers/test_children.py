@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dapo.reward_config import LimitsConfig
+from dapo.config.reward import LimitsConfig
 from tests.workers.reward_children import item, use
 from tests.workers.reward_programs import PROGRAM
 

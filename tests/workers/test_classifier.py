@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from dapo.reward_config import RewardModelConfig
+from dapo.config.reward import RewardModelConfig
 from tests.workers.tiny_reward_model import NAN, QUESTION, harmless, make_reward_model, one_by_one
 from workers.classifier import Classifier, Conversation, micro_batches
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from dapo.config import Config
+from dapo.config.schema import Config
 from workers import cluster
 from workers.cluster import Placement, check_gpus, engine_args, reward_model_gpus
 

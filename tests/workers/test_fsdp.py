@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dapo.config import Config, OptimConfig
+from dapo.config.schema import Config, OptimConfig
 from tests.workers.fsdp_ranks import counted, memory, travelling
 from tests.workers.plain_reference import (
     LENGTHS,

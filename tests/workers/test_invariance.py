@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.algorithm_config import LOSS_AGG_MODES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import LOSS_AGG_MODES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.batch import build_batch
-from dapo.config import Config
+from dapo.config.schema import Config
 from dapo.types import Draw, Group, Prompt, Response, Score, TrainSequence, VersionSpan
 from tests.workers.plain_reference import (
     VOCABULARY,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dapo.algorithm_config import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
-from dapo.config import Config, LoraConfig
+from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.schema import Config, LoraConfig
 from dapo.types import TrainBatch, TrainSequence
 from tests.workers.plain_reference import (
     LENGTHS,

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from dapo.config import GRADIENT_CHECKPOINTING
+from dapo.config.schema import GRADIENT_CHECKPOINTING
 from workers.attention import Segments, implementation
 from workers.recompute import checkpoint_activations
 

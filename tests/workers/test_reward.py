@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.reward_config import LimitsConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
+from dapo.config.reward import LimitsConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from tests.fakes import make_prompt, make_response
 from tests.workers.reward_programs import CANARIES, PROGRAM
 from workers import reward as module

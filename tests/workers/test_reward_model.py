@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dapo.reward_config import RewardModelConfig
+from dapo.config.reward import RewardModelConfig
 from tests.fakes import make_prompt, make_response
 from tests.workers.tiny_reward_model import NAN, make_reward_model, one_by_one
 from workers.classifier import Verdict

@@ -10,8 +10,8 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config import Config
-from dapo.model_shape import shape_of
+from dapo.config.schema import Config
+from dapo.config.model_shape import shape_of
 from dapo.plan_engine import EngineMemory
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling

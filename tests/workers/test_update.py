@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.algorithm_config import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
-from dapo.config import Config
+from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.schema import Config
 from dapo.packing import pack
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence

@@ -11,7 +11,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config import Config, WeightSyncConfig
+from dapo.config.schema import Config, WeightSyncConfig
 from dapo.derived import resolve_transport
 from tests.workers.local_actors import local_sync
 from tests.workers.plain_reference import make_config, make_model, start_pool

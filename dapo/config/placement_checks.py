@@ -1,11 +1,11 @@
-"""Checks of where roles run and how weights travel between them, before any worker starts: part of `dapo.validate`.
+"""Checks of where roles run and how weights travel between them, before any worker starts: part of `dapo.config.checks`.
 
 In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 from collections.abc import Iterator
 
-from dapo.config import Config
+from dapo.config.schema import Config
 
 
 def placement(cfg: Config) -> Iterator[str]:

@@ -1,15 +1,15 @@
 """Typed configuration: the one place where every default lives (DESIGN section 11).
 
-Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.validate` checks across fields before
+Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.config.checks` checks across fields before
 any worker starts. Durations end in `_s`, sizes in `_bytes` or `_tokens`. This module imports no torch and no Ray.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.algorithm_config import AlgorithmConfig
-from dapo.plan_config import PlanConfig
-from dapo.reward_config import RewardConfig
+from dapo.config.algorithm import AlgorithmConfig
+from dapo.config.plan import PlanConfig
+from dapo.config.reward import RewardConfig
 
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
     "constant",

@@ -6,20 +6,20 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 import importlib.metadata
 from collections.abc import Callable, Iterator
 
-from dapo.algorithm_config import (
+from dapo.config.algorithm import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
     KL_ESTIMATORS,
     LOSS_AGG_MODES,
     POLICY_LOSSES,
 )
-from dapo.config import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
-from dapo.ranges import numbers
-from dapo.reward_model_checks import reward_model
+from dapo.config.schema import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
+from dapo.config.ranges import numbers
+from dapo.config.reward_model_checks import reward_model
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
-from dapo.validate_actor import actor, outside
-from dapo.validate_placement import placement
+from dapo.config.model_checks import actor, outside
+from dapo.config.placement_checks import placement
 
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")

@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.model_shape import UnknownShape, read_config, read_shape, shape_of
+from dapo.config.model_shape import UnknownShape, read_config, read_shape, shape_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # As the hub counts them in the published safetensors files.
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,

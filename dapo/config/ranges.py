@@ -1,4 +1,4 @@
-"""Ranges of single numbers in the configuration: part of the checks before any worker starts (`dapo.validate`).
+"""Ranges of single numbers in the configuration: part of the checks before any worker starts (`dapo.config.checks`).
 
 In: a `Config`. Out: one line per value out of its range, with key, value and range.
 """
@@ -6,7 +6,7 @@ In: a `Config`. Out: one line per value out of its range, with key, value and ra
 import math
 from collections.abc import Callable, Iterator
 
-from dapo.config import Config
+from dapo.config.schema import Config
 
 
 def numbers(cfg: Config) -> Iterator[str]:

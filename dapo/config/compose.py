@@ -7,24 +7,15 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
-from dapo.config import Config
+from dapo.config.paths import config_dir
+from dapo.config.schema import Config
 
 OPEN = "*"  # below this any key is taken: it belongs to vLLM
-
-
-def config_dir() -> Path:
-    """The folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
-    here = Path(__file__).resolve().parent
-    found = next((path for path in (here / "_config", here.parent / "config") if (path / "dapo.yaml").is_file()), None)
-    if found is None:
-        raise FileNotFoundError(f"no dapo.yaml in {here / '_config'} or {here.parent / 'config'}; reinstall dapo")
-    return found
 
 
 def known_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:

@@ -51,3 +51,12 @@ def _looks_local(value: str) -> bool:
     # A hub name is NAME or OWNER/NAME, so a second slash is a path too.
     starts, ends = ("/", ".", "~", PKG_SCHEME), (".parquet", ".json", ".jsonl", "/")
     return value.startswith(starts) or value.endswith(ends) or value.count("/") > 1
+
+
+def config_dir() -> Path:
+    """The folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    found = next((path for path in (here / "_config", here.parent / "config") if (path / "dapo.yaml").is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"no dapo.yaml in {here / '_config'} or {here.parent / 'config'}; reinstall dapo")
+    return found

@@ -3,7 +3,7 @@
 import pytest
 
 from dapo.main_ppo import to_config
-from tests.test_validate import composed
+from tests.config.test_checks import composed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.validate`.
+"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.config.checks`.
 
 In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
-from dapo.model_shape import UnknownShape, head_shares, read_config
-from dapo.paths import checked_path
+from dapo.config.schema import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
+from dapo.config.model_shape import UnknownShape, head_shares, read_config
+from dapo.config.paths import checked_path
 
 DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
 # transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.

@@ -9,10 +9,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dapo import validate
-from dapo.config import Config
+from dapo.config import checks as validate
+from dapo.config.schema import Config
 from dapo.main_ppo import to_config
-from dapo.overrides import checked_overrides, config_dir, experiments, known_keys
+from dapo.config.compose import checked_overrides, experiments, known_keys
+from dapo.config.paths import config_dir
 
 
 def composed(*overrides: str) -> Any:
