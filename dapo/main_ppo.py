@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dapo.checkpoint import CheckpointStore, step_of
 from dapo.config.schema import Config
-from dapo.data import fingerprint, load_prompts
+from dapo.data.prompts import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir

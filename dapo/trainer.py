@@ -19,7 +19,7 @@ from dapo.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
-from dapo.data import PromptOrder
+from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate
 from dapo.group_store import write_groups
 from dapo.metrics import MetricsLogger, progress_line

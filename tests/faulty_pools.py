@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from dapo.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
-from dapo.data import PromptOrder
+from dapo.data.prompts import PromptOrder
 from dapo.stream import GroupStream, SamplingSettings
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
 from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told

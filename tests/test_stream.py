@@ -11,7 +11,7 @@ from dapo.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
-from dapo.data import PromptOrder
+from dapo.data.prompts import PromptOrder
 from dapo.main_ppo import run_steps
 from dapo.metrics import MetricsLogger
 from dapo.pools import Pools

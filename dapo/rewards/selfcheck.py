@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.datafiles import read_chunks, shown
+from dapo.data.files import read_chunks, shown
 from dapo.rewards.answer import agree, read_truth
 
 FUNCTIONS = ("math", "math_verify", "gsm8k")

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dapo.data import DataReport, PromptOrder, fingerprint, load_prompts
+from dapo.data.prompts import DataReport, PromptOrder, fingerprint, load_prompts
 from dapo.config.paths import checked_path, resolve_path
 from dapo.types import Prompt
 

@@ -1,6 +1,6 @@
 """Prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are drawn.
 
-In: data files (`dapo.datafiles`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
+In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
 a counter-based order (DESIGN sections 2 and 4). A bad row is an error that names the file, the row and the column.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dapo.datafiles import SCHEMA, Chunk, read_chunks, shown
+from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
 from dapo.config.paths import checked_path
 from dapo.types import Draw, Messages, Prompt
 

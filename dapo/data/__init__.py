@@ -1,0 +1,1 @@
+"""Rows of data files become prompts, and prompts an order of draws."""
