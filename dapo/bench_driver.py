@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from dapo.batch import build_batch
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
 from dapo.summary import step_metrics
 from dapo.types import Collected, Draw, Group, Prompt, Response, Score, TrainBatch, VersionSpan

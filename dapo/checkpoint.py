@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.buffer_state import BufferState
+from dapo.sampling.buffer_state import BufferState
 from dapo.durable import sync_directory, write_text
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class BrokenCheckpoint(Exception):
 class DriverState:
     """The driver's part of a checkpoint. Made by the trainer at the end of a step, consumed by it on resuming.
 
-    version: completed updates. buffer: `dapo.buffer.OversamplingBuffer.state()`.
+    version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
     """
 
     version: int

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
-from dapo.stream import SamplingSettings, scored_group
+from dapo.sampling.stream import SamplingSettings, scored_group
 from dapo.types import Draw, Group, Prompt
 
 

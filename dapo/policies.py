@@ -1,12 +1,12 @@
 """What dapo and others do on a simulated fleet: one function per policy, a plan in, what came of it out.
 
-dapo's policy is the buffer of a real run (`dapo.buffer`); the others are a fixed multiple of the batch behind a
+dapo's policy is the buffer of a real run (`dapo.sampling.buffer`); the others are a fixed multiple of the batch behind a
 barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulated_run`'s.
 """
 
 import math
 
-from dapo.buffer import DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.simulated_run import Outcome, Plan, Run, oracle
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo.buffer import OversamplingBuffer
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Collected, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo.batch import build_batch, penalize_kl, reference_batch
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate
-from dapo.group_store import write_groups
+from dapo.sampling.saved import write_groups
 from dapo.metrics import MetricsLogger, progress_line
 from dapo.pools import Pools
-from dapo.stream import GroupStream, SamplingSettings
+from dapo.sampling.stream import GroupStream, SamplingSettings
 from dapo.summary import sample_text, step_metrics
 from dapo.types import Collected, Prompt, TrainBatch
 

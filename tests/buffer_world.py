@@ -1,6 +1,6 @@
 """A run around one oversampling buffer, played by a test: engines, verifier, weight updates, stops (tests only).
 
-In: events. The world writes down what it saw, reads nothing of `dapo.ledger` or of the buffer's private parts, and
+In: events. The world writes down what it saw, reads nothing of `dapo.sampling.ledger` or of the buffer's private parts, and
 asserts at each event what the rules of DESIGN section 4 say about it.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dapo.budget import BudgetExhausted
-from dapo.buffer import DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.budget import BudgetExhausted
+from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.checkpoint import DriverState
-from dapo.group_store import read_groups, write_groups
-from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.saved import read_groups, write_groups
+from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Draw, Group
 from tests.fakes import make_group, make_prompt, make_response
 

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.data.prompts import PromptOrder
-from dapo.stream import GroupStream, SamplingSettings
+from dapo.sampling.stream import GroupStream, SamplingSettings
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
 from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told
 

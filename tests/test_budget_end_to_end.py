@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dapo.checkpoint import DriverState, verify
-from dapo.group_store import FILE
+from dapo.sampling.saved import FILE
 from dapo.metrics import read_metrics
 from dapo.config.paths import resolve_path
 from tests.test_end_to_end import START_S, checkpoint, command

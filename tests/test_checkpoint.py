@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.buffer_state import BufferState
+from dapo.sampling.buffer_state import BufferState
 from dapo.checkpoint import BrokenCheckpoint, CheckpointStore, DriverState, step_of, verify
 
 

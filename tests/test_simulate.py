@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dapo.buffer import COMPLETION
+from dapo.sampling.buffer import COMPLETION
 from dapo.policies import barrier, first_finished, refill, refill_in_rounds, streaming
 from dapo.simulated_run import Plan
 from dapo.simulation import Draws, Fleet, Workload

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from dapo.batch import build_batch
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
-from dapo.outcome import classify
+from dapo.sampling.outcome import classify
 from dapo.summary import step_metrics
 from dapo.types import Collected, Group, Response, Score, VersionSpan
 from tests.fakes import make_group, make_response

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from dapo.budget import REMEDIES, Budget, BudgetExhausted
-from dapo.buffer import OversamplingBuffer
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.sampling.budget import REMEDIES, Budget, BudgetExhausted
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from tests.fakes import make_group
 
 NAN = math.nan

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dapo.clock import PhaseClock
-from dapo.stream import scored_group
+from dapo.sampling.stream import scored_group
 from dapo.types import Draw
 from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 from tests.faulty_pools import SETTINGS, BrokenRewards, make_stream, run, some_mixed, steps

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.demand import Demand, UsableRate
+from dapo.sampling.demand import Demand, UsableRate
 
 EXAMPLES = settings(deadline=None, max_examples=200)
 

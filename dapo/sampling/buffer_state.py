@@ -1,4 +1,4 @@
-"""The buffer's part of a checkpoint; the groups that it holds are in `dapo.group_store`."""
+"""The buffer's part of a checkpoint; the groups that it holds are in `dapo.sampling.saved`."""
 
 from dataclasses import dataclass
 from typing import Any

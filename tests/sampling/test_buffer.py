@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from dapo.budget import BudgetExhausted
-from dapo.buffer import COMPLETION, OversamplingBuffer
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.sampling.budget import BudgetExhausted
+from dapo.sampling.buffer import COMPLETION, OversamplingBuffer
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected
 from tests.fakes import make_group
 

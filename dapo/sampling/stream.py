@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.config.schema import EvalConfig, RolloutConfig
 from dapo.data.prompts import PromptOrder
-from dapo.group_store import read_groups
+from dapo.sampling.saved import read_groups
 from dapo.pools import RewardPool, RolloutPool
 from dapo.types import Collected, Draw, Group, Response, Sampling, Score
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dapo.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
-from dapo.ledger import IN_GENERATION, IN_REWARD, TO_RETRY, TRAINED
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.ledger import IN_GENERATION, IN_REWARD, TO_RETRY, TRAINED
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from tests.buffer_world import Verdict, World, verdicts
 from tests.fakes import make_group
 

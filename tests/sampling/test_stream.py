@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from dapo.budget import BudgetExhausted
-from dapo.buffer import OversamplingBuffer
+from dapo.sampling.budget import BudgetExhausted
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
@@ -15,7 +15,7 @@ from dapo.data.prompts import PromptOrder
 from dapo.main_ppo import run_steps
 from dapo.metrics import MetricsLogger
 from dapo.pools import Pools
-from dapo.stream import GroupStream, SamplingSettings, response_seed
+from dapo.sampling.stream import GroupStream, SamplingSettings, response_seed
 from dapo.trainer import Trainer
 from dapo.types import Collected
 from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt

@@ -16,10 +16,10 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.buffer_state import BufferState
+from dapo.sampling.buffer_state import BufferState
 from dapo.checkpoint import DriverState
-from dapo.group_store import FILE
-from dapo.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
+from dapo.sampling.saved import FILE
+from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
 from dapo.metrics import read_metrics
 from dapo.config.paths import resolve_path
 from dapo.tiny.random_model import make_random_model

@@ -7,7 +7,7 @@ what to change.
 import math
 from collections import Counter
 
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Group
 
 REMEDIES = {

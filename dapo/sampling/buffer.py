@@ -5,20 +5,20 @@
       └──────────────── draws that go back to the stream ◀────────────┘
 
 Pure: it knows neither Ray nor clocks, so the same code runs against real engines and against `dapo.simulate`. Every
-draw and token is accounted for by `dapo.ledger`; how many draws to start is `dapo.demand`'s.
+draw and token is accounted for by `dapo.sampling.ledger`; how many draws to start is `dapo.sampling.demand`'s.
 """
 
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from dapo.budget import Budget
-from dapo.buffer_state import BufferState
+from dapo.sampling.budget import Budget
+from dapo.sampling.buffer_state import BufferState
 from dapo.config.schema import Config
-from dapo.demand import Demand, UsableRate
-from dapo.draw_queue import DrawQueue
-from dapo.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger
-from dapo.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
+from dapo.sampling.demand import Demand, UsableRate
+from dapo.sampling.draw_queue import DrawQueue
+from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from dapo.ledger import (
+from dapo.sampling.ledger import (
     ABORTED,
     BUFFERED,
     DROPPED,
