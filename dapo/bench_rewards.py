@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards.child import Item
+from dapo.rewards.fork_server import Item
 from dapo.rewards.functions import RewardFunctions
 from workers.child_process import state_and_cpu
 from workers.children import Children

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards import child
+from dapo.rewards import fork_server as child
 from tests.hostile import Item
 from workers.children import Children
 from workers.verdict import Verdict

@@ -129,7 +129,7 @@ def test_the_ban_sees_each_spelling(line, name):
 def test_the_process_that_forks_reward_children_is_clean():
     """Neither Ray nor torch nor a thread, which a fork would break."""
     program = (
-        "import sys, threading; import dapo.rewards.child, dapo.rewards.math_verify; "
+        "import sys, threading; import dapo.rewards.fork_server, dapo.rewards.math_verify; "
         "print(sorted({'ray', 'torch', 'transformers', 'asyncio'} & set(sys.modules)), threading.active_count())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -1,6 +1,6 @@
 """Two kinds of process: the clean one that imports the reward functions, and the children that it forks.
 
-In: settings, items. Out: replies, or why there is none. The processes themselves run `dapo.rewards.child`.
+In: settings, items. Out: replies, or why there is none. The processes themselves run `dapo.rewards.fork_server`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.reward import LimitsConfig
-from dapo.rewards.child import EXIT_MEMORY, HEADER, pack
+from dapo.rewards.fork_server import EXIT_MEMORY, HEADER, pack
 
 START_S = 120.0  # the imports of the reward functions
 FORK_S = 20.0
@@ -140,7 +140,7 @@ class CleanProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dapo.rewards.child", str(theirs.fileno())],
+                [sys.executable, "-m", "dapo.rewards.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

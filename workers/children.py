@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards.child import Item
+from dapo.rewards.fork_server import Item
 from workers.child_process import Child, CleanProcess
 from workers.verdict import LIMIT_REACHED, Verdict, of_end, of_limit, of_reply
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
-from dapo.rewards.child import Item
+from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score

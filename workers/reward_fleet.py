@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dapo.rewards.child import Item
+from dapo.rewards.fork_server import Item
 from workers.children import CHANGED, CanaryError
 from workers.remote import RemoteError, wait
 from workers.verdict import Verdict, of_end

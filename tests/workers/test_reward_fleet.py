@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from dapo.rewards.child import Item
+from dapo.rewards.fork_server import Item
 from workers import reward_fleet
 from workers.remote import RemoteError
 from workers.reward_fleet import Fleet

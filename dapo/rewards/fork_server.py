@@ -1,4 +1,4 @@
-"""`python -m dapo.rewards.child FD`: the clean process that imports the reward functions and forks the children.
+"""`python -m dapo.rewards.fork_server FD`: the clean process that imports the reward functions and forks the children.
 
     reward worker ──fork requests──▶ this process ──fork──▶ child   (limited, scores one response at a time)
          ▲  ▲──────pids and ends──────────┘                   │
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards import limits as sandbox
+from dapo.rewards import sandbox as sandbox
 from dapo.rewards.functions import RewardFunctionError, RewardFunctions
 from dapo.rewards.loading import PACKAGE, Canary, describe, ready_name, tail
 
