@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dapo.ablation_report import write_report
 from dapo.ablation_runs import RUNGS, run_folder
-from dapo.checkpoint import CheckpointStore
+from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.main_ppo import (
     EXIT_INTERRUPTED,
@@ -39,7 +39,7 @@ from dapo.main_ppo import (
 )
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir
-from dapo.run_dir import CHECKPOINTS, CONFIG, holds_steps
+from dapo.state.run_dir import CHECKPOINTS, CONFIG, holds_steps
 
 OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself
 # What a continued or finished run may have had otherwise: nothing of it moves a number of the report.

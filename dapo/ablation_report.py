@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.ablation_runs import RUNGS, Curve, Estimate, estimate, read_ladder
-from dapo.durable import write_text
+from dapo.state.durable import write_text
 from dapo.plot import COLOURS, MISSING
 
 TABLE, PICTURE = "ablation.md", "ablation.png"

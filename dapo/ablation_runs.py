@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from dapo.metrics import METRICS, read_metrics
 from dapo.plot import series
-from dapo.run_dir import CONFIG
+from dapo.state.run_dir import CONFIG
 
 # Rungs in order: what the row is called, and accuracy in percent in the paper's Table 1 (AIME 2024, avg@32).
 RUNGS = {

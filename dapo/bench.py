@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from hydra import compose, initialize_config_dir
 
-from dapo.checkpoint import CheckpointStore
+from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
 from dapo.metrics import MetricsLogger

@@ -18,7 +18,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from dapo.bench import SHAPES, bench_config
-from dapo.checkpoint import CheckpointStore
+from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.metrics import MetricsLogger

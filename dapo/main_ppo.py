@@ -22,7 +22,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dapo.checkpoint import CheckpointStore, step_of
+from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
 from dapo.metrics import MetricsLogger
@@ -31,7 +31,7 @@ from dapo.config.paths import config_dir
 from dapo.config.paths import resolve_path
 from dapo.pools import Pools
 from dapo.derived import resolve_transport
-from dapo.run_dir import claim_output_dir
+from dapo.state.run_dir import claim_output_dir
 from dapo.trainer import Trainer
 from dapo.types import Prompt
 from dapo.config.checks import validate

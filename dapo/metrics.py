@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo.durable import write_text
+from dapo.state.durable import write_text
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dapo.batch import build_batch, penalize_kl, reference_batch
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.checkpoint import CheckpointStore, DriverState
+from dapo.state.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.checkpoint import DriverState
+from dapo.state.checkpoint import DriverState
 from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE

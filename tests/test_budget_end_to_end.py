@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dapo.checkpoint import DriverState, verify
+from dapo.state.checkpoint import DriverState, verify
 from dapo.sampling.saved import FILE
 from dapo.metrics import read_metrics
 from dapo.config.paths import resolve_path

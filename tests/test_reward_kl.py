@@ -10,7 +10,7 @@ import torch
 from dapo.advantage import group_advantages
 from dapo.config.algorithm import KL_ESTIMATORS
 from dapo.batch import penalize_kl, reference_batch
-from dapo.checkpoint import CheckpointStore
+from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty
 from dapo.metrics import MetricsLogger, read_metrics

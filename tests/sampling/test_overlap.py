@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.sampling.buffer_state import BufferState
-from dapo.checkpoint import DriverState
+from dapo.state.checkpoint import DriverState
 from dapo.sampling.saved import FILE
 from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
 from dapo.metrics import read_metrics

@@ -8,7 +8,7 @@ import pytest
 
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.checkpoint import CheckpointStore
+from dapo.state.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo.run_dir import RunDirectory, claim_output_dir
+from dapo.state.run_dir import RunDirectory, claim_output_dir
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "pkg://dapo.tiny/base"},
@@ -137,7 +137,7 @@ def test_two_live_runs_do_not_share_a_directory(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from dapo.run_dir import claim_output_dir; "
+        "import os, sys; from dapo.state.run_dir import claim_output_dir; "
         "held = claim_output_dir(sys.argv[1], 'auto', {}); print('held', flush=True); sys.stdin.read(); os._exit(9)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -164,9 +164,9 @@ def test_other_prompts_are_refused_once_there_are_steps(tmp_path: Path) -> None:
 
 WARN = """
 import sys
-import dapo.checkpoint, dapo.main_ppo
+import dapo.state.checkpoint, dapo.main_ppo
 async def train(cfg):
-    dapo.checkpoint.log.warning("skipping a broken checkpoint")
+    dapo.state.checkpoint.log.warning("skipping a broken checkpoint")
 dapo.main_ppo.train = train
 sys.argv[1:] = ["+experiment=dapo_tiny"]
 dapo.main_ppo.main()

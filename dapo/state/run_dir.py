@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
-from dapo.durable import write_text
+from dapo.state.durable import write_text
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Root for `dapo.checkpoint.CheckpointStore`."""
+        """Root for `dapo.state.checkpoint.CheckpointStore`."""
         return self.path / CHECKPOINTS
 
     def check_data(self, fingerprint: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dapo.sampling.buffer_state import BufferState
-from dapo.checkpoint import BrokenCheckpoint, CheckpointStore, DriverState, step_of, verify
+from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, DriverState, step_of, verify
 
 
 def driver_state(step: int) -> DriverState:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.sampling.buffer_state import BufferState
-from dapo.durable import sync_directory, write_text
+from dapo.state.durable import sync_directory, write_text
 
 log = logging.getLogger(__name__)
 

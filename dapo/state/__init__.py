@@ -1,0 +1,1 @@
+"""What survives a crash: the claimed run directory and whole checkpoints."""
