@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dapo.metrics import METRICS, read_metrics
+from dapo.report.log import METRICS, read_metrics
 from dapo.plot import series
 from dapo.state.run_dir import CONFIG
 

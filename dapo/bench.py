@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
-from dapo.metrics import MetricsLogger
+from dapo.report.log import MetricsLogger
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir
 from dapo.pools import Pools

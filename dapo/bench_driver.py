@@ -14,7 +14,7 @@ import numpy as np
 from dapo.batch import build_batch
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
-from dapo.summary import step_metrics
+from dapo.report.metrics import step_metrics
 from dapo.types import Collected, Draw, Group, Prompt, Response, Score, TrainBatch, VersionSpan
 
 MIXED_SHARE = 0.5

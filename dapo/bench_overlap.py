@@ -21,7 +21,7 @@ from dapo.bench import SHAPES, bench_config
 from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster
-from dapo.metrics import MetricsLogger
+from dapo.report.log import MetricsLogger
 from dapo.pools import Pools
 from dapo.trainer import Trainer
 from dapo.types import Prompt

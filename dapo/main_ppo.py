@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
-from dapo.metrics import MetricsLogger
+from dapo.report.log import MetricsLogger
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir
 from dapo.config.paths import resolve_path

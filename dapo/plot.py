@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.metrics import METRICS, read_metrics
+from dapo.report.log import METRICS, read_metrics
 
 # (title, metric, whether it is measured now and then and shown as points)
 PANELS = (

@@ -22,10 +22,10 @@ from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate
 from dapo.sampling.saved import write_groups
-from dapo.metrics import MetricsLogger, progress_line
+from dapo.report.log import MetricsLogger, progress_line
 from dapo.pools import Pools
 from dapo.sampling.stream import GroupStream, SamplingSettings
-from dapo.summary import sample_text, step_metrics
+from dapo.report.metrics import sample_text, step_metrics
 from dapo.types import Collected, Prompt, TrainBatch
 
 T = TypeVar("T")

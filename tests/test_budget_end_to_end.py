@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from dapo.state.checkpoint import DriverState, verify
 from dapo.sampling.saved import FILE
-from dapo.metrics import read_metrics
+from dapo.report.log import read_metrics
 from dapo.config.paths import resolve_path
 from tests.test_end_to_end import START_S, checkpoint, command
 

@@ -13,7 +13,7 @@ from dapo.batch import penalize_kl, reference_batch
 from dapo.state.checkpoint import CheckpointStore
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty
-from dapo.metrics import MetricsLogger, read_metrics
+from dapo.report.log import MetricsLogger, read_metrics
 from dapo.pools import Pools
 from dapo.trainer import Trainer
 from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_group, make_prompt

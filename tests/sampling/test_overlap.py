@@ -20,7 +20,7 @@ from dapo.sampling.buffer_state import BufferState
 from dapo.state.checkpoint import DriverState
 from dapo.sampling.saved import FILE
 from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
-from dapo.metrics import read_metrics
+from dapo.report.log import read_metrics
 from dapo.config.paths import resolve_path
 from dapo.tiny.random_model import make_random_model
 from tests.test_end_to_end import START_S, checkpoint, command, finish

@@ -13,7 +13,7 @@ from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.main_ppo import run_steps
-from dapo.metrics import MetricsLogger
+from dapo.report.log import MetricsLogger
 from dapo.pools import Pools
 from dapo.sampling.stream import GroupStream, SamplingSettings, response_seed
 from dapo.trainer import Trainer

@@ -12,7 +12,7 @@ from dapo.batch import build_batch
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
 from dapo.sampling.outcome import classify
-from dapo.summary import step_metrics
+from dapo.report.metrics import step_metrics
 from dapo.types import Collected, Group, Response, Score, VersionSpan
 from tests.fakes import make_group, make_response
 

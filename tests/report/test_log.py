@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.metrics import MetricsLogger, progress_line, read_metrics
+from dapo.report.log import MetricsLogger, progress_line, read_metrics
 
 
 def steps_in(path: Path) -> list[int]:
@@ -99,7 +99,7 @@ def test_tensorboard_forgets_the_steps_that_are_run_again(tmp_path: Path) -> Non
 
 def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from dapo.metrics import MetricsLogger; "
+        "import sys, pathlib; from dapo.report.log import MetricsLogger; "
         "MetricsLogger(pathlib.Path(sys.argv[1]), tensorboard=True).log(1, {'a': 1.0}); "
         "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules), 'a heavy import'"
     )

@@ -1,0 +1,1 @@
+"""What a person sees of a run: metrics, log files, lines on the console."""
