@@ -64,7 +64,7 @@ def test_both_roles_on_one_gpu(tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
     import ray  # here, so that the tests above run where torch is and Ray and vLLM are not
 
-    from dapo import bench_sync
+    from dapo.bench import sync as bench_sync
     from dapo.tiny.random_model import make_random_model
     from workers.cluster import connect
 

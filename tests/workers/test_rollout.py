@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.schema import Config
 from dapo.config.model_shape import shape_of
-from dapo.plan_engine import EngineMemory
+from dapo.plan.engine import EngineMemory
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
 from tests.workers.local_actors import local_sync

@@ -1,0 +1,209 @@
+"""The ablation ladder of the paper's Table 1 (arXiv 2503.14476, section 4.2) on the tiny task: every rung, every seed.
+
+    python -m dapo.ablation --seeds 0 1 2 --out outputs/ablation [--rungs grpo ...] [--report] [key=value ...]
+
+In: the experiments `ablation/RUNG`, each one change away from the one before. Out: a run directory OUT/RUNG-seedS each,
+and the table and picture of `dapo.ablation.report`. One Ray and one engine serve all runs. The same command continues
+an interrupted ladder.
+"""
+
+import argparse
+import asyncio
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dapo.ablation.report import write_report
+from dapo.ablation.results import RUNGS, run_folder
+from dapo.state.checkpoint import CheckpointStore
+from dapo.config.schema import Config
+from dapo.main_ppo import (
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    build_rollouts,
+    completed,
+    end,
+    engine_needs,
+    ray_cluster,
+    say,
+    to_config,
+    train,
+)
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
+from dapo.state.run_dir import CHECKPOINTS, CONFIG, holds_steps
+
+OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself
+# What a continued or finished run may have had otherwise: nothing of it moves a number of the report.
+FREE_SECTIONS = ("checkpoint", "logging")
+FREE_KEYS = ("trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LadderRun:
+    """One rung with one seed. Made by `plan`, consumed by `run_ladder`. number: its place in the ladder, from 1."""
+
+    number: int
+    rung: str
+    seed: int
+    cfg: Config
+
+    def store(self) -> CheckpointStore:
+        """To read; the run itself writes."""
+        return CheckpointStore(Path(self.cfg.trainer.output_dir) / CHECKPOINTS, keep=self.cfg.checkpoint.keep)
+
+
+def chosen_rungs(names: Sequence[str]) -> list[str]:
+    """The named rungs in the order of the ladder, all for none. Raises ValueError for an unknown one."""
+    for name in names:
+        if name not in RUNGS:
+            near = difflib.get_close_matches(name, RUNGS, n=1, cutoff=0.4)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise ValueError(f"unknown rung `{name}` in `--rungs`; {hint}There are: {', '.join(RUNGS)}")
+    return [rung for rung in RUNGS if rung in (names or RUNGS)]
+
+
+def compose_run(rung: str, seed: int, out: Path, overrides: Sequence[str]) -> Config:
+    """The validated configuration of one run.
+
+    Raises:
+        ValueError: an override is unknown, wrong, or one of those that the ladder sets itself.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~")
+        if key in OWN_KEYS:
+            raise ValueError(f"`{key}` is the ladder's own; leave out `{override}` and use --rungs, --seeds and --out")
+    arguments = checked_overrides([f"+experiment=ablation/{rung}", *overrides])
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+            tree = compose("dapo", overrides=arguments)
+        tree.trainer.seed = seed
+        tree.trainer.output_dir = str(run_folder(out, rung, seed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"configuration of rung `{rung}`: {error}") from error
+    return to_config(tree)
+
+
+def plan(rungs: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[LadderRun]:
+    """All runs, seed by seed, so that an interrupted ladder has whole ladders of the first seeds.
+
+    Raises:
+        ValueError: see `compose_run`, `check_engine`, `check_recorded`.
+    """
+    pairs = [(seed, rung) for seed in seeds for rung in rungs]
+    runs = [
+        LadderRun(number=number, rung=rung, seed=seed, cfg=compose_run(rung, seed, out, overrides))
+        for number, (seed, rung) in enumerate(pairs, 1)
+    ]
+    check_engine(runs)
+    for run in runs:
+        check_recorded(run)
+    return runs
+
+
+def check_engine(runs: Sequence[LadderRun]) -> None:
+    """Raises ValueError where a run needs other engines than the first, or GPUs."""
+    first = runs[0]
+    wanted = engine_needs(first.cfg)
+    for run in runs:
+        if run.cfg.trainer.device == "cuda":
+            raise ValueError(
+                f"`trainer.device` of rung `{run.rung}` is cuda, and the ladder shares its engines between runs, which "
+                "works on cpu; set trainer.device=cpu, or run each rung with dapo.main_ppo"
+            )
+        needs = engine_needs(run.cfg)
+        for name in sorted(wanted.keys() | needs.keys()):
+            if wanted.get(name) != needs.get(name):
+                raise ValueError(
+                    f"all rungs share one set of engines, but `{name}` is {wanted.get(name)!r} in rung `{first.rung}` "
+                    f"and {needs.get(name)!r} in rung `{run.rung}`; give one value for all, or run them with --rungs "
+                    "in ladders of their own"
+                )
+
+
+def check_recorded(run: LadderRun) -> None:
+    """Raises ValueError where the run's directory holds steps of other settings: its result would be mixed in."""
+    folder = Path(run.cfg.trainer.output_dir)
+    if not (folder.is_dir() and holds_steps(folder) and (folder / CONFIG).is_file()):
+        return
+    recorded = _flat(OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False))
+    wanted = _flat(asdict(run.cfg))
+    differences = [
+        f"`{key}` is {recorded[key]!r} there and {wanted[key]!r} here"
+        for key in sorted(recorded.keys() & wanted.keys())
+        if recorded[key] != wanted[key] and key not in FREE_KEYS and key.split(".")[0] not in FREE_SECTIONS
+    ]
+    if differences:
+        raise ValueError(f"{folder} holds a run of other settings: {', '.join(differences)}; give another `--out`")
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key; a list is a leaf."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        name: leaf
+        for key, branch in tree.items()
+        for name, leaf in _flat(branch, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+async def run_ladder(runs: Sequence[LadderRun]) -> None:
+    """Trains what is not finished yet; without anything to train, neither Ray nor an engine starts."""
+    pending = [run for run in runs if completed(run.cfg, run.store()) is None]
+    if len(pending) < len(runs):
+        say(f"{len(runs) - len(pending)} of {len(runs)} runs are finished already")
+    if not pending:
+        return
+    rungs = list(dict.fromkeys(run.rung for run in runs))
+    shared = pending[0].cfg
+    with ray_cluster(shared):
+        async with build_rollouts(shared) as rollouts:
+            for run in pending:
+                place = f"rung {rungs.index(run.rung) + 1}/{len(rungs)} {run.rung}"
+                say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
+                await train(run.cfg, rollouts)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the overrides among the arguments: those with an equals sign that are no option."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dapo.ablation",
+        usage="%(prog)s [--seeds S ...] [--rungs RUNG ...] [--out DIR] [--report] [key=value ...]",
+        description="Runs the ablation ladder on the tiny task and writes a table and a picture.",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds, one whole ladder each")
+    parser.add_argument("--rungs", nargs="+", default=[], help=f"of {', '.join(RUNGS)} (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="folder of all runs")
+    parser.add_argument("--report", action="store_true", help="only table and picture, from the runs that are there")
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("--")]
+    given = parser.parse_args([argument for argument in arguments if argument not in overrides])
+    return given, overrides
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; it ends as `dapo.main_ppo` does."""
+    given, overrides = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        rungs, seeds = chosen_rungs(given.rungs), list(dict.fromkeys(given.seeds))
+        if not given.report:
+            asyncio.run(run_ladder(plan(rungs, seeds, given.out, overrides)))
+        say(write_report(given.out, rungs, seeds))
+    except KeyboardInterrupt:
+        end("interrupted; the same command continues the ladder", EXIT_INTERRUPTED)
+    except asyncio.CancelledError:
+        end("stopped by a signal; the same command continues the ladder", EXIT_RESUMABLE)
+    except (ValueError, RuntimeError, OSError) as error:
+        end(str(error), 1)
+
+
+if __name__ == "__main__":
+    main()

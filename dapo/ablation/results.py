@@ -1,0 +1,132 @@
+"""The finished runs of the ablation ladder, read back for the report, and the statistics over seeds.
+
+In: OUT/RUNG-seedS of `dapo.ablation`, each with metrics.jsonl and config.yaml. Out: curves by rung and seed. A seed
+counts when all its rungs are finished; what is left out is named. Intervals are Student's t at 95 %.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dapo.report.log import METRICS, read_metrics
+from dapo.plot import series
+from dapo.state.run_dir import CONFIG
+
+# Rungs in order: what the row is called, and accuracy in percent in the paper's Table 1 (AIME 2024, avg@32).
+RUNGS = {
+    "grpo": ("naive GRPO", 30),
+    "overlong_filtering": ("+ overlong filtering", 36),
+    "clip_higher": ("+ clip-higher", 38),
+    "soft_overlong": ("+ soft overlong punishment", 41),
+    "token_mean": ("+ token-level loss", 42),
+    "dynamic_sampling": ("+ dynamic sampling (DAPO)", 50),
+}
+# t_{0.975} of Student's t for 1 to 30 degrees of freedom, as in any statistical table.
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """One finished run. Made by `read_run`, consumed by `dapo.ablation.report`.
+
+    accuracy: (step, held-out accuracy) of each evaluation. optimizer_steps, tokens: totals after each step, [0] = 0;
+    tokens are all generated ones: trained, dropped and aborted. seconds: of all steps together.
+    """
+
+    accuracy: tuple[tuple[int, float], ...]
+    optimizer_steps: tuple[float, ...]
+    tokens: tuple[float, ...]
+    truncated: tuple[float, float]
+    last_length: float
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        """Held-out accuracy at the last evaluation."""
+        return self.accuracy[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A mean over seeds. half_width: of its 95 % Student-t interval; NaN with fewer than two seeds."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return abs(self.mean) > self.half_width  # False for NaN
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and t_{0.975, n-1} · s / sqrt(n), s with ddof 1. Beyond 31 values the quantile of 30 degrees is kept."""
+    if len(values) < 2:
+        return Estimate(mean=statistics.fmean(values), half_width=math.nan)
+    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
+    return Estimate(
+        mean=statistics.fmean(values), half_width=quantile * statistics.stdev(values) / math.sqrt(len(values))
+    )
+
+
+def run_folder(out: Path, rung: str, seed: int) -> Path:
+    """Where the ladder puts a run."""
+    return out / f"{rung}-seed{seed}"
+
+
+def read_run(folder: Path) -> Curve | str:
+    """The run in `folder`, or why it does not count."""
+    if not (folder / METRICS).is_file() or not (folder / CONFIG).is_file():
+        return "missing"
+    total = OmegaConf.load(folder / CONFIG).trainer.total_steps
+    records = read_metrics(folder / METRICS)
+    steps = {record["step"]: record for record in records if "buffer/trained_tokens" in record}
+    accuracy = tuple(zip(*series(records, "eval/accuracy"), strict=True))
+    if sorted(steps) != list(range(1, total + 1)):
+        return f"{len(steps)} of {total} steps"
+    if not accuracy or accuracy[-1][0] != total:
+        return f"no evaluation at step {total}"
+    optimizer_steps, tokens = [0.0], [0.0]
+    for step in range(1, total + 1):
+        optimizer_steps.append(optimizer_steps[-1] + steps[step].get("actor/optimizer_steps", 1.0))
+        tokens.append(tokens[-1] + generated_tokens(steps[step]))
+    return Curve(
+        accuracy=accuracy,
+        optimizer_steps=tuple(optimizer_steps),
+        tokens=tuple(tokens),
+        truncated=(steps[1]["rollout/truncated"], steps[total]["rollout/truncated"]),
+        last_length=steps[total]["rollout/response_length_mean"],
+        seconds=sum(record["perf/step_s"] for record in steps.values()),
+    )
+
+
+def generated_tokens(record: dict[str, Any]) -> float:
+    """Every token that the engines generated for a step, used or not."""
+    return sum(record[name] for name in ("buffer/trained_tokens", "buffer/dropped_tokens", "perf/aborted_tokens"))
+
+
+def read_ladder(out: Path, rungs: Sequence[str], seeds: Sequence[int]) -> tuple[dict[str, dict[int, Curve]], list[str]]:
+    """Curves by rung and seed for every seed whose rungs are all finished, and one line per run that is not.
+
+    Raises ValueError when no seed is whole.
+    """
+    runs = {(rung, seed): read_run(run_folder(out, rung, seed)) for seed in seeds for rung in rungs}
+    faults = {key: run for key, run in runs.items() if isinstance(run, str)}
+    whole = [seed for seed in seeds if not any(rung_seed[1] == seed for rung_seed in faults)]
+    unfinished = [f"seed {seed}: {rung} ({why})" for (rung, seed), why in faults.items()]
+    if not whole:
+        raise ValueError(
+            f"{out} has no seed with all its rungs finished: {'; '.join(unfinished)}; run the ladder to its end, or "
+            "name the finished rungs with --rungs and the seeds with --seeds"
+        )
+    curves = {rung: {seed: run for seed in whole if isinstance(run := runs[rung, seed], Curve)} for rung in rungs}
+    return curves, unfinished

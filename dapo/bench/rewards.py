@@ -1,0 +1,180 @@
+"""Benchmark of scoring: `python -m dapo.bench.rewards [--function math] [--children 1] [--responses 20000]`.
+
+Ordinary answers of about 2,000 characters go through the child processes of one reward worker, measured in the process
+that owns them, as in a reward actor, without Ray. Printed beside it: the same function called in this process, without
+any isolation. A core's share counts the CPU time of this process, of the children and of the process that forks them.
+"""
+
+import argparse
+import asyncio
+import random
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.rewards.fork_server import Item
+from dapo.rewards.functions import RewardFunctions
+from workers.child_process import state_and_cpu
+from workers.children import Children
+
+WANTED_PER_CORE = 2000.0  # verdicts per second
+WANTED_P50_S = 1e-3
+CHARS = 2000
+AT_ONCE = 16  # responses that wait for each child: a group's
+WARM_UP = 500
+MIN_RESPONSES = 100
+WORDS = (
+    "then",
+    "we",
+    "add",
+    "both",
+    "sides",
+    "and",
+    "find",
+    "that",
+    "$x^2 + 3x$",
+    "equals",
+    "12,",
+    "so",
+    "= 40.5",
+    "\n",
+)
+ANSWERS = ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "{}.", "x = {}", "{}.0", "{} dollars")
+LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """per_second, per_core: verdicts per second of wall-clock and of CPU time. p50_s, p99_s: seconds from hand-over to
+    verdict, with one response at a time for each child. bare: verdicts per second of the function alone. right: share
+    of right answers.
+    """
+
+    per_second: float
+    per_core: float
+    cores: float
+    p50_s: float
+    p99_s: float
+    bare: float
+    right: float
+
+
+def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
+    """Worked solutions to integer problems, in usual spellings; about half of them right."""
+    rng = random.Random(seed)
+    items: list[Item] = []
+    for _ in range(count):
+        words: list[str] = rng.choices(WORDS, k=CHARS // 4)
+        truth = rng.randrange(1, 5000)
+        answer = truth if rng.random() < 0.5 else truth + 1
+        last = LAST_LINES.get(function, "Answer: {}").format(rng.choice(ANSWERS).format(answer))
+        items.append(
+            Item(
+                source="benchmark",
+                text=f"{' '.join(words)[:CHARS]}\n{last}",
+                ground_truth=str(truth),
+                extra_info={"index": len(items), "num_response_tokens": CHARS // 4},
+            )
+        )
+    return items
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """User and system time so far of this process and of others."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return own.ru_utime + own.ru_stime + sum(state_and_cpu(pid)[1] for pid in pids)
+
+
+async def drain(children: Children, items: Iterator[Item], seconds: list[float], right: list[float]) -> None:
+    """Scores what is left, one after the other; notes the seconds and the accuracy of each."""
+    for item in items:
+        began = time.perf_counter()
+        verdict = await children.score(item)
+        seconds.append(time.perf_counter() - began)
+        if verdict.score.failure:
+            raise RuntimeError(f"an ordinary answer was not scored ({verdict.score.failure}): {verdict.detail}")
+        right.append(verdict.score.accuracy)
+
+
+async def measure(function: str, num_children: int, items: list[Item]) -> Figures:
+    """All items at full load, then a tenth of them one at a time for each child. Raises RuntimeError for no verdict."""
+    seconds: list[float] = []
+    right: list[float] = []
+    async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
+        await drain(children, iter(items[:WARM_UP]), [], [])
+        pids = [*children.pids, children.about["pid"]]
+        cpu_s, began = cpu_seconds(pids), time.perf_counter()
+        queue = iter(items)
+        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(AT_ONCE * num_children)))
+        wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(pids) - cpu_s
+        queue = iter(items[: len(items) // 10])
+        await asyncio.gather(*(drain(children, queue, seconds, []) for _ in range(num_children)))
+    return Figures(
+        per_second=len(items) / wall_s,
+        per_core=len(items) / cpu_s,
+        cores=cpu_s / wall_s,
+        p50_s=statistics.median(seconds),
+        p99_s=statistics.quantiles(seconds, n=100)[98],
+        bare=bare(function, items),
+        right=statistics.fmean(right),
+    )
+
+
+def bare(function: str, items: list[Item]) -> float:
+    """Verdicts per second in this process."""
+    functions = RewardFunctions([RewardFunctionConfig(path=function)])
+    began = time.perf_counter()
+    for item in items:
+        functions.score(item.source, item.text, item.ground_truth, item.extra_info)
+    return len(items) / (time.perf_counter() - began)
+
+
+def report(function: str, num_children: int, responses: int, figures: Figures) -> str:
+    """A Markdown table and what is wanted."""
+    cells = {
+        "function": function,
+        "children": str(num_children),
+        "verdicts/s": f"{figures.per_second:.0f}",
+        "cores used": f"{figures.cores:.2f}",
+        "verdicts/s per core": f"{figures.per_core:.0f}",
+        "p50 ms": f"{1e3 * figures.p50_s:.2f}",
+        "p99 ms": f"{1e3 * figures.p99_s:.2f}",
+        "bare call/s": f"{figures.bare:.0f}",
+        "bare / isolated": f"{figures.bare / figures.per_core:.2f}",
+    }
+    wanted = f"{WANTED_PER_CORE:.0f} verdicts/s per core or more, p50 of {1e3 * WANTED_P50_S:g} ms or less"
+    return "\n".join(
+        [
+            f"{responses} responses of {CHARS} characters, {figures.right:.0%} right",
+            "| " + " | ".join(cells) + " |",
+            "|" + "---|" * len(cells),
+            "| " + " | ".join(cells.values()) + " |",
+            f"wanted of `math`: {wanted}",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and prints the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dapo.bench.rewards", description="Throughput and latency of scoring."
+    )
+    parser.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
+    parser.add_argument("--children", type=int, default=1, help="child processes of the one reward worker")
+    parser.add_argument("--responses", type=int, default=20_000)
+    given = parser.parse_args(arguments)
+    if given.responses < MIN_RESPONSES or given.children < 1:
+        parser.error(
+            f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES} and `--children` ({given.children}) "
+            "at least 1; more responses give steadier figures"
+        )
+    items = ordinary_answers(given.responses, given.function)
+    figures = asyncio.run(measure(given.function, given.children, items))
+    print(report(given.function, given.children, given.responses, figures))
+
+
+if __name__ == "__main__":
+    main()

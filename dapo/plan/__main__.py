@@ -1,0 +1,98 @@
+"""What a run needs before a GPU is rented: `python -m dapo.plan [+experiment=NAME] [key=value ...]`.
+
+    command line ─▶ Hydra ─▶ Config, validated ─▶ model shape ─▶ memory, tokens, FLOPs, time ─▶ text
+
+Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and one step's work and estimated time, all
+with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
+Starts no worker and needs no network: the shapes of the shipped experiments' models are here (`dapo.config.model_shape`).
+"""
+
+import sys
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from dapo.config.schema import Config
+from dapo.main_ppo import end, say, to_config
+from dapo.config.model_shape import ModelShape, read_config, shape_of
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
+from dapo.plan.actor import ELEMENT_BYTES
+from dapo.plan.engine import KV_BYTES
+from dapo.plan.fit import problems
+from dapo.plan.report import report
+from dapo.config.model_checks import architecture_problems, heads_problems
+
+
+def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
+    """The configuration that a run with these arguments would have, and its model's shape.
+
+    Raises ValueError as a run would, and where the model's architecture is not known here.
+    """
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+            tree = compose("dapo", overrides=checked_overrides(overrides))
+    except HydraException as error:
+        raise ValueError(f"{error} ({error.__cause__})") from error
+    cfg = to_config(tree)
+    config = read_config(cfg.model.path)
+    shape = shape_of(config, cfg.model.path)
+    found = [
+        *heads_problems(cfg, config),
+        *architecture_problems(cfg, config),
+        *_assumptions(cfg),
+        *_unknown_widths(cfg),
+    ]
+    if found:
+        raise ValueError("\n".join(found))
+    return cfg, shape
+
+
+def _assumptions(cfg: Config) -> list[str]:
+    plan = cfg.plan
+    rates = ("gpu_flops", "gpu_bandwidth", "sync_bandwidth", "network_bandwidth", "node_bandwidth")
+    positive = ("gpu_memory_bytes", "gpus_per_node", "length_sigma", *rates)
+    shares = ("hfu", "bandwidth_share", "mixed_rate")
+    found = [f"`plan.{name}` ({getattr(plan, name)}) must be above 0" for name in positive if getattr(plan, name) <= 0]
+    found += [
+        f"`plan.{name}` ({getattr(plan, name)}) must be in (0, 1]"
+        for name in shares
+        if not 0 < getattr(plan, name) <= 1
+    ]
+    if plan.mean_response_tokens > cfg.data.max_response_length:
+        found.append(
+            f"`plan.mean_response_tokens` ({plan.mean_response_tokens}) must be at most `data.max_response_length` "
+            f"({cfg.data.max_response_length})"
+        )
+    return found
+
+
+def _unknown_widths(cfg: Config) -> list[str]:
+    args = cfg.rollout.vllm
+    found = [
+        f"`rollout.vllm.{name}` ({args[name]}): the planner knows {', '.join(known)}; give one of these"
+        for name, known in (("dtype", ELEMENT_BYTES), ("kv_cache_dtype", KV_BYTES))
+        if name in args and args[name] not in known
+    ]
+    if args.get("quantization"):
+        found.append(
+            f"`rollout.vllm.quantization` ({args['quantization']}): the planner does not know what such weights take; "
+            "plan without it"
+        )
+    return found
+
+
+def main() -> None:
+    """Prints the plan; the exit code says whether it can run."""
+    try:
+        cfg, shape = plan(sys.argv[1:])
+    except ValueError as error:
+        end(str(error), 1)
+    say(report(cfg, shape))
+    if found := problems(cfg, shape):
+        end("\n".join(found), 1)
+
+
+if __name__ == "__main__":
+    main()

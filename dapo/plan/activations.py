@@ -1,0 +1,98 @@
+"""Bytes that one rank keeps for the backward pass, per token: from the operations of transformers' decoder layers.
+
+Exact for the layers' own tensors: tests/plan/test_memory.py measures the same on CPU in float32 and bfloat16, with each
+way of checkpointing. In all formulas h is the hidden size, i the intermediate size, q and kv the widths of queries and
+of keys, e the bytes of an element.
+"""
+
+from dataclasses import dataclass
+
+from dapo.config.model_shape import ModelShape
+from dapo.plan.terms import Term
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """element: bytes of the compute type. checkpointing: `model.gradient_checkpointing`. cuda: the kernel takes shared
+    keys as they are; on CPU they are repeated per query head. shared_by: `actor.ulysses_sequence_parallel_size`."""
+
+    shape: ModelShape
+    element: int
+    checkpointing: str
+    cuda: bool = True
+    shared_by: int = 1
+
+    @property
+    def norm(self) -> int:
+        """An RMS norm computes in float32: its input, a factor per token, the result before and after the weight."""
+        return (FLOAT32 + 2 * self.element) * self.shape.hidden_size + FLOAT32
+
+    @property
+    def attention(self) -> int:
+        """Queries, keys and values after rotation, the output (twice where it is copied), log-sum-exp per head."""
+        queries = self.shape.attention_size
+        keys = max(self.shape.num_kv_heads, self.shared_by) * self.shape.head_dim if self.cuda else queries
+        copies = 1 if self.cuda and self.shared_by == 1 else 2
+        norms = (FLOAT32 + self.element) * (queries + self.shape.kv_size) if self.shape.qk_norm else 0
+        return self.element * (queries + 2 * keys + copies * queries) + FLOAT32 * self.shape.num_heads + norms
+
+    @property
+    def layer(self) -> int:
+        """A whole decoder layer; of the MLP gate, its activation, up and their product."""
+        return 2 * self.norm + self.attention + 4 * self.element * self.shape.intermediate_size
+
+    @property
+    def input(self) -> int:
+        """A layer's input in the compute type."""
+        return self.element * self.shape.hidden_size
+
+    @property
+    def kept(self) -> int:
+        """Of each layer until its backward pass."""
+        if self.checkpointing == "full":
+            return self.input
+        if self.checkpointing == "selective":  # attention, and the products k, o and up (`workers.recompute`)
+            own = self.shape.kv_size + self.shape.hidden_size + self.shape.intermediate_size
+            attention = self.element * self.shape.attention_size + FLOAT32 * self.shape.num_heads
+            return self.input + self.element * own + attention
+        return self.layer
+
+    @property
+    def once(self) -> int:
+        """Cosines and sines, which all layers share."""
+        return 2 * self.element * self.shape.head_dim
+
+    @property
+    def working_layer(self) -> int:
+        """The layer in its backward pass, all of it computed, with the gradients of gate, up and three of width h."""
+        separate = self.input if self.checkpointing != "none" and self.element != FLOAT32 else 0
+        gradients = self.element * (2 * self.shape.intermediate_size + 3 * self.shape.hidden_size)
+        return self.layer + separate + gradients
+
+    def terms_of_layers(self, tokens: int) -> tuple[Term, Term]:
+        """While the last layer is in its backward pass: what the others keep, and this one."""
+        layers = self.shape.num_layers
+        kept = Term(
+            name=f"activations kept by {layers - 1} layers",
+            amount=tokens * ((layers - 1) * self.kept + self.once),
+            formula=f"{tokens:,} tokens x ({layers - 1} x {self.kept:,} B ({self.checkpointing}) + {self.once:,} B)",
+        )
+        working = Term(
+            name="activations of the layer in work",
+            amount=tokens * self.working_layer,
+            formula=f"{tokens:,} tokens x {self.working_layer:,} B (kept whole {self.layer:,} B, the rest gradients)",
+        )
+        return kept, working
+
+    def term_at_head(self, tokens: int) -> Term:
+        """After the last layer, while the head computes: layers, final norm, hidden states picked for the head."""
+        layers = self.shape.num_layers
+        per_token = layers * self.kept + self.once + self.norm + 2 * self.input
+        return Term(
+            name=f"activations kept by {layers} layers",
+            amount=tokens * per_token,
+            formula=f"{tokens:,} tokens x ({layers} x {self.kept:,} B ({self.checkpointing}) + "
+            f"{per_token - layers * self.kept:,} B final norm and picked states)",
+        )

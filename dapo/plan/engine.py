@@ -1,0 +1,155 @@
+"""Memory of one vLLM engine: configuration and model shape in; weights, KV cache and running sequences out.
+
+vLLM takes `gpu_memory_utilization` of the GPU, subtracts weights and the peak of a trial batch, and cuts the rest into
+blocks of KV cache. A CPU engine takes the cache size it is told (`workers.cluster`: 1 GiB by default).
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
+from dapo.plan.actor import ELEMENT_BYTES, bucket_term, device_of
+from dapo.plan.terms import Term
+from dapo.derived import gpus_per_engine, resolve_transport
+
+# vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
+MAX_NUM_SEQS = 128
+MAX_NUM_BATCHED_TOKENS = 2048
+GPU_MEMORY_UTILIZATION = 0.92
+BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
+VOCABULARY_MULTIPLE = 64  # embedding and head are padded to it
+KV_BYTES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of one GPU of one engine, whose `dtype` and `kv_cache_dtype` have a width that is known here (`dapo.plan`)."""
+
+    cfg: Config
+    shape: ModelShape
+
+    def _arg(self, name: str, default: Any) -> Any:
+        return self.cfg.rollout.vllm.get(name, default)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that share each layer."""
+        return int(self._arg("tensor_parallel_size", 1))
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine."""
+        return gpus_per_engine(self.cfg.rollout.vllm)
+
+    @property
+    def _pipeline(self) -> int:
+        return int(self._arg("pipeline_parallel_size", 1))
+
+    @property
+    def utilization(self) -> float:
+        """Share of the GPU's memory that the engine takes."""
+        return float(self._arg("gpu_memory_utilization", GPU_MEMORY_UTILIZATION))
+
+    @property
+    def window(self) -> int:
+        """Longest context, in tokens."""
+        return int(self._arg("max_model_len", self.cfg.data.max_prompt_length + self.cfg.data.max_response_length))
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that the scheduler runs at once."""
+        return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one pass; vLLM refuses a smaller one than `max_num_seqs`."""
+        return int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+
+    @property
+    def block(self) -> int:
+        """Tokens of one block of KV cache."""
+        return int(self._arg("block_size", BLOCK_TOKENS[device_of(self.cfg)]))
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight."""
+        return ELEMENT_BYTES[self._arg("dtype", self.cfg.model.dtype)]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers on one GPU; heads that cannot be split are copied."""
+        width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
+        heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
+        return 2 * (self.shape.num_layers // self._pipeline) * heads * self.shape.head_dim * width
+
+    @property
+    def kv_formula(self) -> str:
+        """`kv_bytes_per_token` from its factors."""
+        heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
+        width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
+        layers = self.shape.num_layers // self._pipeline
+        return f"2 x {layers} layers x {heads} key-value heads x {self.shape.head_dim} x {width} B"
+
+    def weights(self) -> Term:
+        """Of one GPU: everything is split, the vocabulary padded."""
+        padding = -self.shape.vocab_size % VOCABULARY_MULTIPLE * self.shape.hidden_size
+        count = self.shape.parameters + padding * (1 if self.shape.tie_word_embeddings else 2)
+        formula = f"{self.element} B x {count:,} / {self.gpus} GPUs"
+        return Term(name=f"weights, {self.cfg.model.dtype}", amount=self.element * count / self.gpus, formula=formula)
+
+    def working(self) -> Term:
+        """The peak of vLLM's trial batch: MLP and residual stream of a full batch, logits of all sequences thrice."""
+        tokens = self.max_num_batched_tokens
+        mlp = 3 * self.shape.intermediate_size // self.tensor_parallel
+        layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
+        logits = 3 * 4 * self.max_num_seqs * self.shape.vocab_size
+        formula = (
+            f"{tokens:,} tokens x {self.element} B x ({mlp:,} + 4 x {self.shape.hidden_size:,}) + 3 x 4 B x "
+            f"{self.max_num_seqs} sequences x {self.shape.vocab_size:,} logits"
+        )
+        return Term(name="working memory of a batch", amount=layers + logits, formula=formula)
+
+    def overhead(self) -> Term:
+        """Context, communication, graphs."""
+        amount = self.cfg.plan.engine_overhead_bytes
+        return Term(name="process overhead, CUDA graphs", amount=amount, formula="assumed: plan.engine_overhead_bytes")
+
+    def terms(self) -> tuple[Term, ...]:
+        """All of one GPU, the KV cache last: what is left, and negative when nothing is."""
+        used = (self.weights(), self.working(), self.overhead())
+        if device_of(self.cfg) == "cpu":
+            cache = self._arg("kv_cache_memory_bytes", float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+            formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"
+        else:
+            left = self.utilization * self.cfg.plan.gpu_memory_bytes - sum(term.amount for term in used)
+            cache = self._arg("kv_cache_memory_bytes", left)
+            formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
+        return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
+
+    def beyond(self) -> Term:
+        """What comes after the engine has taken its share: memory that broadcast weights arrive in."""
+        count = 1 if resolve_transport(self.cfg, device_of(self.cfg)) == "broadcast" else 0
+        return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
+
+    @property
+    def kv_tokens(self) -> int:
+        """That one engine's cache holds, whole blocks."""
+        return max(0, int(self.terms()[-1].amount) // (self.kv_bytes_per_token * self.block)) * self.block
+
+    @property
+    def at_full_length(self) -> float:
+        """Sequences of `window` tokens that the cache holds."""
+        return self.kv_tokens / (-(-self.window // self.block) * self.block)
+
+    def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
+        """Sequences that the cache holds while they grow, the longer ones present for longer (`workers.capacity`)."""
+        held = sum(r * (prompt + r / 2) for r in responses) / sum(responses)
+        return self.kv_tokens / (held + self.block / 2)
+
+    def running(self, prompt: int, responses: Sequence[int]) -> int:
+        """Sequences that one engine runs at once."""
+        return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))

@@ -1,0 +1,100 @@
+"""What divides badly and leaves ranks, engines or memory idle: a configuration in, lines with the keys out."""
+
+from collections.abc import Iterator
+
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
+from dapo.plan.actor import device_of
+from dapo.plan.engine import EngineMemory
+from dapo.plan.step import Step, mean_tokens
+
+LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
+
+
+def hints(cfg: Config, shape: ModelShape) -> list[str]:
+    """One line each, with the keys; empty when nothing does."""
+    step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
+    return [*_ranks(cfg, step), *_shards(cfg, shape, engine), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
+
+
+def _ranks(cfg: Config, step: Step) -> Iterator[str]:
+    sequences, packing = cfg.actor.ppo_mini_batch_size * cfg.rollout.n, step.packing
+    if sequences % step.groups:
+        yield (
+            f"{sequences} sequences per mini-batch (`actor.ppo_mini_batch_size` {cfg.actor.ppo_mini_batch_size} x "
+            f"`rollout.n` {cfg.rollout.n}) over {step.groups} groups of ranks (`actor.num_workers` / "
+            "`actor.ulysses_sequence_parallel_size`) do not divide"
+        )
+    if packing.idle >= MANY_IDLE:
+        yield (
+            f"{packing.idle:.0%} of the micro-batches are empty: fewer groups of ranks (a larger "
+            "`actor.ulysses_sequence_parallel_size`) or a larger `actor.ppo_mini_batch_size` would use them"
+        )
+    if packing.balance < LOW_BALANCE:
+        yield (
+            f"ranks wait for the heaviest {1 - packing.balance:.0%} of the time: few sequences of uneven lengths per "
+            "micro-batch; a larger `actor.max_tokens_per_gpu`, `actor.ulysses_sequence_parallel_size` or "
+            "`actor.ppo_mini_batch_size` evens them out"
+        )
+    waiting = sum(max(0.0, wire - computing) for computing, wire in step.passes.values())
+    if device_of(cfg) == "cuda" and waiting > SLOW_NETWORK * step.update_s:
+        yield (
+            f"the update waits for the network {waiting / step.update_s:.0%} of the time: parameters are gathered and "
+            f"gradients summed in each of {step.packing.micro_batches} micro-batches of an optimizer step; a larger "
+            "`actor.max_tokens_per_gpu` makes them fewer, a smaller `actor.fsdp_size` keeps them within a node"
+        )
+    if packing.filled < LOW_FILL:
+        yield (
+            f"micro-batches are {packing.filled:.0%} full: activations are reserved for more; a smaller "
+            "`actor.max_tokens_per_gpu` (at least the longest sequence over the sequence-parallel size), or a larger "
+            "`actor.ppo_mini_batch_size`"
+        )
+
+
+def _shards(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+    shards = cfg.actor.num_workers if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size
+    rows = {
+        "hidden size": shape.hidden_size,
+        "intermediate size": shape.intermediate_size,
+        "key-value width": shape.kv_size,
+        "vocabulary": shape.vocab_size,
+    }
+    uneven = [f"{name} {count:,}" for name, count in rows.items() if count % shards]
+    if uneven:
+        yield f"parameters are padded in {shards} shards (`actor.fsdp_size`), which divides not: {', '.join(uneven)}"
+    node = cfg.plan.gpus_per_node
+    if cfg.actor.num_workers > node and cfg.actor.num_workers % node:
+        yield f"`actor.num_workers` ({cfg.actor.num_workers}) leaves a node of {node} GPUs partly used"
+    if node % engine.gpus and engine.gpus % node:
+        yield f"engines of {engine.gpus} GPUs leave some of a node's {node} unused or lie across nodes"
+
+
+def _heads(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+    shared, keys = cfg.actor.ulysses_sequence_parallel_size, shape.num_kv_heads
+    if shared > keys:
+        yield f"`actor.ulysses_sequence_parallel_size` ({shared}) exceeds the {keys} key-value heads: they are copied"
+    if engine.tensor_parallel > keys:
+        yield (
+            f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) exceeds the {keys} key-value heads: the "
+            "KV cache holds copies"
+        )
+
+
+def _engines(cfg: Config, step: Step, engine: EngineMemory) -> Iterator[str]:
+    prompt, _ = mean_tokens(cfg)
+    holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
+    wanted = step.sequences / step.kept_rate
+    useful = min(holds, wanted / cfg.rollout.num_engines, engine.max_num_batched_tokens)
+    if useful > 1.25 * engine.max_num_seqs:
+        yield (
+            f"an engine's cache holds {holds:.0f} sequences, a step has {wanted / cfg.rollout.num_engines:.0f} for it, "
+            f"and it runs {engine.max_num_seqs}: rollout.vllm.max_num_seqs={int(useful) // 8 * 8} would use it"
+        )
+    if engine.at_full_length < cfg.rollout.n:
+        yield (
+            f"a group of `rollout.n` ({cfg.rollout.n}) at full length does not run at once in one engine, which holds "
+            f"{engine.at_full_length:.1f} such sequences: late in a group requests are put off and computed again"
+        )
+    slots = cfg.rollout.num_engines * running
+    if wanted < slots:
+        yield f"{wanted:.0f} responses per step do not fill the {slots} places of `rollout.num_engines` engines"

@@ -1,0 +1,152 @@
+"""The plan as text: memory of a rank and of an engine, checkpoint, one step's work and time, with the arithmetic."""
+
+import textwrap
+
+from dapo.config.schema import Config
+from dapo.config.model_shape import ModelShape
+from dapo.plan.actor import ActorMemory, device_of
+from dapo.plan.engine import EngineMemory
+from dapo.plan.fit import room_for_actors
+from dapo.plan.hints import hints
+from dapo.plan.step import Step, mean_tokens
+from dapo.plan.terms import Term, duration, short, size, table
+
+
+def report(cfg: Config, shape: ModelShape) -> str:
+    """All sections. Sizes are decimal: 1 GB = 10^9 bytes."""
+    sections = [_model, _actor, _engine, _checkpoint, _step, _time, _hints]
+    return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
+
+
+def _model(cfg: Config, shape: ModelShape) -> list[str]:
+    gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
+    roles = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
+    layout = f"both on the same {max(gpus, cfg.actor.num_workers)}" if cfg.trainer.colocate else roles
+    where = "GPUs" if device_of(cfg) == "cuda" else "CPU processes"
+    return [
+        f"model {cfg.model.path}: {shape.parameters:,} parameters = {shape.num_layers} layers x "
+        f"{shape.layer_parameters:,} + embedding{'' if shape.tie_word_embeddings else ' and head'} "
+        f"{shape.root_parameters - shape.hidden_size:,} + final norm {shape.hidden_size:,}",
+        f"  attention costs as much as all matrices at {shape.attention_equals_rest_tokens:,} tokens; "
+        f"{short(shape.flops_per_token, 'FLOP')} per token forward without it",
+        f"{where}: {layout}; memory {size(cfg.plan.gpu_memory_bytes)} (plan.gpu_memory_bytes"
+        f"{')' if device_of(cfg) == 'cuda' else ', shared by all)'}",
+    ]
+
+
+def _actor(cfg: Config, shape: ModelShape) -> list[str]:
+    memory = ActorMemory(cfg, shape)
+    peak = memory.peak()
+    copies = cfg.actor.num_workers // memory.shards
+    lines = [
+        f"ACTOR RANK (1 of {cfg.actor.num_workers}: {memory.shards} shards x {copies} copies; sequence parallel "
+        f"{cfg.actor.ulysses_sequence_parallel_size}; {cfg.actor.max_tokens_per_gpu:,} tokens; checkpointing "
+        f"{cfg.model.gradient_checkpointing})"
+    ]
+    if offloaded := memory.offloaded():
+        ranks = min(cfg.plan.gpus_per_node, cfg.actor.num_workers)
+        lines += ["in host memory:", *table(offloaded, "together per rank")]
+        lines.append(f"  x {ranks} ranks of a node: {size(ranks * sum(term.amount for term in offloaded))}")
+    lines += ["at all times:", *table(memory.resident(), "together")]
+    resident = {term.name for term in memory.resident()}
+    for phase in memory.phases():
+        own = [term for term in phase.terms if term.name not in resident]
+        lines += [f"and in phase `{phase.name}`:", *table(own), f"  in all {size(phase.total)}"]
+    room = room_for_actors(cfg, shape)
+    verdict = "fits" if peak.total <= room else "DOES NOT FIT"
+    lines.append(f"peak {size(peak.total)} in `{peak.name}`; room {size(room)}: {verdict}")
+    return lines
+
+
+def _engine(cfg: Config, shape: ModelShape) -> list[str]:
+    engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
+    responses = Step(cfg, shape).responses
+    return [
+        f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
+        *table(engine.terms(), "together"),
+        *(table([engine.beyond()]) if engine.beyond().amount else ()),
+        f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = {engine.kv_formula}",
+        f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
+        f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
+        f"in the mean; at most rollout.vllm.max_num_seqs = {engine.max_num_seqs}",
+    ]
+
+
+def checkpoint_terms(cfg: Config, shape: ModelShape) -> tuple[Term, ...]:
+    """Bytes of one checkpoint on disk; buffer, cursor and tokenizer are small beside it."""
+    memory = ActorMemory(cfg, shape)
+    terms = [
+        Term(name="parameters and Adam m, v, float32", amount=12 * memory.trained, formula=f"12 B x {memory.trained:,}")
+    ]
+    if cfg.checkpoint.hf_export:
+        formula = f"{memory.element} B x {shape.parameters:,}"
+        name = f"Hugging Face export, {cfg.model.dtype}"
+        terms.append(Term(name=name, amount=memory.element * shape.parameters, formula=formula))
+    return tuple(terms)
+
+
+def _checkpoint(cfg: Config, shape: ModelShape) -> list[str]:
+    terms = checkpoint_terms(cfg, shape)
+    kept = cfg.checkpoint.keep or cfg.trainer.total_steps
+    whole = size(kept * sum(term.amount for term in terms))
+    return ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
+
+
+def _step(cfg: Config, shape: ModelShape) -> list[str]:
+    step, packing = Step(cfg, shape), Step(cfg, shape).packing
+    prompt, response = mean_tokens(cfg)
+    again, attention_again = step.recomputed
+    lines = [
+        "ONE STEP (assumed lengths: mean prompt "
+        f"{prompt:,}, mean response {response:,} tokens, log-normal with sigma {cfg.plan.length_sigma:g})",
+        f"  trains on {cfg.data.train_batch_size} prompts x {cfg.rollout.n} responses = {step.sequences:,} sequences, "
+        f"{short(step.trained_tokens)} tokens, in {step.optimizer_steps} optimizer steps",
+        f"  generates {short(step.generated_tokens)} response tokens = {step.sequences:,} x {response:,} / "
+        f"{step.kept_rate:g} (assumed share of mixed groups)",
+        f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",
+        *(f"  pass for {name}: {short(flops, 'FLOP')}" for name, flops in step.extra_passes.items()),
+        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + 2 + {again:.2f} again) + attention x (1 + 2.5 "
+        f"+ {attention_again:g} again)" + (f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""),
+        f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.groups} groups of ranks, "
+        f"{packing.filled:.0%} full, {packing.idle:.0%} empty; the mean rank does {packing.balance:.0%} of the "
+        "heaviest's work",
+    ]
+    return lines
+
+
+def _time(cfg: Config, shape: ModelShape) -> list[str]:
+    step, engine, plan = Step(cfg, shape), EngineMemory(cfg, shape), cfg.plan
+    if device_of(cfg) == "cpu":
+        return ["TIME: not estimated without GPUs"]
+    throughput_s, longest_s = step.generation_s(engine)
+    generation_s = max(throughput_s, longest_s)
+    sync_s = step.sync_bytes / plan.sync_bandwidth
+    overlap = cfg.filter_groups.max_staleness > 0 and not cfg.trainer.colocate
+    whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s
+    running = engine.running(mean_tokens(cfg)[0], step.responses)
+    order = "the slower of generation and update" if overlap else "generation and update one after the other"
+    return [
+        f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, HFU {plan.hfu:.0%}, "
+        f"{short(plan.gpu_bandwidth, 'B/s')} of which decoding reaches {plan.bandwidth_share:.0%}, "
+        f"{plan.engine_step_s * 1000:g} ms more per decoding step, sync "
+        f"{short(plan.sync_bandwidth, 'B/s')})",
+        f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
+        f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
+        f"{duration(longest_s)}",
+        f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}",
+        *(
+            f"    {name}: {duration(computing)} of computing, beside it {duration(wire)} of communication"
+            for name, (computing, wire) in step.passes.items()
+        ),
+        f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
+        f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
+        f"  weight sync {duration(sync_s)}: {size(step.sync_bytes)}",
+        f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
+        f"{short(step.trained_tokens / whole)} trained tokens/s",
+    ]
+
+
+def _hints(cfg: Config, shape: ModelShape) -> list[str]:
+    found = hints(cfg, shape)
+    lines = [textwrap.fill(line, 116, initial_indent="  - ", subsequent_indent="    ") for line in found]
+    return ["DIVIDES BADLY", *lines] if found else ["DIVIDES BADLY: nothing found"]

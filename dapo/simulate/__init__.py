@@ -1,0 +1,1 @@
+"""`python -m dapo.simulate`: the oversampling buffer against simulated engines."""

@@ -1,0 +1,124 @@
+"""A fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
+
+The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), beside what others do: a
+fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step time, idle share
+of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle submits at once
+exactly the draws up to the last one needed.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
+from dapo.simulate.books import Outcome, Plan
+from dapo.simulate.fleet import Workload
+
+POLICIES: dict[str, Callable[[Plan], Outcome]] = {
+    "staleness-0": streaming,
+    "staleness-1": lambda plan: streaming(plan, max_staleness=1),
+    "staleness-2": lambda plan: streaming(plan, max_staleness=2),
+    "barrier-3x": barrier,
+    "refill": refill,
+    "refill-rounds": refill_in_rounds,
+    "first-finished-3x": first_finished,
+}
+COLUMNS = (
+    *("policy", "mixed rate", "slots", "batch full after s", "step s", "step of staleness 0", "engines idle", "wasted"),
+    *("goodput", "staleness", "batch of oracle", "first batch of oracle"),
+)
+
+
+def later(times: Sequence[float]) -> float:
+    """Mean without the first step, whose mixed rate nobody knows."""
+    return sum(times[1:]) / max(1, len(times) - 1)
+
+
+def row(name: str, plan: Plan, outcome: Outcome, base: float, seconds_per_token: float) -> str:
+    """One line of the table. base: mean step time at staleness 0."""
+    drift = f" {plan.workload.rate_drift:+g}" if plan.workload.rate_drift else ""
+    cells = [
+        name,
+        f"{plan.workload.rate:g}{drift}",
+        f"{plan.engines} x {plan.slots}",
+        f"{later(outcome.generation) * seconds_per_token:.0f}",
+        f"{later(outcome.steps) * seconds_per_token:.0f}",
+        f"{later(outcome.steps) / base:.2f}",
+        f"{outcome.idle:.1%}",
+        f"{outcome.wasted:.1%}",
+        f"{outcome.goodput:.2f}",
+        f"{outcome.staleness:.2f}",
+        f"{later(outcome.generation) / later(outcome.oracle):.3f}" if outcome.oracle else "",
+        f"{outcome.generation[0] / outcome.oracle[0]:.3f}" if outcome.oracle else "",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def plans(given: argparse.Namespace) -> Iterator[Plan]:
+    """One per number of slots, rate and drift."""
+    for slots, rate, drift in itertools.product(given.slots, given.rate, given.rate_drift):
+        workload = Workload(
+            n=given.n,
+            rate=rate,
+            rate_drift=drift,
+            median=given.median,
+            sigma=given.sigma,
+            cap=given.cap,
+            wrong_longer=given.wrong_longer,
+            seed=given.seed,
+        )
+        plan = Plan(
+            workload=workload,
+            engines=given.engines,
+            slots=slots,
+            batch=given.batch,
+            sync=given.sync_s * given.tokens_per_s,
+            steps=given.steps,
+        )
+        if given.update_s is None:
+            generation = later(streaming(plan).generation)
+            update = generation * given.update_share / (1 - given.update_share)
+        else:
+            update = given.update_s * given.tokens_per_s
+        yield replace(plan, update=update)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
+    names = list(POLICIES)
+    parser.add_argument("--policies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
+    parser.add_argument("--rate-drift", type=float, nargs="+", default=[0.0], help="changes per 1,000 draws")
+    parser.add_argument("--engines", type=int, default=16)
+    parser.add_argument("--slots", type=int, nargs="+", default=[64], help="responses that an engine runs at once")
+    parser.add_argument("--batch", type=int, default=512, help="mixed groups per update")
+    parser.add_argument("--n", type=int, default=16, help="responses per prompt")
+    parser.add_argument("--median", type=float, default=3000.0, help="of the response length, in tokens")
+    parser.add_argument("--sigma", type=float, default=0.9, help="of the log of the response length")
+    parser.add_argument("--cap", type=int, default=20480, help="longest response, in tokens")
+    parser.add_argument("--wrong-longer", type=float, default=1.0, help="factor on the length of wrong responses")
+    parser.add_argument("--tokens-per-s", type=float, default=30.0, help="speed of one slot")
+    parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
+    parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
+    parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    """Prints a Markdown table."""
+    given = parser().parse_args()
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for plan in plans(given):
+        strict = streaming(plan)
+        base = later(strict.steps)
+        for name in given.policies:
+            outcome = strict if POLICIES[name] is streaming else POLICIES[name](plan)
+            print(row(name, plan, outcome, base, 1 / given.tokens_per_s), flush=True)
+
+
+if __name__ == "__main__":
+    main()

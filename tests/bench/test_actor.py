@@ -1,0 +1,126 @@
+"""The benchmark of the actors: its parts run on a CPU and give figures, also the one that is meant for a GPU."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dapo.bench import actor as bench_actor
+from dapo.bench.actor import config_of, main, random_batch, response_lengths
+from dapo.config.model_shape import read_shape
+from workers.actor import split_batch
+from workers.attention import PACKED_ATTENTION
+from dapo.bench.device import random_weights
+from dapo.bench.hand_loop import HandWrittenRank
+from workers.loading import load_parameters, meta_model
+from workers.policy import PackedPolicy, collate
+
+TINY = "pkg://dapo.tiny/base"
+
+
+def test_long_lengths_have_a_tail_and_a_bound() -> None:
+    cfg = config_of("data.train_batch_size=64", "rollout.n=16", "data.max_response_length=512")
+    short, long = (response_lengths(shape, cfg, np.random.default_rng(0)) for shape in ("short", "long"))
+    assert len(short) == len(long) == 1024
+    assert 20 <= min(short) and max(short) <= 60
+    assert max(long) == 512 and 80 < sum(long) / len(long) < 130
+
+
+def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
+    """What it is compared with must be the same work: its parameters after a step, from the policy's gradient."""
+    fixed = ("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "actor.optim.grad_clip=1e9", "rollout.temperature=0.7")
+    sizes = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.max_tokens_per_gpu=256")
+    cfg = config_of(*sizes, *fixed)
+    batch = random_batch("short", cfg)
+    [work] = split_batch(batch, 1, 256)
+    assert len(work.minibatches[0]) > 1
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, attn_implementation=PACKED_ATTENTION)
+    policy, optim = PackedPolicy(model, 0.7), cfg.actor.optim
+    for sequences in work.minibatches[0]:
+        packed = collate(sequences, torch.device("cpu"))
+        (-packed.weights * packed.advantages * policy(packed)[0]).sum().backward()
+    torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=tuple(optim.betas), eps=1e-3, weight_decay=optim.weight_decay
+    ).step()
+
+    rank = HandWrittenRank(cfg)
+    assert rank.run(work) > 0
+    wanted = model.state_dict()
+    for name, parameter in rank._model.named_parameters():
+        torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=1e-6)
+
+
+def test_random_weights_are_a_whole_model(tmp_path: Path) -> None:
+    folder = random_weights(TINY, tmp_path)
+    cfg = config_of(f"model.path={folder}")
+    model = meta_model(cfg.model, torch.float32).to_empty(device="cpu")
+    model.tie_weights()
+    load_parameters(model.named_parameters(remove_duplicate=False), str(folder), model.base_model_prefix)
+    assert sum(p.numel() for p in model.parameters()) == read_shape(TINY).parameters
+    assert AutoConfig.from_pretrained(folder).vocab_size == model.lm_head.out_features
+    for name, parameter in model.named_parameters():
+        mean, deviation = (1.0, 0.0) if "norm" in name else (0.0, 0.0 if "bias" in name else 0.02)
+        assert float(parameter.detach().mean()) == pytest.approx(mean, abs=2e-3), name
+        assert float(parameter.detach().std()) == pytest.approx(deviation, rel=0.1), name
+
+
+def test_time_of_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["logprobs", "--tokens", "64", "--vocabulary", "500", "--hidden", "16", "--repeats", "2"])
+    _, names, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert "chunks / whole" in names and len(rows) == 2
+    assert [row.split(" | ")[1] for row in rows] == ["no", "yes"]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_updates_against_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["update", "--shapes", "short", "--repeats", "2", "rollout.n=2"])
+    names, _, row, wanted = capsys.readouterr().out.splitlines()[-4:]
+    cells = dict(zip(names.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
+    assert cells["shape"] == "short" and float(cells["update / loop"]) > 0
+    assert wanted.startswith("wanted: at least 0.85")
+
+
+@pytest.mark.ray
+def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "rows.jsonl"
+    options = {"--tokens": "256", "--sequences": "2", "--micro-batches": "2", "--repeats": "1", "--peak-flops": "1e12"}
+    words = [word for pair in options.items() for word in pair]
+    main(["device", "--models", TINY, "--device", "cpu", "--output", str(output), *words])
+    row = json.loads(output.read_text())
+    assert row == json.loads(capsys.readouterr().out)
+    shape = read_shape(TINY)
+    assert row["parameters"] == shape.parameters
+    assert row["tokens_per_s"] == pytest.approx(512 / row["seconds"])
+    # 4 sequences of 128 tokens; the head runs at the 112 of a response; backward counts twice.
+    expected = 3 * shape.forward_flops([128] * 4, head_tokens=4 * 112)
+    assert row["model_flops"] == expected
+    assert row["mfu"] == pytest.approx(expected / row["seconds"] / 1e12)
+    assert row["peak_bytes"] > 4 * 4 * shape.parameters  # parameters, gradients, two moments
+    assert row["grad_norm"] > 0
+
+
+def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(1)
+
+        def submit(self, function, case):
+            return super().submit(lambda: 1 / 0 if case.tokens == 8 else {"tokens": case.tokens})
+
+    monkeypatch.setattr(bench_actor, "ProcessPoolExecutor", Broken)
+    output = tmp_path / "rows.jsonl"
+    main(["device", "--models", TINY, "--device", "cpu", "--tokens", "8", "16", "--output", str(output)])
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert first == {"model": TINY, "tokens": 8, "error": "ZeroDivisionError: division by zero"}
+    assert second == {"tokens": 16}
+
+
+def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["logprobs", "--frobnicate"])
+    assert "unknown: --frobnicate" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Activation bytes of the planner against torch's own record of every allocation, on one Qwen2 layer more or less."""
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dapo.config.model_shape import shape_of
+from dapo.plan.activations import Activations
+from workers.attention import PACKED_ATTENTION, Segments
+from workers.recompute import checkpoint_activations
+
+CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+    "num_hidden_layers": 3,
+}
+LENGTHS = (200, 120, 192)
+TOKENS = sum(LENGTHS)
+DTYPES = [pytest.param(torch.float32, 4, id="float32"), pytest.param(torch.bfloat16, 2, id="bfloat16")]
+
+
+def allocated(function):
+    """(result, bytes alive afterwards, bytes alive at the peak), both beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = function()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return result, int(alive[-1]), int(alive.max())
+
+
+def measured(dtype, mode, layers):
+    """Bytes per token after the forward pass, and at the peak of forward and backward together."""
+    config = Qwen2Config(**CONFIG | {"num_hidden_layers": layers}, attn_implementation=PACKED_ATTENTION)
+    model = Qwen2ForCausalLM(config).to(dtype).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    checkpoint_activations(model, mode)
+    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32))
+    inputs = {
+        "input_ids": torch.zeros(1, TOKENS, dtype=torch.long),
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "segments": Segments(LENGTHS, bounds),
+    }
+
+    def forward():
+        return model.model(**inputs, attention_mask=None, use_cache=False).last_hidden_state
+
+    forward().sum().backward()  # warm: threads' scratch memory
+    out, kept, peak = allocated(forward)
+    _, _, backward_peak = allocated(lambda: out.backward(torch.ones_like(out)))
+    return kept / TOKENS, max(peak, kept + backward_peak) / TOKENS
+
+
+def predicted(dtype_bytes, mode, cuda=False):
+    shape = shape_of(CONFIG | {"model_type": "qwen2"}, "m")
+    return Activations(shape=shape, element=dtype_bytes, checkpointing=mode, cuda=cuda)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(("dtype", "element"), DTYPES)
+def test_bytes_per_token(dtype, element, mode):
+    activations = predicted(element, mode)
+    (one, _), (three, peak) = measured(dtype, mode, 1), measured(dtype, mode, 3)
+    assert (three - one) / 2 == activations.kept
+    [kept, working] = activations.terms_of_layers(TOKENS)
+    # Without recomputation the final norm's own backward pass can be a little fuller than the last layer's.
+    assert (kept.amount + working.amount) / TOKENS == pytest.approx(peak, rel=0.05 if mode == "none" else 0.01)
+
+
+class _Kernel(torch.autograd.Function):
+    """What a variable-length kernel keeps: queries, shared keys and values, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def test_bytes_per_token_with_a_kernel_like_that_of_a_gpu(monkeypatch):
+    def kernel(query, key, value, **_):
+        q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
+        return _Kernel.apply(q, k, v).unsqueeze(0)
+
+    monkeypatch.setattr("workers.attention._per_segment", kernel)
+    (one, _), (three, _) = measured(torch.bfloat16, "none", 1), measured(torch.bfloat16, "none", 3)
+    assert (three - one) / 2 == predicted(2, "none", cuda=True).kept
+
+
+def test_attention_that_is_shared_copies_the_output_and_few_keys():
+    shape = shape_of(CONFIG | {"model_type": "qwen2"}, "m")
+    alone = Activations(shape=shape, element=2, checkpointing="none")
+    shared = Activations(shape=shape, element=2, checkpointing="none", shared_by=4)
+    assert shared.attention - alone.attention == 2 * shape.attention_size + 2 * 2 * 2 * shape.head_dim

@@ -1,0 +1,283 @@
+"""The planner: it answers every experiment, refuses what cannot fit with changes that are enough, and adds up."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo.config.compose import experiments
+from dapo.packing import pack
+from dapo.plan.__main__ import plan
+from dapo.plan.actor import ActorMemory, adapter_parameters
+from dapo.plan.engine import EngineMemory
+from dapo.plan.fit import changed, problems
+from dapo.plan.hints import hints
+from dapo.plan.report import checkpoint_terms, report
+from dapo.plan.step import Step, response_lengths
+
+ROOT = Path(__file__).resolve().parents[2]
+GB = 1e9
+ALONE = "actor.ulysses_sequence_parallel_size=1"
+
+
+@functools.cache
+def planned(*overrides, experiment="dapo_qwen32b"):
+    return plan([f"+experiment={experiment}", *overrides])
+
+
+def term(phase, name):
+    (found,) = [one.amount for one in phase.terms if one.name.startswith(name)]
+    return found
+
+
+def phase(memory, name):
+    (found,) = [one for one in memory.phases() if one.name.startswith(name)]
+    return found
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_is_answered_and_fits(name):
+    cfg, shape = planned(experiment=name)
+    text = report(cfg, shape)
+    assert problems(cfg, shape) == []
+    for heading in ("ACTOR RANK", "ENGINE", "CHECKPOINT", "ONE STEP", "TIME", "DIVIDES BADLY"):
+        assert f"\n{heading}" in text
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_refusal_ends_with_1_and_one_message_and_needs_no_worker():
+    program = (
+        "import sys; import dapo.plan\n"
+        "sys.argv = ['plan', '+experiment=dapo_qwen7b', 'plan.gpu_memory_bytes=24e9']\n"
+        "try: dapo.plan.main()\n"
+        "finally: print('loaded', {'ray', 'vllm', 'workers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "DOES NOT FIT" in done.stdout and done.stdout.endswith("loaded set()\n")
+    assert done.stderr.startswith("dapo: an actor rank needs ") and "Traceback" not in done.stderr
+
+
+def test_state_of_32b_by_hand():
+    cfg, shape = planned("actor.offload=false")
+    memory = ActorMemory(cfg, shape)
+    assert [t.amount for t in memory.state()] == [
+        4 * 32_763_876_352 / 64,
+        4 * 32_763_876_352 / 64,
+        8 * 32_763_876_352 / 64,
+    ]
+    backward = phase(memory, "backward")
+    assert term(backward, "2 layers gathered") == 2 * 2 * 487_605_248
+    assert term(backward, "head and final norm") == 2 * (152_064 * 5_120 + 5_120)
+    assert term(backward, "activations kept") == 22_528 * (63 * 2 * 5_120 + 2 * 2 * 128)
+    assert backward.total == sum(one.amount for one in backward.terms)
+
+
+def test_offload_moves_the_state_to_the_host():
+    cfg, shape = planned("actor.offload=true")
+    off, on = ActorMemory(changed(cfg, {"actor.offload": False}), shape), ActorMemory(cfg, shape)
+    assert off.peak().total - on.peak().total == pytest.approx(16 * shape.parameters / 64)
+    assert sum(t.amount for t in on.offloaded()) == pytest.approx(16 * shape.parameters / 64)
+    assert off.offloaded() == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "grows"),
+    [
+        pytest.param(["model.gradient_checkpointing=selective"], True, id="selective"),
+        pytest.param(["actor.max_tokens_per_gpu=45056"], True, id="tokens"),
+        pytest.param(["actor.fsdp_size=8", "actor.offload=false"], True, id="copies"),
+        pytest.param(["actor.reshard_after_forward=false"], True, id="gathered"),
+        pytest.param(["actor.ulysses_sequence_parallel_size=8", "actor.max_tokens_per_gpu=2816"], False, id="shared"),
+    ],
+)
+def test_each_key_moves_the_peak_its_way(overrides, grows):
+    before, after = ActorMemory(*planned()).peak().total, ActorMemory(*planned(*overrides)).peak().total
+    assert (after > before) if grows else (after < before)
+
+
+def test_a_reference_costs_where_a_coefficient_asks_for_it():
+    cfg, shape = planned("algorithm.kl.loss_coeff=0.001", experiment="dapo_qwen7b")
+    memory = ActorMemory(cfg, shape)
+    assert [t.amount for t in memory.offloaded()] == [2 * shape.parameters / 4]
+    assert "reference log-probabilities" in Step(cfg, shape).extra_passes
+    lora = changed(cfg, {"model.lora.rank": 16})
+    assert ActorMemory(lora, shape).offloaded() == ()
+
+
+def test_lora_trains_adapters_alone():
+    cfg, shape = planned("model.lora.rank=16", experiment="dapo_qwen7b")
+    per_layer = 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert adapter_parameters(cfg, shape) == 28 * per_layer
+    assert checkpoint_terms(cfg, shape)[0].amount == 12 * 28 * per_layer
+    full = ActorMemory(changed(cfg, {"model.lora.rank": 0}), shape)
+    assert ActorMemory(cfg, shape).peak().total < full.peak().total - 13 * shape.parameters / 4
+    some = changed(cfg, {"model.lora.target_modules": ["q_proj"]})
+    assert adapter_parameters(some, shape) == 28 * 16 * (3584 + 3584)
+
+
+def test_the_engine_by_hand():
+    cfg, shape = planned()
+    engine = EngineMemory(cfg, shape)
+    assert engine.kv_bytes_per_token == 2 * 64 * 8 * 128 * 2 / 4
+    assert engine.weights().amount == 2 * shape.parameters / 4
+    *used, cache = engine.terms()
+    assert sum(t.amount for t in used) + cache.amount == pytest.approx(0.8 * 80 * GB)
+    assert engine.kv_tokens % 16 == 0 and engine.kv_tokens * 65_536 <= cache.amount < (engine.kv_tokens + 16) * 65_536
+    assert (
+        EngineMemory(changed(cfg, {"rollout.vllm.tensor_parallel_size": 16}), shape).kv_bytes_per_token
+        == 2 * 64 * 128 * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides"),
+    [
+        pytest.param("dapo_qwen7b", ["plan.gpu_memory_bytes=40e9"], id="memory"),
+        pytest.param("dapo_qwen7b", ["model.gradient_checkpointing=none"], id="recomputation"),
+        pytest.param("dapo_qwen7b", ["actor.max_tokens_per_gpu=200000"], id="tokens"),
+        pytest.param("dapo_qwen7b", ["actor.fsdp_size=1"], id="copies"),
+        pytest.param("dapo_qwen7b", ["actor.reshard_after_forward=false"], id="gathered"),
+        pytest.param("dapo_qwen32b", ["actor.num_workers=8", "actor.offload=false"], id="ranks"),
+        pytest.param("dapo_qwen32b", ["data.max_response_length=100000", "actor.max_tokens_per_gpu=102048"], id="long"),
+    ],
+)
+def test_each_change_it_names_is_enough(experiment, overrides):
+    cfg, shape = planned(*overrides, experiment=experiment)
+    found = [one for one in problems(cfg, shape) if one.startswith("an actor rank")]
+    assert len(found) == 1, "the case must not fit"
+    words = found[0].split(" makes it fit: ")[1].split("; ") if " makes it fit: " in found[0] else []
+    words = words or [found[0].split("these together make it fit: ")[1]]
+    for one in words:
+        keys = one.rpartition(" (")[0].split()
+        fixed, _ = planned(*overrides, *keys, experiment=experiment)
+        assert not [p for p in problems(fixed, shape) if p.startswith("an actor rank")], keys
+
+
+def test_nothing_is_promised_where_nothing_helps():
+    cfg, shape = planned("plan.gpu_memory_bytes=5e9", "actor.num_workers=8")
+    assert "take a smaller model" in problems(cfg, shape)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["rollout.vllm.tensor_parallel_size=1"], "an engine needs", id="cache"),
+        pytest.param(["rollout.vllm.tensor_parallel_size=3"], "must divide the 40 attention heads", id="heads"),
+        pytest.param(["plan.host_memory_bytes=60e9"], "8 ranks of a node offload 65.53 GB", id="host"),
+        pytest.param(["rollout.vllm.gpu_memory_utilization=0.99"], "set it to at most 0.98", id="arriving-weights"),
+        pytest.param(["rollout.vllm.gpu_memory_utilization=0.25"], "gpu_memory_utilization=0.28", id="utilization"),
+    ],
+)
+def test_engines_and_hosts_that_cannot_fit(overrides, message):
+    cfg, shape = planned("actor.offload=true", *overrides)
+    (found,) = problems(cfg, shape)
+    assert message in found
+
+
+def test_the_utilization_it_names_is_enough():
+    cfg, shape = planned("rollout.vllm.gpu_memory_utilization=0.28")
+    assert problems(cfg, shape) == []
+    assert EngineMemory(cfg, shape).at_full_length < 2
+
+
+def test_colocated_roles_share_a_gpu():
+    overrides = ("trainer.colocate=true", "rollout.vllm.gpu_memory_utilization=0.6")
+    cfg, shape = planned(*overrides, experiment="dapo_qwen7b")
+    found = problems(cfg, shape)[0]
+    assert (
+        "has 32.00 GB" in found
+        and "slots of the weight sync (ipc)" in report(cfg, shape)
+        and "rollout.vllm.gpu_memory_utilization=0.4" in found
+    )
+    assert problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.4}), shape) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["+plan.none=1"], "unknown key `plan.none`", id="key"),
+        pytest.param(["plan.hfu=much"], "plan.hfu=much", id="type"),
+        pytest.param(["plan.hfu=2"], "`plan.hfu` (2.0) must be in (0, 1]", id="share"),
+        pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
+        pytest.param(["actor.ulysses_sequence_parallel_size=16"], "must divide the 40 attention heads", id="heads"),
+        pytest.param(["model.path=nobody/nothing"], "no config.json", id="model"),
+        pytest.param(["+rollout.vllm.kv_cache_dtype=nvfp4"], "`rollout.vllm.kv_cache_dtype` (nvfp4)", id="cache"),
+        pytest.param(["+rollout.vllm.dtype=half"], "`rollout.vllm.dtype` (half)", id="width"),
+        pytest.param(["+rollout.vllm.quantization=fp8"], "`rollout.vllm.quantization` (fp8)", id="quantization"),
+    ],
+)
+def test_what_it_cannot_predict_is_an_error(overrides, message):
+    with pytest.raises(ValueError) as error:
+        planned(*overrides)
+    assert message in str(error.value)
+
+
+def test_lengths_have_the_mean_that_is_assumed():
+    cfg, _ = planned("plan.mean_response_tokens=9000")
+    lengths = response_lengths(cfg, 4096)
+    assert sum(lengths) / 4096 == pytest.approx(9000, rel=0.01)
+    assert max(lengths) <= 20480 and lengths == response_lengths(cfg, 4096)
+
+
+def test_flops_of_a_step():
+    cfg, shape = planned()
+    step = Step(cfg, shape)
+    tokens = 8192 * (256 + 6826)
+    assert step.trained_tokens == tokens and step.optimizer_steps == 16
+    assert step.forward_flops == pytest.approx(tokens * 2 * 32.0e9, rel=0.12)  # the rest is attention
+    again = step.recomputed[0]
+    assert again == pytest.approx(1 - 64 * 5120 * 27648 / 31_985_000_000, abs=1e-3)  # all but `down`
+    assert 3 + again < step.update_flops / step.forward_flops < 4.5
+    none = Step(changed(cfg, {"model.gradient_checkpointing": "none"}), shape)
+    selective = Step(changed(cfg, {"model.gradient_checkpointing": "selective"}), shape)
+    assert none.update_flops < selective.update_flops < step.update_flops
+    assert step.mfu < step.cfg.plan.hfu
+
+
+def test_communication_of_an_update_by_hand():
+    step = Step(*planned())
+    assert step.bandwidth == 50e9
+    gathered, summed = step.traffic
+    assert gathered == pytest.approx(63 / 64 * 2 * 32_763_876_352) and summed == 2 * gathered
+    assert step.passes["backward"][1] == pytest.approx(16 * step.packing.micro_batches * 3 * gathered / 50e9)
+    within = Step(*planned("actor.fsdp_size=8", experiment="dapo_qwen32b"))
+    assert within.bandwidth == 300e9 and within.traffic[0] == pytest.approx(7 / 8 * 2 * 32_763_876_352)
+    kept = Step(*planned("actor.reshard_after_forward=false", experiment="dapo_qwen7b"))
+    assert kept.rounds == kept.optimizer_steps
+
+
+def test_packing_is_the_actors_own():
+    cfg, shape = planned("actor.ppo_mini_batch_size=4", "data.train_batch_size=4", ALONE)
+    step, equal_at = Step(cfg, shape), shape.attention_equals_rest_tokens
+    bins = [pack([256 + r for r in step.responses[k : k + 64]], 64, 22_528, equal_at) for k in range(0, 256, 64)]
+    count = sum(len(rank) for rank in bins for rank in rank)
+    assert step.packing.idle == pytest.approx(sum(not b for ranks in bins for rank in ranks for b in rank) / count)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        pytest.param(["actor.ppo_mini_batch_size=2", ALONE], "micro-batches are empty", id="idle"),
+        pytest.param(["actor.max_tokens_per_gpu=2816"], "waits for the network", id="network"),
+        pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
+        pytest.param(
+            ["rollout.vllm.tensor_parallel_size=16"], "`rollout.vllm.tensor_parallel_size` (16) exceeds", id="tp"
+        ),
+        pytest.param(["rollout.vllm.gpu_memory_utilization=0.95"], "rollout.vllm.max_num_seqs=", id="sequences"),
+        pytest.param(["rollout.num_engines=200"], "do not fill", id="engines"),
+        pytest.param(["rollout.n=64"], "does not run at once", id="group"),
+    ],
+)
+def test_what_divides_badly(overrides, hint):
+    cfg, shape = planned("plan.mean_response_tokens=4000", *overrides)
+    assert any(hint in line for line in hints(cfg, shape)), hints(cfg, shape)
+
+
+def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
+    """vLLM refuses `max_num_seqs` above `max_num_batched_tokens`, whose default is 2048."""
+    cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
+    (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
+    assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
