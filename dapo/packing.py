@@ -1,6 +1,6 @@
 """Packs the sequences of one optimizer step into micro-batches: lengths in, indices per rank and micro-batch out.
 
-No padding token is computed: a micro-batch is a set of whole sequences laid end to end (`workers.policy`). Pure
+No padding token is computed: a micro-batch is a set of whole sequences laid end to end (`workers.training.policy`). Pure
 Python, so the driver packs without torch. DESIGN section 7.
 """
 

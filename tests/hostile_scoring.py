@@ -14,8 +14,8 @@ from pathlib import Path
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards import fork_server as child
 from tests.hostile import Item
-from workers.children import Children
-from workers.verdict import Verdict
+from workers.scoring.children import Children
+from workers.scoring.verdict import Verdict
 
 CPU_S = 2.5
 WALL_S = 10.5

@@ -12,7 +12,7 @@ FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder
 ENTRY_POINTS = {"dapo.main_ppo", "dapo.bench", "dapo.bench.rewards", "dapo.bench.actor", "dapo.bench.sync"}
 ROLES = {"workers.rollout", "workers.reward", "workers.reward_model", "workers.actor"}
 BANNED = {"eval", "exec", "sympify", "parse_expr"}  # as calls; `model.eval()` of torch is another
-VLLM_ALLOWED = {"workers.rollout", "workers.weight_receiver"}
+VLLM_ALLOWED = {"workers.rollout", "workers.weights.receiver"}
 
 
 def module_name(path: Path) -> str:

@@ -16,7 +16,7 @@ from dapo.config.model_shape import UnknownShape, read_shape
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
-from workers.weight_buckets import Bucket, Endpoint
+from workers.weights.bucket import Bucket, Endpoint
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class ActorWorker:
         """Join the process group, load and shard the model, build the optimizer."""
         import torch
 
-        from workers import fsdp, mesh, state
+        from workers.training import fsdp, mesh, state
 
         if self._device == "cpu" or self._cfg.actor.offload:  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
@@ -96,8 +96,8 @@ class ActorWorker:
 
     def _build(self) -> None:
         """What the configuration makes of the ranks that have joined."""
-        from workers.mesh import arrange
-        from workers.update import Updater
+        from workers.training.mesh import arrange
+        from workers.training.update import Updater
 
         cfg = self._cfg
         self._mesh = arrange(
@@ -133,7 +133,7 @@ class ActorWorker:
         """Number of buckets of a weight sync, and this rank's end of the transport where it has one."""
         import torch
 
-        from workers.weight_sender import WeightSender, full_shapes
+        from workers.weights.sender import WeightSender, full_shapes
 
         dtype = getattr(torch, self._cfg.model.dtype)
         self._sender = WeightSender(

@@ -20,10 +20,10 @@ from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
-from workers.children import Children
+from workers.scoring.children import Children
 from workers.remote import RemoteError
-from workers.reward_fleet import Fleet
-from workers.verdict import Verdict, no_score
+from workers.scoring.fleet import Fleet
+from workers.scoring.verdict import Verdict, no_score
 
 TOGETHER_S = 0.005  # verdicts that come within this travel together
 INNOCENT = ("wall", "crash")  # failures that say nothing about the response: once more elsewhere

@@ -19,7 +19,7 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardModelConfig
 from dapo.types import Prompt, Response
-from workers.classifier import Classifier, Conversation, Verdict, failed
+from workers.scoring.classifier import Classifier, Conversation, Verdict, failed
 from workers.remote import RemoteError, wait
 
 log = logging.getLogger(__name__)

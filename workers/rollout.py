@@ -18,8 +18,8 @@ from dapo.derived import gpus_per_engine
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
 from workers.remote import RemoteError, wait, wait_for_stream
-from workers.weight_buckets import BACKEND, Bucket
-from workers.weight_engines import EngineWeights
+from workers.weights.bucket import BACKEND, Bucket
+from workers.weights.engines import EngineWeights
 
 ABORT_PAUSE_S = 0.002
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
@@ -37,7 +37,7 @@ class RolloutWorker:
         args = AsyncEngineArgs(
             model=model_path,
             logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
-            worker_extension_cls="workers.weight_receiver.WeightReceiverExtension",
+            worker_extension_cls="workers.weights.receiver.WeightReceiverExtension",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             **engine_args,
         )
@@ -112,7 +112,7 @@ class RolloutWorker:
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Opens the engine's end of the weight sync. info: fields of `workers.weight_receiver.BucketInitInfo`."""
+        """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from dapo.config.schema import WeightSyncConfig
 from workers.remote import RemoteError, together
-from workers.weight_buckets import Bucket, Endpoint
-from workers.weight_engines import EngineWeights
+from workers.weights.bucket import Bucket, Endpoint
+from workers.weights.engines import EngineWeights
 
 
 class WeightSource(Protocol):

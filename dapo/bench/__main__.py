@@ -91,8 +91,8 @@ class BareRank:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from workers.attention import PACKED_ATTENTION
-        from workers.policy import PackedPolicy
+        from workers.training.attention import PACKED_ATTENTION
+        from workers.training.policy import PackedPolicy
 
         torch.set_num_threads(cfg.actor.cpu_threads)
         model = AutoModelForCausalLM.from_pretrained(
@@ -104,7 +104,7 @@ class BareRank:
         """Seconds for forward and backward over the rank's share."""
         import torch
 
-        from workers.policy import collate
+        from workers.training.policy import collate
 
         began = time.monotonic()
         for micro_batches in work.minibatches:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
 from workers.actor import ActorWorker, RankWork
-from workers.attention import implementation
-from workers.policy import MicroBatch, collate
+from workers.training.attention import implementation
+from workers.training.policy import MicroBatch, collate
 
 
 class HandWrittenRank:

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks (`workers.logprobs`) against whole logits and plain autograd: sizes in, seconds out.
+"""Log-probabilities in chunks (`workers.training.logprobs`) against whole logits and plain autograd: sizes in, seconds out.
 
 Both give log-probability and entropy and go backward through the first, or through both. On one thread, in CPU
 seconds, with the two ways taking turns: other processes of a shared machine count little.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.logprobs import token_logprobs
+from workers.training.logprobs import token_logprobs
 
 Way = Callable[[Tensor, torch.nn.Linear, Tensor, float, bool], tuple[Tensor, Tensor]]
 

@@ -27,7 +27,7 @@ ADMISSION = ("draw_order", "completion")
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
 TRANSPORTS = ("auto", "object_store", "broadcast", "ipc")
-# Logits that `workers.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but make slow
+# Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but make slow
 # matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24, 2^25,
 # 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the float32
 # gradient of the weight costs little beside the products.

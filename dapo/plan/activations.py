@@ -53,7 +53,7 @@ class Activations:
         """Of each layer until its backward pass."""
         if self.checkpointing == "full":
             return self.input
-        if self.checkpointing == "selective":  # attention, and the products k, o and up (`workers.recompute`)
+        if self.checkpointing == "selective":  # attention, and the products k, o and up (`workers.training.recompute`)
             own = self.shape.kv_size + self.shape.hidden_size + self.shape.intermediate_size
             attention = self.element * self.shape.attention_size + FLOAT32 * self.shape.num_heads
             return self.input + self.element * own + attention

@@ -8,16 +8,16 @@ import sys
 import pytest
 import torch
 
-from workers.weight_digest import digest
-from workers.weight_group import WeightGroup, serve_store
-from workers.weight_memory import place, share
+from workers.weights.digest import digest
+from workers.weights.group import WeightGroup, serve_store
+from workers.weights.memory import place, share
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda", 0)
 READER = """
 import json, sys, torch
-from workers.weight_memory import open_shared, place
+from workers.weights.memory import open_shared, place
 device = torch.device("cuda", 0)
 handle = json.loads(sys.stdin.readline())
 buffer = open_shared(handle, device)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.workers.plain_reference import make_config
-from workers.fsdp import load_policy
-from workers.mesh import arrange, join
+from workers.training.fsdp import load_policy
+from workers.training.mesh import arrange, join
 
 
 def resident(field: str) -> int:

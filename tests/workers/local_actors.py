@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dapo.config.schema import WeightSyncConfig
-from workers.weight_buckets import Bucket, Endpoint
-from workers.weight_sender import WeightSender, full_shapes
+from workers.weights.bucket import Bucket, Endpoint
+from workers.weights.sender import WeightSender, full_shapes
 from workers.weight_sync import WeightSync
 
 

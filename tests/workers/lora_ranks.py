@@ -21,7 +21,7 @@ from tests.workers.plain_reference import (
     start_pool,
 )
 from workers.actor import ActorWorker, RankWork, split_batch
-from workers.lora import _fill, base_name, is_adapter
+from workers.training.lora import _fill, base_name, is_adapter
 
 RANK, ALPHA = 3, 12.0  # two ranks hold unequal parts of A
 TARGETS = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]

@@ -132,7 +132,7 @@ def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
 
 def reconfigure(worker: Any, cfg: Config) -> None:
     """Runs on a rank: what `start` would make of `cfg`, around the shards and the optimizer that are there."""
-    from workers.update import Updater
+    from workers.training.update import Updater
 
     kl = cfg.algorithm.kl
     reference = (

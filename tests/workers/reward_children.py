@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.fork_server import Item
-from workers.children import Children
+from workers.scoring.children import Children
 
 LIMITS = {"cpu_s": 1.0, "wall_s": 3.0, "memory_bytes": 256 << 20}
 

@@ -10,7 +10,7 @@ import pytest
 from dapo.config.reward import RewardModelConfig
 from tests.fakes import make_prompt, make_response
 from tests.workers.tiny_reward_model import NAN, make_reward_model, one_by_one
-from workers.classifier import Verdict
+from workers.scoring.classifier import Verdict
 from workers.remote import RemoteError
 from workers.reward_model import RewardModelPool, Started
 

@@ -16,8 +16,8 @@ from dapo.derived import resolve_transport
 from tests.workers.local_actors import local_sync
 from tests.workers.plain_reference import make_config, make_model, start_pool
 from workers.remote import RemoteError
-from workers.weight_buckets import Endpoint
-from workers.weight_digest import digest
+from workers.weights.bucket import Endpoint
+from workers.weights.digest import digest
 from workers.weight_sync import WeightSync
 
 BUCKETS = 6

@@ -1,0 +1,265 @@
+"""The child processes of one reward worker: fed, limited, checked, replaced (DESIGN section 6).
+
+In: `Item`s. Out: one `Verdict` each, whatever the item does to the process that scores it. Plain asyncio; needs no Ray.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.rewards.fork_server import Item
+from workers.scoring.process import Child, CleanProcess
+from workers.scoring.verdict import LIMIT_REACHED, Verdict, of_end, of_limit, of_reply
+
+CANARY_EVERY = 1000  # items of one child between two checks of the known answers
+MAX_FAILED_STARTS = 4  # in a row and per child: what kills them all at once may strike their successors too
+CHANGED = "the files of `reward.functions` have changed during the run; put them back or start a new run"
+TOLERANCE = 1e-6  # of a known score
+
+
+class CanaryError(RuntimeError):
+    """Known answers are not scored as they must be, or no child comes to score: no verdict can be trusted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Job:
+    item: Item
+    done: "asyncio.Future[Verdict]"
+
+
+class Children:
+    """`count` children, each with a task that feeds it and replaces it. `async with` starts and ends them.
+
+    respawned: children that were replaced. granted: what the kernel granted of `processes` and `network`.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunctionConfig], limits: LimitsConfig, count: int) -> None:
+        self.respawned = 0
+        self.granted: list[str] = []
+        self._limits = limits
+        self._settings = {"functions": [asdict(spec) for spec in functions], "limits": asdict(limits)}
+        self._count = count
+        self._clean: CleanProcess | None = None
+        self._cleaning = asyncio.Lock()
+        self._children: set[Child] = set()
+        self._backlog: deque[_Job] = deque()
+        self._waiting: deque[asyncio.Future[_Job | None]] = deque()
+        self._open: set[_Job] = set()
+        self._broken: CanaryError | None = None
+        self._failed_starts = 0  # in a row, over all slots
+        self._up = asyncio.Event()
+        self._slots: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Children":
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Returns when every child has scored the known answers.
+
+        Raises:
+            ValueError: a reward function cannot be loaded. CanaryError: a known answer is scored otherwise.
+        """
+        self._clean = await CleanProcess.start(self._settings)
+        self._slots = [asyncio.create_task(self._slot()) for _ in range(self._count)]
+        for slot in self._slots:
+            slot.add_done_callback(self._slot_ended)
+        await self._up.wait()
+        self._raise_if_broken()
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        for job in list(self._open):
+            job.done.cancel()
+        if self._clean is not None:
+            self._clean.kill()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `CleanProcess`."""
+        return self._clean.about if self._clean is not None else {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the living children."""
+        return [child.pid for child in self._children]
+
+    async def score(self, item: Item) -> Verdict:
+        """The verdict on one item; any number of calls may wait at a time.
+
+        Raises:
+            CanaryError: the children failed a check of known answers.
+        """
+        self._raise_if_broken()
+        job = _Job(item=item, done=asyncio.get_running_loop().create_future())
+        self._open.add(job)
+        job.done.add_done_callback(lambda _: self._open.discard(job))
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(job)
+                break
+        else:
+            self._backlog.append(job)
+        return await job.done
+
+    async def check(self) -> None:
+        """Every child that scored since its last check scores the known answers again.
+
+        Raises:
+            CanaryError: one of them failed.
+        """
+        self._raise_if_broken()
+        checks = []
+        for child in self._children:
+            if child.since_canary:
+                if child.check_wanted is None:
+                    child.check_wanted = asyncio.get_running_loop().create_future()
+                checks.append(child.check_wanted)
+                child.wake()
+        await asyncio.gather(*checks)
+        self._raise_if_broken()
+
+    async def _slot(self) -> None:
+        """One child after the other."""
+        held: _Job | None = None
+        while (child := await self._new_child()) is not None:
+            self._children.add(child)
+            if len(self._children) == self._count:
+                self._up.set()
+            try:
+                held = await self._feed(child, held)
+            finally:
+                self._children.remove(child)
+                child.end("crash")
+                if child.check_wanted is not None and not child.check_wanted.done():
+                    child.check_wanted.set_result(None)  # its successor is checked before it scores
+            self.respawned += 1
+
+    async def _new_child(self) -> Child | None:
+        """A child that has scored the known answers; None when the worker is broken."""
+        while self._broken is None:
+            try:
+                clean = await self._clean_process()
+                child = await clean.fork()
+                self.granted = child.granted
+                if await self._canary(child):
+                    self._failed_starts = 0
+                    return child
+                reason = f"in the known answers {child.detail}"
+                child.end("crash")
+            except (RuntimeError, ValueError, OSError) as error:
+                reason = str(error)
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS * self._count:
+                count = self._failed_starts
+                self._break(CanaryError(f"{count} reward children in a row did not come to score; the last: {reason}"))
+        return None
+
+    async def _clean_process(self) -> CleanProcess:
+        async with self._cleaning:
+            if self._clean is None or self._clean.gone.is_set():
+                before, self._clean = self.about, await CleanProcess.start(self._settings)
+                if before["digest"] != self.about["digest"]:
+                    self._break(CanaryError(CHANGED))
+            return self._clean
+
+    async def _feed(self, child: Child, held: _Job | None) -> _Job | None:
+        """Until the child ends. Gives back an item at a limit to which others may have brought the process, by memory
+        or threads that they left: only what reaches it in a fresh process is wrong by itself. held: such an item."""
+        while not child.exit_status.done() and not child.failure:
+            if child.check_wanted is not None or child.since_canary >= CANARY_EVERY:
+                if not await self._canary(child):
+                    break
+                continue
+            job, held = held or await self._next_job(child), None
+            if job is None:
+                continue
+            shared = ("memory", "cpu") if child.has_threads else ("memory",) if child.scored else ()
+            verdict = await self._ask(child, job)
+            if verdict.score.failure in shared:
+                return job
+            if not job.done.done():
+                job.done.set_result(verdict)
+        return held
+
+    async def _next_job(self, child: Child) -> _Job | None:
+        """None when the child ended, or shall be checked, before there was one."""
+        while self._backlog:
+            job = self._backlog.popleft()
+            if not job.done.done():
+                return job
+        waiter: asyncio.Future[_Job | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        child.wake = lambda: None if waiter.done() else waiter.set_result(None)
+        return await waiter
+
+    async def _ask(self, child: Child, job: _Job) -> Verdict:
+        began = time.monotonic()
+        reply = await child.ask(job.item.request(self.about["reads_last"]), self._limits)
+        wall_s = time.monotonic() - began
+        child.scored += 1
+        child.since_canary += 1
+        try:
+            if reply is not None:
+                return of_reply(reply, wall_s)
+        except ValueError:  # a function has spoken into the socket
+            child.end("crash")
+        if child.failure in LIMIT_REACHED:
+            return of_limit(child.failure, self.about["at_limit"], self._limits.cpu_s, wall_s)
+        return of_end(child.failure, child.detail, wall_s)
+
+    async def _canary(self, child: Child) -> bool:
+        """Whether the child scores every known answer as it must. An answer that it scores otherwise breaks the worker;
+        a child that ends over one does not yet."""
+        for request in self.about["canaries"]:
+            reply = await child.ask(request, self._limits)
+            if reply is None:
+                return False
+            expected, got = request["canary"]["score"], reply.get("score", reply.get("error"))
+            if not isinstance(got, float) or not abs(got - expected) <= TOLERANCE:
+                text = ascii(request["canary"]["solution_str"][-80:])
+                self._break(
+                    CanaryError(
+                        f"reward function `{request['label']}` gave {got} for a known answer whose score is "
+                        f"{expected} ({text}, truth {request['canary']['ground_truth']!r}); no verdict of this worker "
+                        "can be trusted: mend the function or its `canaries`"
+                    )
+                )
+                return False
+        child.since_canary = 0
+        if child.check_wanted is not None and not child.check_wanted.done():
+            child.check_wanted.set_result(None)
+        child.check_wanted = None
+        return True
+
+    def _break(self, error: CanaryError) -> None:
+        self._broken = self._broken or error
+        for job in list(self._open):
+            if not job.done.done():
+                job.done.set_exception(self._broken)
+        self._backlog.clear()
+        self._up.set()
+
+    def _slot_ended(self, slot: "asyncio.Task[None]") -> None:
+        """A defect of ours must not leave items waiting for ever."""
+        if not slot.cancelled() and (error := slot.exception()) is not None:
+            self._break(CanaryError(f"the task that feeds reward children failed: {type(error).__name__}: {error}"))
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken

@@ -1,0 +1,98 @@
+"""Adapters on disk: in peft's format for others, and beside a checkpoint what its adapters belong to.
+
+In: a sharded model with the adapters of `workers.training.lora`. Out: `adapter_config.json` and `adapter_model.safetensors`; and
+`lora.json`, by which a checkpoint refuses another rank, alpha, choice of layers or base model.
+"""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from workers.training.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adapter, peft_layer
+
+IDENTITY_FILE = "lora.json"
+
+
+def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> None:
+    """The adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            full = gather(parameter)
+            if dist.get_rank() == 0:
+                tensors[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = full.cpu().contiguous()
+    if dist.get_rank() == 0:
+        config = copy.copy(model.peft_config[ADAPTER])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(directory)
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def save_identity(model: nn.Module, directory: Path) -> None:
+    """Note beside a checkpoint, whose only weights are adapters, what these belong to. A collective."""
+    identity = _identity(model)
+    if dist.get_rank() == 0:
+        (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+
+
+def check_identity(model: nn.Module, directory: Path) -> None:
+    """Raises ValueError unless a checkpoint has the adapters that the model has, on the same base. A collective."""
+    path = directory / IDENTITY_FILE
+    if not has_adapters(model):
+        if path.exists():
+            raise ValueError(
+                f"{directory} holds adapters only ({path.name}); set `model.lora` as in the run that made it"
+            )
+        return
+    found = _identity(model)
+    if not path.exists():
+        raise ValueError(f"{directory} holds a whole model and no adapters (no {path.name}); set `model.lora.rank=0`")
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in found.items():
+        if saved.get(key) != value:
+            raise ValueError(
+                f"`{key}` ({_shown(value)}) differs from that of the checkpoint in {path} ({_shown(saved.get(key))}); "
+                "continue with the value of the run that made it"
+            )
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(dict.fromkeys(str(v).rpartition(".")[2] for v in value)) if isinstance(value, list) else str(value)
+
+
+def _identity(model: nn.Module) -> dict[str, Any]:
+    """Per key of the configuration what must be equal; of `model.path` a digest of the base weights."""
+    layers = [name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)]
+    first = peft_layer(model, layers[0])
+    return {
+        "model.lora.rank": first.r[ADAPTER],
+        "model.lora.alpha": float(first.lora_alpha[ADAPTER]),
+        "model.lora.target_modules": layers,
+        "model.path": _base_digest(model),
+    }
+
+
+@torch.no_grad()
+def _base_digest(model: nn.Module) -> str:
+    """sha256 over names and sums of the base weights' bit patterns: alike for any sharding, nothing is gathered."""
+    names, sums = [], []
+    mesh = None
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            assert isinstance(parameter, DTensor)
+            mesh = parameter.device_mesh
+            names.append(base_name(name))
+            words = parameter.to_local().float().view(torch.int32)  # alike in every type that holds the file's values
+            sums.append(words.sum(dtype=torch.int64).to(mesh.device_type))
+    assert mesh is not None
+    total = torch.stack(sums)
+    dist.all_reduce(total, group=mesh.get_group("shard"))
+    return hashlib.sha256(json.dumps([names, total.tolist()]).encode()).hexdigest()

@@ -1,0 +1,201 @@
+"""One update of the policy on one FSDP rank: mini-batches of packed sequences come in, metrics over all ranks go out.
+
+Each taking of a mini-batch is one optimizer step on the objective (`dapo.objective`; DESIGN sections 5 and 7). All
+ranks decide alike, because every decision is taken on totals that all of them have gathered.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dapo.config.schema import Config
+from dapo.correction import Correction, rollout_correction
+from dapo.objective import Constants, objective
+from dapo.schedule import learning_rates
+from dapo.types import TrainSequence
+from workers.training.fsdp import reshard
+from workers.training.mesh import Mesh
+from workers.training.parity import check_parity
+from workers.training.policy import MicroBatch, PackedPolicy, Share, collate
+from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, no_row, row_of
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient were not finite in several optimizer steps in a row."""
+
+
+class Updater:
+    """Holds what lives from update to update: the optimizer and the count of skipped steps in a row."""
+
+    def __init__(
+        self,
+        policy: PackedPolicy,
+        reference: nn.Module | None,
+        optimizer: torch.optim.Optimizer,
+        cfg: Config,
+        mesh: Mesh,
+    ) -> None:
+        """reference: called like the policy, frozen; only where `algorithm.kl` needs one."""
+        self._policy = policy
+        self._reference = reference
+        self._optimizer = optimizer
+        self._cfg = cfg
+        self._mesh = mesh
+        self._device = torch.device(mesh.device)
+        self._share = Share(mesh.sequence_rank, mesh.sequence_size, mesh.sequence)
+        self._learning_rate = learning_rates(cfg)
+        self._skipped_in_a_row = 0
+        self.is_whole = True  # no update ended after some of its optimizer steps: the weights are of a policy version
+
+    def update(
+        self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
+    ) -> dict[str, float]:
+        """This rank's [mini-batches][micro-batches][sequences], taken in `order` -> metrics, equal on all ranks.
+
+        Raises WeightParityError before the first optimizer step if the batch was sampled from other weights, and
+        NonFiniteError after three skipped steps in a row.
+        """
+        batches = [[self._collate(sequences) for sequences in minibatch] for minibatch in minibatches]
+        parity: Totals | None = None
+        old: list[list[Tensor]] | None = None
+        if len(order) > 1 and not self._cfg.algorithm.rollout_correction.use_rollout_logprobs:
+            old, parity = self._old_logprobs(batches)
+            check_parity(parity, self._cfg)
+        reference = self._reference_of(batches) if self._cfg.algorithm.kl.loss_coeff else None
+        steps: list[Totals] = []
+        response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
+        empty = 0
+        for step, k in enumerate(order):
+            lr = self._set_learning_rate(version, step)
+            totals = self._forward_backward(
+                batches[k], None if old is None else old[k], None if reference is None else reference[k]
+            )
+            if parity is None:
+                parity = totals
+                check_parity(parity, self._cfg)
+            response_tokens[k] = totals.all_mismatch.tokens
+            if self._step(totals):
+                steps.append(totals)
+            empty += totals.trained_tokens == 0
+        assert parity is not None, "an update without mini-batches"
+        self.is_whole = True
+        metrics = metrics_of(steps, parity, lr=lr, skipped=len(order) - len(steps) - empty, empty=empty)
+        return metrics | {"actor/response_tokens": sum(response_tokens.values())}
+
+    def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
+        """Of the reference policy, [micro-batches][sequences] of [R], on the CPU."""
+        batches = [self._collate(sequences) for sequences in micro_batches]
+        [logprobs] = self._reference_of([batches])
+        return [
+            [part.cpu() for part in values.split([len(s.rollout_logprobs) for s in sequences])]
+            for values, sequences in zip(logprobs, micro_batches, strict=True)
+        ]
+
+    def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
+        return collate(sequences, self._device, self._share)
+
+    def _set_learning_rate(self, version: int, step: int) -> float:
+        lr = self._learning_rate(version, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    @torch.no_grad()
+    def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], Totals]:
+        """[mini-batch][micro-batch] of [R] before the first of several optimizer steps, and the totals with parity."""
+        old = [[self._policy(batch)[0] for batch in minibatch] for minibatch in batches]
+        cfg = self._cfg.algorithm.rollout_correction
+        rows = [
+            row_of(rollout_correction(own, batch.rollout_logprobs, batch.segment_ids, cfg), batch.staleness, None)
+            for minibatch, logprobs in zip(batches, old, strict=True)
+            for batch, own in zip(minibatch, logprobs, strict=True)
+        ]
+        return old, self._gather(rows)
+
+    @torch.no_grad()
+    def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
+        """[mini-batch][micro-batch] of [R]."""
+        assert self._reference is not None, "no coefficient of `algorithm.kl` is set"
+        logprobs = [[self._reference(batch)[0] for batch in minibatch] for minibatch in batches]
+        reshard(self._reference)
+        return logprobs
+
+    def _forward_backward(
+        self, minibatch: Sequence[MicroBatch], old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
+    ) -> Totals:
+        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch."""
+        rows = []
+        for k, batch in enumerate(minibatch):
+            self._sync_gradients(last=k == len(minibatch) - 1)
+            logprobs, entropy = self._policy(batch)
+            proximal = logprobs.detach() if old is None else old[k]
+            constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
+            result = objective(logprobs, entropy, constants, self._cfg.algorithm)
+            # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
+            # Ranks that share a micro-batch have the same loss and each the gradient through its own tokens.
+            (result.loss * self._mesh.world_size).backward()
+            rows.append(row_of(correction, batch.staleness, result))
+        grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
+        return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
+
+    def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
+        """Each micro-batch counts once, whoever shares it, and each shard of the gradient once, however many copies."""
+        counted = list(rows) if self._share.rank == 0 else [no_row(self._device)]
+        if grad_norm_squared is not None:
+            counted[-1][GRAD_NORM_SQUARED] = grad_norm_squared / self._mesh.num_copies
+        return gather(counted)
+
+    def _constants(self, batch: MicroBatch, proximal: Tensor, reference: Tensor | None) -> tuple[Constants, Correction]:
+        """proximal: log-probabilities [R] by the actors before the update (in its only or first step: the policy's)."""
+        cfg = self._cfg.algorithm.rollout_correction
+        correction = rollout_correction(proximal, batch.rollout_logprobs, batch.segment_ids, cfg)
+        constants = Constants(
+            old_logprobs=batch.rollout_logprobs if cfg.use_rollout_logprobs else proximal,
+            ref_logprobs=reference,
+            correction=correction.weights,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            segment_ids=batch.segment_ids,
+        )
+        return constants, correction
+
+    def _sync_gradients(self, *, last: bool) -> None:
+        """Where parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
+        micro-batch: one reduction per optimizer step. Otherwise each micro-batch reduces into the shards; copies of the
+        parameters (HSDP) add up theirs with the last one, unless offloaded, for until then the sums lie on the GPU."""
+        assert isinstance(self._policy, FSDPModule)
+        if not self._cfg.actor.reshard_after_forward:
+            self._policy.set_requires_gradient_sync(last)
+            self._policy.set_reshard_after_backward(last)
+        elif self._mesh.num_copies > 1 and not self._cfg.actor.offload:
+            self._policy.set_requires_all_reduce(last)
+
+    def _step(self, totals: Totals) -> bool:
+        """Clip and step; or, where loss or gradient are not finite, drop the gradient and return False.
+
+        Without a token to train on there is no gradient either, and the optimizer's momentum must not act alone.
+        """
+        if totals.finite and totals.trained_tokens > 0:
+            self._skipped_in_a_row = 0
+            max_norm = self._cfg.actor.optim.grad_clip
+            if totals.grad_norm > max_norm:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._policy.parameters(), max_norm, torch.tensor(totals.grad_norm, device=self._device)
+                )
+            self.is_whole = False
+            self._optimizer.step()
+        elif not totals.finite:
+            self._skipped_in_a_row += 1
+        self._optimizer.zero_grad()
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"loss ({totals.sums['loss']}) or gradient norm ({totals.grad_norm}) were not finite in "
+                f"{self._skipped_in_a_row} optimizer steps in a row; all were skipped. Lower `actor.optim.lr`, or go "
+                "back to an earlier checkpoint"
+            )
+        return totals.finite and totals.trained_tokens > 0

@@ -1,0 +1,204 @@
+"""The engine's half of the weight sync, inside vLLM's worker processes (DESIGN section 8).
+
+vLLM imports this module as `worker_extension_cls`, which registers the transfer backend there. In: buckets, by one of
+three transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
+"""
+
+import ctypes
+import hashlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
+
+from workers.weights.bucket import BACKEND, WORD_BYTES
+from workers.weights.digest import digest
+from workers.weights.group import WeightGroup, find_store
+from workers.weights.memory import Handle, open_shared, place
+
+
+@dataclass
+class BucketInitInfo(WeightTransferInitInfo):
+    """transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the process group, and the rank of
+    this engine's first worker in it. memory: the handles of each place."""
+
+    transport: str
+    capacity: int
+    address: str
+    port: int
+    group_size: int
+    first_rank: int
+    timeout_s: float
+    memory: dict[str, list[Handle]]
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its bytes. path:
+    a file with the bytes, where the transport is the object store."""
+
+    index: int
+    tensors: list[tuple[str, list[int], int]]
+    num_bytes: int
+    dtype: str
+    digest: str
+    path: str = ""
+
+
+class Source(Protocol):
+    """The engine's end of a transport."""
+
+    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
+        """[num_bytes] uint8, valid until the next call."""
+        ...
+
+
+class FileSource:
+    """Files that `workers.rollout` fills from the object store; vLLM's worker processes are not Ray's."""
+
+    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
+        return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
+
+
+class GroupSource:
+    """Broadcasts of actor rank 0."""
+
+    def __init__(self, info: BucketInitInfo, rank: int, device: torch.device) -> None:
+        self._buffer = torch.empty(info.capacity, dtype=torch.uint8, device=device)
+        store = find_store(info.address, info.port, info.timeout_s)
+        rank += info.first_rank
+        # NCCL hangs where members differ in settings, and vLLM makes its own for its own groups.
+        with unpinned_nccl_env():
+            self._group = WeightGroup(store, rank=rank, size=info.group_size, device=device, timeout_s=info.timeout_s)
+
+    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
+        part = self._buffer[: bucket.num_bytes]
+        self._group.wait(self._group.broadcast(part))
+        return part
+
+
+class MemorySource:
+    """The slots of the actor rank on the same GPU, in place."""
+
+    def __init__(self, info: BucketInitInfo, device: torch.device) -> None:
+        here = place(device)
+        if here not in info.memory:
+            raise RuntimeError(
+                f"no actor rank shares memory with this engine: it is on {here}, they on {[*info.memory]}"
+            )
+        self._slots = [open_shared(handle, device) for handle in info.memory[here]]
+
+    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
+        return self._slots[bucket.index % len(self._slots)][: bucket.num_bytes]
+
+
+class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
+    """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set."""
+
+    init_info_cls = BucketInitInfo
+    update_info_cls = BucketUpdateInfo
+    _source: Source | None = None
+
+    def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
+        """Opens this end of the transport, in place of an earlier one; the actors open theirs at the same time."""
+        self.shutdown()
+        self._device = next(self.model.parameters()).device
+        if init_info.transport == "broadcast":
+            self._source = GroupSource(init_info, self.parallel_config.rank, self._device)
+        else:
+            self._source = MemorySource(init_info, self._device) if init_info.transport == "ipc" else FileSource()
+
+    def start_weight_update(self) -> None:
+        """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
+        initialize_layerwise_reload(self.model)
+        self._next = 0
+        self._missing = {name for name, _ in self.model.named_parameters()}
+        if self.model_config.hf_config.tie_word_embeddings:
+            self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
+
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
+        """Takes the next bucket, checks its digest and loads it.
+
+        Raises:
+            RuntimeError: it is not the next one, or its bytes differ from those that the actors sent.
+        """
+        assert self._source is not None
+        bucket = update_info
+        if bucket.index != self._next:
+            raise RuntimeError(f"weight bucket {bucket.index} came, and {self._next} was due")
+        self._next += 1
+        data = self._source.receive(bucket)
+        found = digest(data)
+        if found != bucket.digest:
+            raise RuntimeError(f"weight bucket {bucket.index} has digest {found}, the actors sent {bucket.digest}")
+        self._missing -= self.model.load_weights(self._tensors(data, bucket))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the actors may overwrite the bucket from here on
+
+    def _tensors(self, data: Tensor, bucket: BucketUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """Copies: the loader keeps a layer's tensors until it has all of them, which may be a bucket later."""
+        dtype = getattr(torch, bucket.dtype)
+        elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for name, shape, start in bucket.tensors:
+            view = elements[start : start + torch.Size(shape).numel()].view(shape)
+            yield name, view.to(self._device, copy=True)
+
+    def finish_weight_update(self) -> None:
+        """Puts the kernel layout back.
+
+        Raises:
+            RuntimeError: some parameter of the engine got no new value.
+        """
+        if self._missing:
+            raise RuntimeError(
+                f"the weight sync left {len(self._missing)} parameters stale: {sorted(self._missing)[:5]}"
+            )
+        finalize_layerwise_reload(self.model, self.model_config)
+        # A tied LM head keeps its own packed copy of the embedding on CPU, which the layerwise reload does not renew.
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Lets go of buffers, memory of others and the process group."""
+        self._source = None
+
+
+class WeightReceiverExtension:
+    """Mixed into vLLM's worker class."""
+
+    def weight_digest(self) -> str:
+        """Digest of the model's parameters as they lie in this worker (a CPU engine packs most of them away)."""
+        model: Any = self.model_runner.model  # type: ignore[attr-defined]
+        found = [f"{name} {digest(_words(tensor.detach()))}\n" for name, tensor in model.named_parameters()]
+        return hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Its bytes with zeros up to a whole word, [N] uint8."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
+
+
+def _die_with_parent() -> None:
+    """An engine process whose Ray actor was killed must not stay behind and hold the device (Linux only)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+_die_with_parent()
+WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

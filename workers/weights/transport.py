@@ -1,0 +1,122 @@
+"""The three ways of a bucket from an actor rank to the engines: the sender's end of each (DESIGN section 8).
+
+In: a size. Out: slots, memory in which buckets are put together in turn, and what the engines must know to read them.
+At most two buckets exist at a time: one that the engines load, and the next.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.weights.bucket import Endpoint
+from workers.weights.group import SENDER, WeightGroup, serve_store
+from workers.weights.memory import place, share
+
+SLOTS = 2
+
+
+class Transport(Protocol):
+    """One rank's end. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
+
+    def endpoint(self) -> Endpoint:
+        """What the engines need to find this end."""
+        ...
+
+    def join(self, num_receivers: int) -> None:
+        """Meets them, while they open theirs."""
+        ...
+
+    def slot(self, index: int) -> Tensor:
+        """Memory for bucket `index`, [capacity] uint8; the engines are done with what it held."""
+        ...
+
+    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+        """Hands the slot's filled part [N] over. Returns `Bucket.content`."""
+        ...
+
+
+class StoreTransport:
+    """Ray's object store: shared memory on this node, Ray's own transfer to others. One slot, for the store copies."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._slot = torch.empty(capacity, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=len(self._slot))
+
+    def join(self, num_receivers: int) -> None:
+        """The store is there already."""
+
+    def slot(self, index: int) -> Tensor:
+        return self._slot
+
+    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+        import ray
+
+        return {"ref": ray.put(bucket.numpy())}
+
+
+class GroupTransport:
+    """Broadcasts to all engines at once; the next bucket is gathered meanwhile."""
+
+    def __init__(self, capacity: int, device: torch.device, address: str, timeout_s: float) -> None:
+        self._device, self._address, self._timeout_s = device, address, timeout_s
+        self._slots = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._running: list[dist.Work | None] = [None] * SLOTS
+        self._store = serve_store(address, timeout_s)
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=len(self._slots[0]), address=self._address, port=self._store.port)
+
+    def join(self, num_receivers: int) -> None:
+        self._group = WeightGroup(
+            self._store, rank=SENDER, size=1 + num_receivers, device=self._device, timeout_s=self._timeout_s
+        )
+
+    def slot(self, index: int) -> Tensor:
+        if (running := self._running[index % SLOTS]) is not None:
+            self._group.wait(running)
+            self._running[index % SLOTS] = None
+        return self._slots[index % SLOTS]
+
+    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+        self._running[index % SLOTS] = self._group.broadcast(bucket)
+        return {}
+
+
+class MemoryTransport:
+    """Slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._device, self._capacity = device, capacity
+        self._slots, self._handles = zip(*[share(capacity, device) for _ in range(SLOTS)], strict=True)
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
+
+    def join(self, num_receivers: int) -> None:
+        """The engines open the handles by themselves."""
+
+    def slot(self, index: int) -> Tensor:
+        return self._slots[index % SLOTS]
+
+    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the engine's stream knows nothing of this one
+        return {}
+
+
+def make_transport(
+    name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float
+) -> Transport | None:
+    """This rank's end, or None where the transport has no use for the rank. name: one of `dapo.config.TRANSPORTS`."""
+    makers: dict[str, Callable[[], Transport]] = {
+        "object_store": lambda: StoreTransport(capacity, device),
+        "broadcast": lambda: GroupTransport(capacity, device, address, timeout_s),
+        "ipc": lambda: MemoryTransport(capacity, device),
+    }
+    sends = rank == SENDER or name == "ipc"  # each engine reads from the rank on its own GPU
+    return makers[name]() if sends else None
