@@ -22,19 +22,18 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dapo.state.checkpoint import CheckpointStore, step_of
+from dapo.config.checks import validate
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir, resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
-from dapo.report.log import MetricsLogger
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
-from dapo.config.paths import resolve_path
-from dapo.pools import Pools
 from dapo.derived import resolve_transport
+from dapo.pools import Pools
+from dapo.report.log import MetricsLogger
+from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.state.run_dir import claim_output_dir
 from dapo.trainer import Trainer
 from dapo.types import Prompt
-from dapo.config.checks import validate
 
 if TYPE_CHECKING:
     from workers.cluster import Placement

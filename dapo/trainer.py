@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo.batch import build_batch, penalize_kl, reference_batch
-from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.checkpoint import CheckpointStore, DriverState
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate
-from dapo.sampling.saved import write_groups
-from dapo.report.log import MetricsLogger, progress_line
 from dapo.pools import Pools
-from dapo.sampling.stream import GroupStream, SamplingSettings
+from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.saved import write_groups
+from dapo.sampling.stream import GroupStream, SamplingSettings
+from dapo.state.checkpoint import CheckpointStore, DriverState
 from dapo.types import Collected, Prompt, TrainBatch
 
 T = TypeVar("T")

@@ -48,7 +48,8 @@ class Draw:
 class Sampling:
     """How the engine samples one group. Made by the stream and by evaluation, consumed by `workers.rollout`.
 
-    n: responses per prompt. seeds: one per response (`dapo.sampling.stream.response_seed`). max_tokens: cap of a response.
+    n: responses per prompt. seeds: one per response (`dapo.sampling.stream.response_seed`). max_tokens: cap of a
+    response.
     """
 
     n: int
@@ -105,7 +106,8 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """All n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and `dapo.batch`."""
+    """All n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
+    `dapo.batch`."""
 
     draw: Draw
     responses: tuple[Response, ...]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.batch import advantages_of, build_batch
+from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.config.schema import Config
 from dapo.evaluate import summarize
 from dapo.types import Group, TrainBatch, VersionSpan
-from tests.fakes import make_group, make_response
+from tests.support.fakes import make_group, make_response
 
 
 def make_config(mini_batch: int, **algorithm) -> Config:

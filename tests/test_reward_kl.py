@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.config.algorithm import KL_ESTIMATORS
 from dapo.batch import penalize_kl, reference_batch
-from dapo.state.checkpoint import CheckpointStore
+from dapo.config.algorithm import KL_ESTIMATORS
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty
-from dapo.report.log import MetricsLogger, read_metrics
 from dapo.pools import Pools
+from dapo.report.log import MetricsLogger, read_metrics
+from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
-from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_group, make_prompt
+from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_group, make_prompt
 
 F64 = torch.float64
 PER_TOKEN = {"k1": 0.5, "k2": 0.125, "k3": 0.10653066}  # for a reference that is half a nat less sure

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import UnknownShape, read_shape
+from dapo.config.schema import Config
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks

@@ -20,8 +20,8 @@ from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
-from workers.scoring.children import Children
 from workers.remote import RemoteError
+from workers.scoring.children import Children
 from workers.scoring.fleet import Fleet
 from workers.scoring.verdict import Verdict, no_score
 

@@ -19,8 +19,8 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardModelConfig
 from dapo.types import Prompt, Response
-from workers.scoring.classifier import Classifier, Conversation, Verdict, failed
 from workers.remote import RemoteError, wait
+from workers.scoring.classifier import Classifier, Conversation, Verdict, failed
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dapo.ablation.report import write_report
 from dapo.ablation.results import RUNGS, run_folder
-from dapo.state.checkpoint import CheckpointStore
+from dapo.config.compose import checked_overrides
+from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.main_ppo import (
     EXIT_INTERRUPTED,
@@ -37,8 +38,7 @@ from dapo.main_ppo import (
     to_config,
     train,
 )
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
+from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, holds_steps
 
 OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dapo.ablation.results import RUNGS, Curve, Estimate, estimate, read_ladder
-from dapo.state.durable import write_text
 from dapo.plot import COLOURS, MISSING
+from dapo.state.durable import write_text
 
 TABLE, PICTURE = "ablation.md", "ablation.png"
 UNRESOLVED = "unresolved"

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dapo.report.log import METRICS, read_metrics
 from dapo.plot import series
+from dapo.report.log import METRICS, read_metrics
 from dapo.state.run_dir import CONFIG
 
 # Rungs in order: what the row is called, and accuracy in percent in the paper's Table 1 (AIME 2024, avg@32).

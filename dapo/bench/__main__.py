@@ -17,13 +17,13 @@ from typing import Any
 import ray
 from hydra import compose, initialize_config_dir
 
-from dapo.state.checkpoint import CheckpointStore
-from dapo.config.schema import Config
-from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
-from dapo.report.log import MetricsLogger
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir
+from dapo.config.schema import Config
+from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
 from dapo.pools import Pools
+from dapo.report.log import MetricsLogger
+from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer
 from dapo.types import Int32Array, Response, Sampling, TrainBatch

@@ -22,10 +22,10 @@ import numpy as np
 import ray
 from hydra import compose, initialize_config_dir
 
-from dapo.config.schema import Config
-from dapo.main_ppo import make_paths_absolute, ray_cluster, to_config
 from dapo.config.compose import checked_overrides
 from dapo.config.paths import config_dir
+from dapo.config.schema import Config
+from dapo.main_ppo import make_paths_absolute, ray_cluster, to_config
 from dapo.tiny.random_model import make_random_model
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorPool, split_batch

@@ -1,8 +1,8 @@
 """Updates of one rank on one device at a model's shape with random weights: a `Case` in, figures of one row out.
 
 The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
-FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the head at
-response tokens only, causal attention at half of its square), the backward pass counting twice; what activation
+FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the
+head at response tokens only, causal attention at half of its square), the backward pass counting twice; what activation
 checkpointing computes again does not count.
 """
 
@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import read_config, read_shape
+from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorWorker, split_batch
 
@@ -33,8 +33,9 @@ POOL = 1 << 24  # random numbers that all weights are cut from
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """model: a name that `dapo.config.model_shape` knows, or a directory. tokens: of one micro-batch, in `sequences` equal
-    ones. folder: for the weights, removed by the caller. cfg: `model.path` and `actor.max_tokens_per_gpu` are set here.
+    """model: a name that `dapo.config.model_shape` knows, or a directory. tokens: of one micro-batch, in `sequences`
+    equal ones. folder: for the weights, removed by the caller. cfg: `model.path` and `actor.max_tokens_per_gpu` are set
+    here.
     """
 
     model: str

@@ -12,9 +12,9 @@ import time
 import numpy as np
 
 from dapo.batch import build_batch
-from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
 from dapo.report.metrics import step_metrics
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.types import Collected, Draw, Group, Prompt, Response, Score, TrainBatch, VersionSpan
 
 MIXED_SHARE = 0.5

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.fork_server import Item
 from dapo.rewards.functions import RewardFunctions
-from workers.scoring.process import state_and_cpu
 from workers.scoring.children import Children
+from workers.scoring.process import state_and_cpu
 
 WANTED_PER_CORE = 2000.0  # verdicts per second
 WANTED_P50_S = 1e-3

@@ -18,10 +18,10 @@ from typing import Any
 
 from safetensors import safe_open
 
+from dapo.config.checks import validate
 from dapo.config.schema import TRANSPORTS, Config
 from dapo.derived import resolve_transport
 from dapo.tiny.random_model import make_random_model
-from dapo.config.checks import validate
 from workers.actor import ActorPool
 from workers.cluster import Placement, connect, engine_args, resolve_device
 from workers.rollout import RolloutPool

@@ -13,13 +13,13 @@ from dapo.config.algorithm import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
 )
-from dapo.config.schema import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
-from dapo.config.ranges import numbers
-from dapo.config.reward_model_checks import reward_model
-from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
-from dapo.schedule import learning_rates
 from dapo.config.model_checks import actor, outside
 from dapo.config.placement_checks import placement
+from dapo.config.ranges import numbers
+from dapo.config.reward_model_checks import reward_model
+from dapo.config.schema import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
+from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
+from dapo.schedule import learning_rates
 
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")

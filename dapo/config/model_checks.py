@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config.schema import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
 from dapo.config.model_shape import UnknownShape, head_shares, read_config
 from dapo.config.paths import checked_path
+from dapo.config.schema import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
 
 DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
 # transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.

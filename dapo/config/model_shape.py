@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config.paths import config_dir
-from dapo.config.paths import resolve_path
+from dapo.config.paths import config_dir, resolve_path
 
 # Dense decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and
 # Qwen3 a norm of its own on each head's query and key.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config.schema import Config
 from dapo.config.paths import checked_path
+from dapo.config.schema import Config
 
 HEAD = "ForSequenceClassification"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

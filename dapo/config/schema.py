@@ -1,7 +1,8 @@
 """Typed configuration: the one place where every default lives (DESIGN section 11).
 
-Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.config.checks` checks across fields before
-any worker starts. Durations end in `_s`, sizes in `_bytes` or `_tokens`. This module imports no torch and no Ray.
+Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.config.checks` checks across fields
+before any worker starts. Durations end in `_s`, sizes in `_bytes` or `_tokens`. This module imports no torch and no
+Ray.
 """
 
 from dataclasses import dataclass, field
@@ -27,10 +28,10 @@ ADMISSION = ("draw_order", "completion")
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
 TRANSPORTS = ("auto", "object_store", "broadcast", "ipc")
-# Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but make slow
-# matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24, 2^25,
-# 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the float32
-# gradient of the weight costs little beside the products.
+# Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but
+# make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24,
+# 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
+# float32 gradient of the weight costs little beside the products.
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
 from dapo.config.paths import checked_path
+from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
 from dapo.types import Draw, Messages, Prompt
 
 

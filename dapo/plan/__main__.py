@@ -4,7 +4,8 @@
 
 Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and one step's work and estimated time, all
 with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
-Starts no worker and needs no network: the shapes of the shipped experiments' models are here (`dapo.config.model_shape`).
+Starts no worker and needs no network: the shapes of the shipped experiments' models are here
+(`dapo.config.model_shape`).
 """
 
 import sys
@@ -13,16 +14,16 @@ from collections.abc import Sequence
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
+from dapo.config.compose import checked_overrides
+from dapo.config.model_checks import architecture_problems, heads_problems
+from dapo.config.model_shape import ModelShape, read_config, shape_of
+from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.main_ppo import end, say, to_config
-from dapo.config.model_shape import ModelShape, read_config, shape_of
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
 from dapo.plan.report import report
-from dapo.config.model_checks import architecture_problems, heads_problems
 
 
 def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:

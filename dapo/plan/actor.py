@@ -8,11 +8,11 @@ the embedding where it is tied) stays gathered from the first layer's forward pa
 
 from dataclasses import dataclass
 
-from dapo.config.schema import LOGITS_CHUNK_ELEMENTS, Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import LOGITS_CHUNK_ELEMENTS, Config
+from dapo.derived import resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term
-from dapo.derived import resolve_transport
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import Config
+from dapo.derived import gpus_per_engine, resolve_transport
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, device_of
 from dapo.plan.terms import Term
-from dapo.derived import gpus_per_engine, resolve_transport
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128

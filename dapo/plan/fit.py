@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import Config
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
@@ -36,8 +36,8 @@ def _uneven(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[st
     if engine.tensor_parallel not in shape.head_shares:
         yield (
             f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) must divide the {shape.num_heads} "
-            f"attention heads of `model.path` ({cfg.model.path}), and divide its {shape.num_kv_heads} key-value heads or "
-            f"be a multiple of them; it can be {', '.join(map(str, shape.head_shares))}"
+            f"attention heads of `model.path` ({cfg.model.path}), and divide its {shape.num_kv_heads} key-value heads "
+            f"or be a multiple of them; it can be {', '.join(map(str, shape.head_shares))}"
         )
 
 

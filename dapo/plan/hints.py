@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import Config
 from dapo.plan.actor import device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.step import Step, mean_tokens

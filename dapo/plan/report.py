@@ -2,8 +2,8 @@
 
 import textwrap
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import Config
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import room_for_actors

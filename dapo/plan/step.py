@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import ModelShape
+from dapo.config.schema import Config
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory

@@ -1,8 +1,8 @@
 """What a reward child may use: memory, files, and, where the kernel grants it, no process and no network.
 
 In: `LimitsConfig`. Out: the calling process limited for good, and the names of what the kernel granted. CPU time is a
-timer per item (`dapo.rewards.fork_server`) and wall-clock time the parent's business. seccomp(2) needs no privilege, works in
-containers, and holds for root, for whom RLIMIT_NPROC does nothing.
+timer per item (`dapo.rewards.fork_server`) and wall-clock time the parent's business. seccomp(2) needs no privilege,
+works in containers, and holds for root, for whom RLIMIT_NPROC does nothing.
 """
 
 import ctypes

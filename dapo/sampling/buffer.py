@@ -12,9 +12,9 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.buffer_state import BufferState
-from dapo.config.schema import Config
 from dapo.sampling.demand import Demand, UsableRate
 from dapo.sampling.draw_queue import DrawQueue
 from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger

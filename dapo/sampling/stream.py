@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dapo.sampling.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.config.schema import EvalConfig, RolloutConfig
 from dapo.data.prompts import PromptOrder
-from dapo.sampling.saved import read_groups
 from dapo.pools import RewardPool, RolloutPool
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.saved import read_groups
 from dapo.types import Collected, Draw, Group, Response, Sampling, Score
 
 CLOSE_GRACE_S = 5.0

@@ -1,9 +1,9 @@
 """A fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
 
-The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), beside what others do: a
-fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step time, idle share
-of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle submits at once
-exactly the draws up to the last one needed.
+The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), beside what
+others do: a fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step time,
+idle share of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle submits at
+once exactly the draws up to the last one needed.
 """
 
 import argparse
@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 from dapo.simulate.books import Outcome, Plan
 from dapo.simulate.fleet import Workload
+from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 POLICIES: dict[str, Callable[[Plan], Outcome]] = {
     "staleness-0": streaming,

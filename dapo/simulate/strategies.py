@@ -1,7 +1,7 @@
 """What dapo and others do on a simulated fleet: one function per policy, a plan in, what came of it out.
 
-dapo's policy is the buffer of a real run (`dapo.sampling.buffer`); the others are a fixed multiple of the batch behind a
-barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulate.books`'s.
+dapo's policy is the buffer of a real run (`dapo.sampling.buffer`); the others are a fixed multiple of the batch behind
+a barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulate.books`'s.
 """
 
 import math

@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench import actor as bench_actor
 from dapo.bench.actor import config_of, main, random_batch, response_lengths
+from dapo.bench.device import random_weights
+from dapo.bench.hand_loop import HandWrittenRank
 from dapo.config.model_shape import read_shape
 from workers.actor import split_batch
 from workers.training.attention import PACKED_ATTENTION
-from dapo.bench.device import random_weights
-from dapo.bench.hand_loop import HandWrittenRank
 from workers.training.loading import load_parameters, meta_model
 from workers.training.policy import PackedPolicy, collate
 

@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from dapo.config import checks as validate
-from dapo.config.schema import Config
-from dapo.main_ppo import to_config
 from dapo.config.compose import checked_overrides, experiments, known_keys
 from dapo.config.paths import config_dir
+from dapo.config.schema import Config
+from dapo.main_ppo import to_config
 
 
 def composed(*overrides: str) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dapo.config.schema import Config, LoraConfig
 from dapo.config.model_checks import actor
+from dapo.config.schema import Config, LoraConfig
 
 
 def config(**sections: dict[str, Any]) -> Config:

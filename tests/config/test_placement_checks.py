@@ -2,8 +2,8 @@
 
 import pytest
 
-from dapo.config.schema import Config
 from dapo.config.placement_checks import placement
+from dapo.config.schema import Config
 
 SHARED = {"colocate": True, "engines": 2, "ranks": 2, "vllm": {"gpu_memory_utilization": 0.5}}
 

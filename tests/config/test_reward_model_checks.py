@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dapo.config.schema import Config
 from dapo.config.reward_model_checks import reward_model
+from dapo.config.schema import Config
 
 GOOD = {
     "architectures": ["Qwen2ForSequenceClassification"],

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dapo.data.prompts import DataReport, PromptOrder, fingerprint, load_prompts
 from dapo.config.paths import checked_path, resolve_path
+from dapo.data.prompts import DataReport, PromptOrder, fingerprint, load_prompts
 from dapo.types import Prompt
 
 KEY = "data.train_files"

@@ -13,7 +13,7 @@ from dapo.plan.__main__ import plan
 from dapo.plan.actor import ActorMemory
 from dapo.plan.report import checkpoint_terms
 from dapo.types import TrainSequence
-from tests.workers.plain_reference import on_all, start_pool
+from tests.support.plain_reference import on_all, start_pool
 from workers.actor import RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

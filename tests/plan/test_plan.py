@@ -49,9 +49,9 @@ def test_every_experiment_is_answered_and_fits(name):
 
 def test_refusal_ends_with_1_and_one_message_and_needs_no_worker():
     program = (
-        "import sys; import dapo.plan\n"
+        "import sys; from dapo.plan import __main__ as plan\n"
         "sys.argv = ['plan', '+experiment=dapo_qwen7b', 'plan.gpu_memory_bytes=24e9']\n"
-        "try: dapo.plan.main()\n"
+        "try: plan.main()\n"
         "finally: print('loaded', {'ray', 'vllm', 'workers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

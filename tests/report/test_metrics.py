@@ -9,12 +9,12 @@ from random import Random
 import pytest
 
 from dapo.batch import build_batch
-from dapo.sampling.buffer import OversamplingBuffer
 from dapo.config.schema import Config
-from dapo.sampling.outcome import classify
 from dapo.report.metrics import step_metrics
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.outcome import classify
 from dapo.types import Collected, Group, Response, Score, VersionSpan
-from tests.fakes import make_group, make_response
+from tests.support.fakes import make_group, make_response
 
 NAN = math.nan
 VERSION = 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dapo.config.reward import LimitsConfig
-from tests.hostile import KINDS, MAX_TRACE_CHARS, Item, corpus
-from tests.hostile_injections import INJECTIONS
-from tests.hostile_scoring import AT_LIMIT, broken_rules, run
+from tests.support.hostile.corpus import KINDS, MAX_TRACE_CHARS, Item, corpus
+from tests.support.hostile.injections import INJECTIONS
+from tests.support.hostile.scoring import AT_LIMIT, broken_rules, run
 
 HOSTILE = 160
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -8,7 +8,7 @@ import pytest
 from dapo.sampling.budget import REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
-from tests.fakes import make_group
+from tests.support.fakes import make_group
 
 NAN = math.nan
 BINS = ["0", "0..0.25", "0.25..0.5", "0.5..0.75", "0.75..1", "1"]

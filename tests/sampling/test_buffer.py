@@ -9,7 +9,7 @@ from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import COMPLETION, OversamplingBuffer
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected
-from tests.fakes import make_group
+from tests.support.fakes import make_group
 
 NAN = math.nan
 

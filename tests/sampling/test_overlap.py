@@ -16,14 +16,14 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.sampling.buffer_state import BufferState
-from dapo.state.checkpoint import DriverState
-from dapo.sampling.saved import FILE
-from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
-from dapo.report.log import read_metrics
 from dapo.config.paths import resolve_path
+from dapo.report.log import read_metrics
+from dapo.sampling.buffer_state import BufferState
+from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
+from dapo.sampling.saved import FILE
+from dapo.state.checkpoint import DriverState
 from dapo.tiny.random_model import make_random_model
-from tests.test_end_to_end import START_S, checkpoint, command, finish
+from tests.end_to_end.test_program import START_S, checkpoint, command, finish
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -6,19 +6,19 @@ import math
 
 import pytest
 
-from dapo.sampling.budget import BudgetExhausted
-from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.checkpoint import CheckpointStore
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.main_ppo import run_steps
-from dapo.report.log import MetricsLogger
 from dapo.pools import Pools
+from dapo.report.log import MetricsLogger
+from dapo.sampling.budget import BudgetExhausted
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, SamplingSettings, response_seed
+from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
 from dapo.types import Collected
-from tests.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
+from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
 
 PROMPTS = [make_prompt(number) for number in range(40)]
 SETTINGS = SamplingSettings(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from dapo.sampling import stream as stream_module
 from dapo.clock import PhaseClock
 from dapo.evaluate import evaluate
+from dapo.sampling import stream as stream_module
 from dapo.sampling.stream import SamplingSettings, response_seed
 from dapo.types import Collected
-from tests.fakes import FakeRewards, FakeRollouts, make_prompt
-from tests.faulty_pools import (
+from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt
+from tests.support.faulty_pools import (
     SEED,
     BrokenRewards,
     BrokenRollouts,

@@ -7,8 +7,8 @@ import pytest
 from dapo.clock import PhaseClock
 from dapo.sampling.stream import scored_group
 from dapo.types import Draw
-from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
-from tests.faulty_pools import SETTINGS, BrokenRewards, make_stream, run, some_mixed, steps
+from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
+from tests.support.faulty_pools import SETTINGS, BrokenRewards, make_stream, run, some_mixed, steps
 
 DRAW = Draw(index=0, epoch=0, prompt=make_prompt(1))
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dapo.sampling.buffer import COMPLETION
-from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 from dapo.simulate.books import Plan
 from dapo.simulate.fleet import Draws, Fleet, Workload
+from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 
 def make_plan(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.reward_programs import CANARIES, PROGRAM
+from tests.support.reward_programs import CANARIES, PROGRAM
 
 
 @pytest.fixture(scope="module")

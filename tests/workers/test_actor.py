@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.schema import Config
-from tests.workers.plain_reference import (
+from tests.support.plain_reference import (
     LENGTHS,
     VOCABULARY,
     distance,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from dapo.config.reward import LimitsConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
-from tests.fakes import make_prompt, make_response
-from tests.workers.reward_programs import CANARIES, PROGRAM
+from tests.support.fakes import make_prompt, make_response
+from tests.support.reward_programs import CANARIES, PROGRAM
 from workers import reward as module
 from workers.remote import RemoteError
 from workers.reward import RewardPool

@@ -8,11 +8,11 @@ import signal
 import pytest
 
 from dapo.config.reward import RewardModelConfig
-from tests.fakes import make_prompt, make_response
-from tests.workers.tiny_reward_model import NAN, make_reward_model, one_by_one
-from workers.scoring.classifier import Verdict
+from tests.support.fakes import make_prompt, make_response
+from tests.support.tiny_reward_model import NAN, make_reward_model, one_by_one
 from workers.remote import RemoteError
 from workers.reward_model import RewardModelPool, Started
+from workers.scoring.classifier import Verdict
 
 
 class Remote:

@@ -10,12 +10,12 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config.schema import Config
 from dapo.config.model_shape import shape_of
+from dapo.config.schema import Config
 from dapo.plan.engine import EngineMemory
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
-from tests.workers.local_actors import local_sync
+from tests.support.local_actors import local_sync
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 

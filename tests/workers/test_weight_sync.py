@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.schema import Config, WeightSyncConfig
 from dapo.derived import resolve_transport
-from tests.workers.local_actors import local_sync
-from tests.workers.plain_reference import make_config, make_model, start_pool
+from tests.support.local_actors import local_sync
+from tests.support.plain_reference import make_config, make_model, start_pool
 from workers.remote import RemoteError
+from workers.weight_sync import WeightSync
 from workers.weights.bucket import Endpoint
 from workers.weights.digest import digest
-from workers.weight_sync import WeightSync
 
 BUCKETS = 6
 STEP_S = 0.02

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from dapo.rewards.fork_server import Item
-from workers.scoring.children import CHANGED, CanaryError
 from workers.remote import RemoteError, wait
+from workers.scoring.children import CHANGED, CanaryError
 from workers.scoring.verdict import Verdict, of_end
 
 WINDOW = 64  # items of one child that may be with its worker: half of them keep it busy while a call brings more

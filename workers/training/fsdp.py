@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dapo.config.schema import Config
 from dapo.config.model_checks import architecture_problems, heads_problems
+from dapo.config.schema import Config
 from workers.training.loading import load_buffers, load_parameters, meta_model
 from workers.training.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
 from workers.training.mesh import Mesh

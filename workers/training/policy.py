@@ -33,7 +33,8 @@ ALONE = Share()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by `workers.training.update`.
+    """Sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by
+    `workers.training.update`.
 
     Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
     token_ids, position_ids: [1, t] int64; positions restart at 0 in each sequence.
@@ -104,8 +105,8 @@ def _lay_out(
 class PackedPolicy(nn.Module):
     """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
-    `model` must have been built with an attention of `workers.training.attention.implementation`. Dropout is off for good.
-    entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
+    `model` must have been built with an attention of `workers.training.attention.implementation`. Dropout is off for
+    good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.workers.reward_children import item, use
-from tests.workers.reward_programs import CANARIES, PROGRAM
+from tests.support.reward_children import item, use
+from tests.support.reward_programs import CANARIES, PROGRAM
 from workers.scoring import children as module
 from workers.scoring.children import CanaryError
 

@@ -6,8 +6,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from dapo.rewards.fork_server import Item
-from workers.scoring import fleet as reward_fleet
 from workers.remote import RemoteError
+from workers.scoring import fleet as reward_fleet
 from workers.scoring.fleet import Fleet
 from workers.scoring.verdict import of_end
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from dapo.config.schema import Config, OptimConfig
-from tests.workers.fsdp_ranks import counted, memory, travelling
-from tests.workers.plain_reference import (
+from tests.support.fsdp_ranks import counted, memory, travelling
+from tests.support.plain_reference import (
     LENGTHS,
     distance,
     full_weights,

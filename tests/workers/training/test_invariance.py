@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.config.algorithm import LOSS_AGG_MODES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.batch import build_batch
+from dapo.config.algorithm import LOSS_AGG_MODES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import Draw, Group, Prompt, Response, Score, TrainSequence, VersionSpan
-from tests.workers.plain_reference import (
+from tests.support.plain_reference import (
     VOCABULARY,
     make_config,
     make_model,
@@ -26,7 +26,7 @@ from tests.workers.plain_reference import (
     reference,
     start_pool,
 )
-from tests.workers.plain_update import plain_tokens
+from tests.support.plain_update import plain_tokens
 from workers.actor import ActorPool, RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

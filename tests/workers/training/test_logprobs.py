@@ -16,7 +16,7 @@ from workers.training.logprobs import token_logprobs
 ROWS, HIDDEN, VOCABULARY = 33, 12, 101
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
-MEMORY = Path(__file__).with_name("logprob_memory.py")
+MEMORY = ROOT / "tests/support/logprob_memory.py"
 
 
 def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config, LoraConfig
 from dapo.types import TrainBatch, TrainSequence
-from tests.workers.plain_reference import (
+from tests.support.plain_reference import (
     LENGTHS,
     VOCABULARY,
     make_config,
@@ -30,7 +30,7 @@ from tests.workers.plain_reference import (
     start_pool,
     train_batch,
 )
-from tests.workers.plain_update import assert_update, mismatched
+from tests.support.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, RankWork, split_batch
 from workers.training.lora import add_adapters, is_adapter
 

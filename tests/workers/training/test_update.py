@@ -19,7 +19,7 @@ from dapo.config.schema import Config
 from dapo.packing import pack
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
-from tests.workers.plain_reference import (
+from tests.support.plain_reference import (
     LENGTHS,
     distance,
     full_weights,
@@ -33,7 +33,7 @@ from tests.workers.plain_reference import (
     start_pool,
     train_batch,
 )
-from tests.workers.plain_update import assert_update, mismatched
+from tests.support.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError
 

@@ -15,7 +15,7 @@ from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
-from tests.workers.plain_reference import (
+from tests.support.plain_reference import (
     LENGTHS,
     TEMPERATURE,
     distance,

@@ -1,7 +1,7 @@
 """A run around one oversampling buffer, played by a test: engines, verifier, weight updates, stops (tests only).
 
-In: events. The world writes down what it saw, reads nothing of `dapo.sampling.ledger` or of the buffer's private parts, and
-asserts at each event what the rules of DESIGN section 4 say about it.
+In: events. The world writes down what it saw, reads nothing of `dapo.sampling.ledger` or of the buffer's private parts,
+and asserts at each event what the rules of DESIGN section 4 say about it.
 """
 
 import math
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.state.checkpoint import DriverState
-from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.saved import read_groups, write_groups
+from dapo.state.checkpoint import DriverState
 from dapo.types import Draw, Group
-from tests.fakes import make_group, make_prompt, make_response
+from tests.support.fakes import make_group, make_prompt, make_response
 
 NAN = math.nan
 ACCURACIES = {MIXED: [1.0, 0.0], ALL_CORRECT: [1.0, 1.0], ALL_WRONG: [0.0, 0.0], UNSCORABLE: [NAN, 1.0]}

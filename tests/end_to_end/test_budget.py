@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dapo.state.checkpoint import DriverState, verify
-from dapo.sampling.saved import FILE
-from dapo.report.log import read_metrics
 from dapo.config.paths import resolve_path
-from tests.test_end_to_end import START_S, checkpoint, command
+from dapo.report.log import read_metrics
+from dapo.sampling.saved import FILE
+from dapo.state.checkpoint import DriverState, verify
+from tests.end_to_end.test_program import START_S, checkpoint, command
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dapo.config.paths import resolve_path
-from tests.test_end_to_end import checkpoint, metrics, run, val_file  # noqa: F401  # a fixture
+from tests.end_to_end.test_program import checkpoint, metrics, run, val_file  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
 

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dapo.sampling.buffer import OversamplingBuffer
 from dapo.clock import PhaseClock
 from dapo.data.prompts import PromptOrder
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, SamplingSettings
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
-from tests.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told
+from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told
 
 N = 4  # responses of a group
 T = TypeVar("T")

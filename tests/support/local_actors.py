@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dapo.config.schema import WeightSyncConfig
+from workers.weight_sync import WeightSync
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender, full_shapes
-from workers.weight_sync import WeightSync
 
 
 class LocalActors:
