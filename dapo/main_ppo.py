@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from dapo.config.checks import validate
-from dapo.config.compose import checked_overrides
+from dapo.config.compose import checked_overrides, to_config
 from dapo.config.paths import config_dir, resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
 STOP_GRACE_S = 3.0
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
 EXIT_RESUMABLE = 85  # SIGTERM or SIGUSR1 (Slurm, spot machines): saved, to be continued
-
-ConfigStore.instance().store(name="dapo_schema", node=Config)
 
 
 def main() -> None:
@@ -82,25 +77,6 @@ def end(message: str, code: int) -> NoReturn:
     """Leaves the program with one message."""
     print(f"dapo: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def to_config(tree: DictConfig) -> Config:
-    """The typed, validated configuration.
-
-    Raises:
-        ValueError: a value is missing, or the checks of `dapo.config.checks` found problems.
-    """
-    missing = sorted(OmegaConf.missing_keys(tree))
-    if missing:
-        raise ValueError(
-            f"no value for {', '.join(f'`{key}`' for key in missing)}; give one, or take a +experiment=NAME"
-        )
-    try:
-        cfg: Any = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"configuration: {error}") from error
-    validate(cfg)
-    return cfg
 
 
 def make_paths_absolute(cfg: Config) -> None:

@@ -16,15 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dapo.ablation.report import write_report
 from dapo.ablation.results import RUNGS, run_folder
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
+from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.main_ppo import (
     EXIT_INTERRUPTED,
@@ -35,7 +31,6 @@ from dapo.main_ppo import (
     engine_needs,
     ray_cluster,
     say,
-    to_config,
     train,
 )
 from dapo.state.checkpoint import CheckpointStore
@@ -81,15 +76,12 @@ def compose_run(rung: str, seed: int, out: Path, overrides: Sequence[str]) -> Co
         key = override.partition("=")[0].lstrip("+~")
         if key in OWN_KEYS:
             raise ValueError(f"`{key}` is the ladder's own; leave out `{override}` and use --rungs, --seeds and --out")
-    arguments = checked_overrides([f"+experiment=ablation/{rung}", *overrides])
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-            tree = compose("dapo", overrides=arguments)
-        tree.trainer.seed = seed
-        tree.trainer.output_dir = str(run_folder(out, rung, seed))
-    except (HydraException, OmegaConfBaseException) as error:
+        cfg = compose([*overrides, f"trainer.seed={seed}"], experiment=f"ablation/{rung}")
+    except ValueError as error:
         raise ValueError(f"configuration of rung `{rung}`: {error}") from error
-    return to_config(tree)
+    cfg.trainer.output_dir = str(run_folder(out, rung, seed))
+    return cfg
 
 
 def plan(rungs: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[LadderRun]:

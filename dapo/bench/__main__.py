@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from hydra import compose, initialize_config_dir
 
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
+from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster, to_config
+from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.state.checkpoint import CheckpointStore
@@ -185,8 +183,7 @@ def bench_config(shape: str, folder: Path, overrides: Sequence[str]) -> Config:
         make_random_model(folder / "random")
         arguments.append(f"model.path={folder / 'random'}")
     (folder / shape).mkdir()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        return to_config(compose("dapo", overrides=checked_overrides(["+experiment=dapo_tiny", *arguments])))
+    return compose(arguments, experiment="dapo_tiny")
 
 
 def main() -> None:

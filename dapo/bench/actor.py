@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from hydra import compose, initialize_config_dir
 
-from dapo.config.compose import checked_overrides
-from dapo.config.paths import config_dir
+from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.main_ppo import make_paths_absolute, ray_cluster, to_config
+from dapo.main_ppo import make_paths_absolute, ray_cluster
 from dapo.tiny.random_model import make_random_model
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorPool, split_batch
@@ -52,8 +50,7 @@ SHAPES = {
 
 def config_of(*overrides: str) -> Config:
     """The tiny experiment with `overrides`, its paths absolute."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        cfg = to_config(compose("dapo", overrides=checked_overrides(["+experiment=dapo_tiny", *overrides])))
+    cfg = compose(overrides, experiment="dapo_tiny")
     make_paths_absolute(cfg)
     return cfg
 

@@ -1,6 +1,7 @@
-"""Command-line overrides checked before Hydra composes, because Hydra names an unknown key but not the one meant.
+"""From overrides to a checked `Config`: `compose`, with Hydra's compose API; the entry point lets `hydra.main` compose.
 
-In: the arguments after the program's name. Out: the same for Hydra, or a ValueError with the nearest existing names.
+In: the arguments after the program's name. Out: a `Config`, or a ValueError for a person. Overrides are checked before
+Hydra sees them, because Hydra names an unknown key but not the one meant.
 """
 
 import dataclasses
@@ -9,13 +10,53 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from dapo.config.checks import validate
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 
 OPEN = "*"  # below this any key is taken: it belongs to vLLM
+
+ConfigStore.instance().store(name="dapo_schema", node=Config)
+
+
+def compose(overrides: Sequence[str], experiment: str | None = None) -> Config:
+    """Returns the checked configuration of a run with these arguments, `+experiment=EXPERIMENT` before them.
+
+    Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
+    """
+    chosen = [] if experiment is None else [f"+experiment={experiment}"]
+    arguments = checked_overrides([*chosen, *overrides])
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+            tree = hydra.compose("dapo", overrides=arguments)
+    except HydraException as error:
+        raise ValueError(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from error
+    return to_config(tree)
+
+
+def to_config(tree: DictConfig) -> Config:
+    """Returns the typed configuration, checked.
+
+    Raises ValueError where a value is missing, has the wrong type, or is one that `dapo.config.checks` refuses.
+    """
+    missing = sorted(OmegaConf.missing_keys(tree))
+    if missing:
+        raise ValueError(
+            f"no value for {', '.join(f'`{key}`' for key in missing)}; give one, or take a +experiment=NAME"
+        )
+    try:
+        cfg: Any = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"configuration: {error}") from error
+    validate(cfg)
+    return cfg
 
 
 def known_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:

@@ -11,15 +11,11 @@ Starts no worker and needs no network: the shapes of the shipped experiments' mo
 import sys
 from collections.abc import Sequence
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-
-from dapo.config.compose import checked_overrides
+from dapo.config.compose import compose
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.model_shape import ModelShape, read_config, shape_of
-from dapo.config.paths import config_dir
 from dapo.config.schema import Config
-from dapo.main_ppo import end, say, to_config
+from dapo.main_ppo import end, say
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
@@ -31,12 +27,7 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 
     Raises ValueError as a run would, and where the model's architecture is not known here.
     """
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-            tree = compose("dapo", overrides=checked_overrides(overrides))
-    except HydraException as error:
-        raise ValueError(f"{error} ({error.__cause__})") from error
-    cfg = to_config(tree)
+    cfg = compose(overrides)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
     found = [

@@ -6,27 +6,18 @@ from importlib import metadata
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from dapo.config import checks as validate
-from dapo.config.compose import checked_overrides, experiments, known_keys
-from dapo.config.paths import config_dir
+from dapo.config.compose import checked_overrides, compose, experiments, known_keys
 from dapo.config.schema import Config
-from dapo.main_ppo import to_config
-
-
-def composed(*overrides: str) -> Any:
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        return compose("dapo", overrides=checked_overrides(overrides))
-
 
 FILTER = "filter_groups"
 
 
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_composes_and_validates(name):
-    cfg = to_config(composed(f"+experiment={name}"))
+    cfg = compose([], name)
     assert isinstance(cfg, Config)
     assert cfg.trainer.output_dir.endswith(f"outputs/{name}")
 
@@ -39,7 +30,7 @@ def test_the_named_experiments_are_there():
 def test_the_objectives_of_the_tiny_experiments():
     settings = {}
     for name in ("dapo_tiny", "grpo_tiny", "dr_grpo_tiny"):
-        cfg = to_config(composed(f"+experiment={name}"))
+        cfg = compose([], name)
         algorithm = cfg.algorithm
         settings[name] = (
             algorithm.loss_agg_mode,
@@ -55,7 +46,7 @@ def test_the_objectives_of_the_tiny_experiments():
 
 
 def test_qwen32b_has_the_published_numbers():
-    cfg = to_config(composed("+experiment=dapo_qwen32b"))
+    cfg = compose([], "dapo_qwen32b")
     assert (cfg.data.train_batch_size, cfg.rollout.n, cfg.actor.ppo_mini_batch_size) == (512, 16, 32)
     assert (cfg.data.max_prompt_length, cfg.data.max_response_length) == (2048, 20480)
     assert (cfg.reward.overlong_buffer.len, cfg.reward.overlong_buffer.penalty_factor) == (4096, 1.0)
@@ -107,7 +98,7 @@ def test_qwen32b_has_the_published_numbers():
 )
 def test_bad_values_are_named(overrides, parts):
     with pytest.raises(ValueError) as error:
-        to_config(composed("+experiment=dapo_tiny", *overrides))
+        compose(overrides, "dapo_tiny")
     for part in parts:
         assert part in str(error.value)
 
@@ -195,7 +186,7 @@ CORRECTION = "algorithm.rollout_correction"
 )
 def test_each_problem_of_the_objective_is_one_line_with_key_value_and_remedy(overrides, parts):
     with pytest.raises(ValueError) as error:
-        to_config(composed("+experiment=dapo_tiny", *overrides))
+        compose(overrides, "dapo_tiny")
     (line,) = str(error.value).splitlines()
     assert [part for part in parts if part not in line] == []
 
@@ -224,18 +215,18 @@ def test_each_problem_of_the_objective_is_one_line_with_key_value_and_remedy(ove
     ],
 )
 def test_choices_of_the_objective_that_go_together(overrides):
-    assert isinstance(to_config(composed("+experiment=dapo_tiny", *overrides)), Config)
+    assert isinstance(compose(overrides, "dapo_tiny"), Config)
 
 
 def test_all_problems_come_at_once():
     with pytest.raises(ValueError) as error:
-        to_config(composed("+experiment=dapo_tiny", "rollout.n=1", "trainer.device=tpu"))
+        compose(["rollout.n=1", "trainer.device=tpu"], "dapo_tiny")
     assert len(str(error.value).splitlines()) == 2
 
 
 def test_without_experiment_the_missing_values_are_named():
     with pytest.raises(ValueError, match="model.path"):
-        to_config(composed())
+        compose([])
 
 
 def test_torchvision_built_for_cuda_beside_a_cpu_torch(monkeypatch):

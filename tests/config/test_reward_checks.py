@@ -2,8 +2,7 @@
 
 import pytest
 
-from dapo.main_ppo import to_config
-from tests.config.test_checks import composed
+from dapo.config.compose import compose
 
 
 @pytest.mark.parametrize(
@@ -53,6 +52,6 @@ from tests.config.test_checks import composed
 )
 def test_bad_values_are_named(overrides, parts):
     with pytest.raises(ValueError) as error:
-        to_config(composed("+experiment=dapo_tiny", *overrides))
+        compose(overrides, "dapo_tiny")
     for part in parts:
         assert part in str(error.value)
