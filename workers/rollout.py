@@ -17,9 +17,8 @@ import ray
 from dapo.derived import gpus_per_engine
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
-from workers.remote import RemoteError, wait, wait_for_stream
+from workers.remote import RemoteError, together, wait, wait_for_stream
 from workers.weights.bucket import BACKEND, Bucket
-from workers.weights.engines import EngineWeights
 
 ABORT_PAUSE_S = 0.002
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
@@ -157,10 +156,6 @@ class RolloutWorker:
         await self._engine.finish_weight_update(weight_version=str(version))
         await self._engine.resume_generation()
 
-    async def weight_digests(self) -> list[str]:
-        """Digest of the parameters in each of the engine's worker processes, for tests."""
-        return await self._engine.collective_rpc("weight_digest")
-
     async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
         """Seconds that the bare engine takes for these groups at once: the floor that `dapo.bench` compares with."""
         began = time.monotonic()
@@ -191,14 +186,14 @@ class RolloutPool:
         self._timeout_s = timeout_s
         self._fleet = FleetCapacity([])
         self._freed: Callable[[], None] = lambda: None
-        self.weights = EngineWeights(self._workers)
+        self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing any more
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Starts all engines side by side."""
         refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
         sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
         self._fleet = FleetCapacity(sizes)
-        self.weights.processes = gpus_per_engine(engine_args)
+        self._processes = gpus_per_engine(engine_args)
 
     @property
     def capacity(self) -> int:
@@ -217,8 +212,8 @@ class RolloutPool:
         self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
     ) -> tuple[Response, ...]:
         """n responses to one prompt; `key` names the group for `abort`. Calls `ended` with each that has ended."""
-        if self.weights.refused:
-            raise RemoteError(self.weights.refused)
+        if self._refused:
+            raise RemoteError(self._refused)
         home = self._load.index(min(self._load))
         running = sampling.n
         self._load[home] += running
@@ -262,14 +257,41 @@ class RolloutPool:
 
     async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
         """The floor of generation: the requests dealt out to the engines at once; the slowest engine's seconds."""
-        count = len(self._workers)
-        refs = [worker.generate_alone.remote(requests[i::count]) for i, worker in enumerate(self._workers)]
+        refs = [w.generate_alone.remote(requests[i :: len(self._workers)]) for i, w in enumerate(self._workers)]
         return max(await wait(refs, self._timeout_s, "the engines alone (benchmark)", "rollout.timeout_s"))
 
-    async def weight_digests(self) -> list[list[str]]:
-        """Per engine and worker process, for tests."""
-        refs = [worker.weight_digests.remote() for worker in self._workers]
-        return await wait(refs, self._timeout_s, "weight digests", "rollout.timeout_s")
+    @property
+    def num_receivers(self) -> int:
+        """Processes of all engines together, each of which holds a part of the weights."""
+        return len(self._workers) * self._processes
+
+    async def connect_weights(self, info: dict[str, Any], timeout_s: float) -> None:
+        """Opens the engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
+        ranks = range(1, 1 + self.num_receivers, self._processes)
+        refs = [w.connect_weights.remote(info | {"first_rank": k}) for w, k in zip(self._workers, ranks, strict=True)]
+        await self._all(refs, timeout_s, "to open the weight sync")
+
+    async def start_update(self, timeout_s: float) -> None:
+        """Holds all requests until `finish_update`."""
+        await self._all([worker.start_update.remote() for worker in self._workers], timeout_s, "to pause")
+
+    async def load_bucket(self, bucket: Bucket, what: str, timeout_s: float) -> None:
+        """Loads the next bucket on every engine. what: which one of which sync, for errors."""
+        refs = [worker.load_bucket.remote(bucket, timeout_s) for worker in self._workers]
+        await self._all(refs, timeout_s, f"to load {what}")
+
+    async def finish_update(self, version: int, timeout_s: float) -> None:
+        """Lets all engines serve `version`, unless a parameter is missing."""
+        refs = [worker.finish_update.remote(version) for worker in self._workers]
+        await self._all(refs, timeout_s, f"to serve version {version}")
+
+    def refuse(self, reason: str) -> None:
+        """Generates nothing from now on: an engine may hold a mixture of two versions, and stays paused."""
+        self._refused = reason
+
+    async def _all(self, refs: list[Any], timeout_s: float, what: str) -> None:
+        key = "weight_sync.timeout_s"
+        await together(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in enumerate(refs))
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

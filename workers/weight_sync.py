@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from dapo.config.schema import WeightSyncConfig
 from workers.remote import RemoteError, together
 from workers.weights.bucket import Bucket, Endpoint
-from workers.weights.engines import EngineWeights
 
 
 class WeightSource(Protocol):
@@ -29,7 +28,18 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """What the sync needs of `workers.rollout.RolloutPool`."""
 
-    weights: EngineWeights
+    @property
+    def num_receivers(self) -> int: ...
+
+    async def connect_weights(self, info: dict[str, Any], timeout_s: float) -> None: ...
+
+    async def start_update(self, timeout_s: float) -> None: ...
+
+    async def load_bucket(self, bucket: Bucket, what: str, timeout_s: float) -> None: ...
+
+    async def finish_update(self, version: int, timeout_s: float) -> None: ...
+
+    def refuse(self, reason: str) -> None: ...
 
 
 class WeightSync:
@@ -38,7 +48,7 @@ class WeightSync:
     def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
         """transport: from `dapo.derived.resolve_transport`."""
         self._actors = actors
-        self._engines = rollouts.weights
+        self._engines = rollouts
         self._timeout_s = cfg.timeout_s
         self._transport = transport
         self._num_buckets = 0
@@ -83,18 +93,20 @@ class WeightSync:
             "timeout_s": self._timeout_s,
             "memory": {end.place: end.handles for end in endpoints if end is not None and end.handles},
         }
-        await together([self._actors.join_weights(num_receivers), self._engines.connect(info, self._timeout_s)])
+        await together([self._actors.join_weights(num_receivers), self._engines.connect_weights(info, self._timeout_s)])
         self._num_buckets = num_buckets
 
     async def _sync(self, version: int) -> None:
         names = [f"weight bucket {i} of {self._num_buckets}, version {version}" for i in range(self._num_buckets)]
         self._stage = f"pausing the engines and gathering {names[0]}"
-        _, bucket = await together([self._engines.start(self._timeout_s), self._actors.gather_bucket(0, names[0])])
+        _, bucket = await together(
+            [self._engines.start_update(self._timeout_s), self._actors.gather_bucket(0, names[0])]
+        )
         for index, name in enumerate(names):
             self._stage = f"loading {name}"
-            steps: list[Awaitable[Any]] = [self._engines.load(bucket, name, self._timeout_s)]
+            steps: list[Awaitable[Any]] = [self._engines.load_bucket(bucket, name, self._timeout_s)]
             if index + 1 < len(names):
                 steps.append(self._actors.gather_bucket(index + 1, names[index + 1]))
             bucket = (await together(steps))[-1]
         self._stage = "taking the engines up again"
-        await self._engines.finish(version, self._timeout_s)
+        await self._engines.finish_update(version, self._timeout_s)

@@ -245,13 +245,11 @@ def test_every_transport_brings_the_same_bits(engines, loop):
     found = {}
     for transport in ("object_store", "broadcast", "ipc"):
         loop.run(local_sync(pool, other, transport, 100_000)(50))
-        between = loop.run(pool.weight_digests())
+        between = loop.run(on_every_engine(pool, count, 10))
         loop.run(local_sync(pool, model, transport, 100_000)(51))
         responses = loop.run(on_every_engine(pool, count, 10))
-        assert largest_difference(model, responses) <= 1e-4
-        digests = loop.run(pool.weight_digests())
-        assert digests != between and digests == [digests[0]] * count
-        found[transport] = (digests, [(r.token_ids.tolist(), r.rollout_logprobs.tolist()) for r in responses])
+        assert largest_difference(model, responses) <= 1e-4 < 1e-2 < largest_difference(model, between)
+        found[transport] = [(r.token_ids.tolist(), r.rollout_logprobs.tolist()) for r in responses]
     assert found["object_store"] == found["broadcast"] == found["ipc"]
 
 

@@ -53,26 +53,26 @@ class Recorder:
         await self._step("gather", index)
         return SimpleNamespace(index=index)
 
-    async def connect(self, info, timeout_s):
+    async def connect_weights(self, info, timeout_s):
         self.info = info
         await self._step("connect", info["group_size"])
 
-    async def start(self, timeout_s):
+    async def start_update(self, timeout_s):
         await self._step("start", 0)
 
-    async def load(self, bucket, what, timeout_s):
+    async def load_bucket(self, bucket, what, timeout_s):
         assert f"weight bucket {bucket.index} of {BUCKETS}" in what
         await self._step("load", bucket.index)
         self.existing -= 1
 
-    async def finish(self, version, timeout_s):
+    async def finish_update(self, version, timeout_s):
         await self._step("finish", version)
 
     def refuse(self, reason):
         self.refused = reason
 
     def sync(self, timeout_s: float = 10) -> WeightSync:
-        return WeightSync(self, SimpleNamespace(weights=self), WeightSyncConfig(timeout_s=timeout_s), "broadcast")
+        return WeightSync(self, self, WeightSyncConfig(timeout_s=timeout_s), "broadcast")
 
 
 def test_the_next_bucket_is_gathered_while_one_loads_and_two_exist():
@@ -145,7 +145,7 @@ class Keeper(Recorder):
         self.tensors: dict[str, torch.Tensor] = {}
         self._before = before
 
-    async def load(self, bucket, what, timeout_s):
+    async def load_bucket(self, bucket, what, timeout_s):
         self._before(bucket.index)
         data = torch.from_numpy((await bucket.content["ref"]).copy())
         assert digest(data) == bucket.digest
@@ -174,7 +174,7 @@ def actors(ray_cluster, model_dir: Path) -> Iterator:
 def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors, model_dir):
     pool, cfg = actors
     ends = Keeper()
-    sync = WeightSync(pool, SimpleNamespace(weights=ends), cfg.weight_sync, "object_store")
+    sync = WeightSync(pool, ends, cfg.weight_sync, "object_store")
     asyncio.run(sync(1))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     expected = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
@@ -186,7 +186,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
             ray.kill(pool._workers[1])
 
     ends = Keeper(kill)
-    sync = WeightSync(pool, SimpleNamespace(weights=ends), cfg.weight_sync, "object_store")
+    sync = WeightSync(pool, ends, cfg.weight_sync, "object_store")
     began = time.monotonic()
     with pytest.raises(RemoteError, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
         asyncio.run(sync(2))

@@ -5,12 +5,11 @@ three transports, with their digests. Out: the engine's model holds exactly thos
 """
 
 import ctypes
-import hashlib
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
-from workers.weights.bucket import BACKEND, WORD_BYTES
+from workers.weights.bucket import BACKEND
 from workers.weights.digest import digest
 from workers.weights.group import WeightGroup, find_store
 from workers.weights.memory import Handle, open_shared, place
@@ -178,19 +177,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
 
 class WeightReceiverExtension:
-    """Mixed into vLLM's worker class."""
-
-    def weight_digest(self) -> str:
-        """Digest of the model's parameters as they lie in this worker (a CPU engine packs most of them away)."""
-        model: Any = self.model_runner.model  # type: ignore[attr-defined]
-        found = [f"{name} {digest(_words(tensor.detach()))}\n" for name, tensor in model.named_parameters()]
-        return hashlib.sha256("".join(found).encode()).hexdigest()
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Its bytes with zeros up to a whole word, [N] uint8."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
+    """What vLLM mixes into its worker class: nothing. Its name makes vLLM import this module there."""
 
 
 def _die_with_parent() -> None:
