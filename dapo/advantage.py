@@ -1,4 +1,4 @@
-"""Rewards of groups in, advantages out: the group-relative baseline of DAPO Eq. 9 and its Dr. GRPO variant.
+"""Computes the group-relative baseline of DAPO Eq. 9 and its Dr. GRPO variant: rewards of groups in, advantages out.
 
 Pure arithmetic on one tensor, done on the driver; every token of a response gets the advantage of its response.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, *, normalize_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / (std + eps) over each group, std with ddof 1 (Eq. 9; ddof and eps as in verl).
+    """Returns (r - mean) / (std + eps) over each group, std with ddof 1 (Eq. 9; ddof and eps as in verl).
 
     rewards: [G, n], floating; NaN = unscorable, or padding of a short group. Returns [G, n] in the same dtype.
     Unscorable responses are left out of mean and std and get 0; so does every response of a group with fewer than two

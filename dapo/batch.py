@@ -1,4 +1,4 @@
-"""Groups into what the actors train on: advantages, token weights and mini-batches (DESIGN section 5).
+"""Turns groups into what the actors train on: advantages, token weights and mini-batches (DAPO Eqs. 9 and 12).
 
 In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_batch_size` mini-batches; the weights
 are computed over each mini-batch, because that is what one optimizer step sums over.
@@ -19,7 +19,7 @@ TRUNCATED = "length"  # the engine's finish reason of a response that ran into t
 
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
-    """Whole groups dealt to the mini-batches; with `actor.shuffle` by a permutation that run seed and version give.
+    """Deals whole groups to the mini-batches; with `actor.shuffle` by a permutation that run seed and version give.
 
     Responses that overlong filtering takes out of the loss are not among the sequences: nothing is computed for them.
     """
@@ -38,7 +38,7 @@ def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainB
 
 
 def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
-    """Per group and response, 0 for an unscorable one. Groups may differ in size.
+    """Returns advantages per group and response, 0 for an unscorable one. Groups may differ in size.
 
     A truncated response counts in its group's baseline unless overlong filtering takes it out there too. Whitening
     (`algorithm.advantage.whiten`) is over all responses of the step that have an advantage.
@@ -57,13 +57,13 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
 
 
 def filtered(group: Group, cfg: Config) -> list[bool]:
-    """Which responses overlong filtering takes out of the loss."""
+    """Says which responses overlong filtering takes out of the loss."""
     enable = cfg.reward.overlong_filtering.enable
     return [enable and response.finish_reason == TRUNCATED for response in group.responses]
 
 
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:
-    """All responses in order, for their log-probabilities alone: no advantage and no weight yet."""
+    """Returns all responses in order, for their log-probabilities alone: no advantage and no weight yet."""
     return tuple(
         _sequence(group.draw.prompt, response, version, advantage=0.0, token_weight=0.0)
         for group in groups
@@ -72,7 +72,7 @@ def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequ
 
 
 def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:
-    """The groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
+    """Returns the groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
 
     ref_logprobs: one [R] per response, in the order of `reference_batch`. KL is the sum over a response's tokens of the
     estimate for the policy that sampled them; accuracies stay as they are.

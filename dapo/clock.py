@@ -1,4 +1,4 @@
-"""Where the wall time of a step goes: per phase, and the driver's own share.
+"""Measures where the wall time of a step goes: per phase, and the driver's own share.
 
 In: `with clock("generation"):` around each wait. Out: seconds in which at least one wait of the phase was open, and as
 `driver` the seconds in which none was.
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class PhaseClock:
-    """Phases may overlap and nest: a group is scored while others are generated."""
+    """Measures phases that may overlap and nest: a group is scored while others are generated."""
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
@@ -37,7 +37,8 @@ class PhaseClock:
             self._open[phase] -= 1
 
     def lap(self) -> dict[str, float]:
-        """Seconds per phase since the last lap, with `driver` and the wall time as `step`; starts the next lap."""
+        """Returns the seconds per phase since the last lap, with `driver` and the wall time as `step`; starts the next
+        lap."""
         self._advance()
         seconds = {"driver": 0.0, **self._seconds, "step": self._last - self._began}
         self._seconds.clear()

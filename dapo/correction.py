@@ -1,4 +1,4 @@
-"""Rollout correction: the mismatch between the policy that sampled and the one that trains (DESIGN section 5).
+"""Corrects for the mismatch between the policy that sampled and the one that trains.
 
 In: log-probabilities of the same tokens by the actors (before the first optimizer step) and by the engines. Out: the
 detached weight exp(old - rollout) of each token, truncated (TIS) or masked, and what it was made of.
@@ -16,7 +16,8 @@ from dapo.loss import MAX_LOG_RATIO, segment_sum
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Per response token, [R], without gradient. Made by `rollout_correction`, consumed by `dapo.objective`.
+    """Holds values per response token, [R], without gradient. Made by `rollout_correction`, consumed by
+    `dapo.objective`.
 
     difference: old - rollout log-probability, nats. ratio: importance ratio per token or response, before truncation or
     masking. weights: factor of the token's policy loss, 1 without correction. affected: truncated or masked.
@@ -32,7 +33,8 @@ class Correction:
 def rollout_correction(
     old_logprobs: Tensor, rollout_logprobs: Tensor, segment_ids: Tensor, cfg: RolloutCorrectionConfig
 ) -> Correction:
-    """All tensors [R]; segment_ids: the response of each token, counted from 0. Exponents are clamped to +-20.
+    """Returns the correction of each token; all tensors are [R], segment_ids is the response of each token from 0.
+    Exponents are clamped to +-20.
 
     `level: sequence` takes the product of a response's ratios. A masked token keeps its place in the denominators.
     """

@@ -1,7 +1,7 @@
 """Packs the sequences of one optimizer step into micro-batches: lengths in, indices per rank and micro-batch out.
 
 No padding token is computed: a micro-batch is a set of whole sequences laid end to end (`workers.training.policy`).
-Pure Python, so the driver packs without torch. DESIGN section 7.
+Pure Python, so that the driver packs without torch.
 """
 
 import heapq
@@ -15,7 +15,8 @@ MAX_IMBALANCE = 0.05  # of the heaviest rank over the mean, where the lengths al
 
 
 def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) -> float:
-    """FLOPs of one sequence of `length` tokens, linear plus quadratic part. Unit: a token's FLOPs outside attention.
+    """Estimates the FLOPs of one sequence of `length` tokens, linear plus quadratic part. Unit: a token's FLOPs outside
+    attention.
 
     equal_at: length at which both parts cost the same (`ModelShape.attention_equals_rest_tokens`).
     """
@@ -25,7 +26,7 @@ def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) ->
 def pack(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
 ) -> list[list[list[int]]]:
-    """Spread sequences over ranks, or groups of ranks that share micro-batches, and over micro-batches.
+    """Spreads sequences over ranks, or groups of ranks that share micro-batches, and over micro-batches.
 
     lengths: tokens of each sequence, prompt included. equal_at: see `estimated_work`.
     Returns [num_ranks][num_micro_batches][sequence indices]: each index exactly once, each micro-batch at most
@@ -60,8 +61,8 @@ def pack(
 
 
 def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, float]:
-    """Ranks whose work differs by more than `MAX_IMBALANCE` are worst. Then, because FSDP's collectives keep all ranks
-    at the same micro-batch: the work of the heaviest at each position, summed."""
+    """Compares candidates: those whose ranks differ in work by more than `MAX_IMBALANCE` are worst. Then, because
+    FSDP's collectives keep all ranks at the same micro-batch: the work of the heaviest at each position, summed."""
     loads = [[sum(work[i] for i in indices) for indices in rank] for rank in ranks]
     totals = [sum(rank) for rank in loads]
     uneven = max(totals) * len(ranks) > (1 + MAX_IMBALANCE) * sum(totals)
@@ -71,7 +72,7 @@ def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, fl
 def _split_ranks(
     lengths: Sequence[int], work: Sequence[float], dealt: list[list[int]], num_micro_batches: int, max_tokens: int
 ) -> list[list[list[int]]] | None:
-    """Each rank's sequences, heaviest first, to its micro-batches. None if one found no room.
+    """Assigns each rank's sequences, heaviest first, to its micro-batches. None if one found no room.
 
     All ranks follow one profile: where one has a sequence that is more than its share of a micro-batch, the others make
     that micro-batch as heavy and the rest lighter, instead of waiting for it with equal ones.
@@ -101,7 +102,8 @@ def _split_ranks(
 def _fill_lightest(
     lengths: Sequence[int], work: Sequence[float], order: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Longest sequence first into the bin with the least work that has room: balanced. None if one found no room."""
+    """Puts the longest sequence first into the bin with the least work that has room: balanced. None if one found no
+    room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
     heap = [(0.0, b) for b in range(num_bins)]
@@ -121,7 +123,8 @@ def _fill_lightest(
 
 
 def _fill_first(lengths: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """First fit, longest first: denser than `_fill_lightest` where bins are nearly full. None if one found no room."""
+    """Fits the longest sequence first into the first bin with room: denser where bins are nearly full. None if one
+    found no room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = [max_tokens] * num_bins
     for i in order:
@@ -134,7 +137,7 @@ def _fill_first(lengths: Sequence[int], order: Sequence[int], num_bins: int, max
 
 
 def _deal(work: Sequence[float], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
-    """Bins of similar work become one micro-batch position; in each position the heaviest goes to the lightest rank."""
+    """Makes bins of similar work one micro-batch position; there the heaviest bin goes to the lightest rank."""
     weights = [sum(work[i] for i in members) for members in bins]
     heaviest_first = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""The learning curves of runs as a picture: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
+"""Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
 
 In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, the runs
 laid over each other. Needs matplotlib, of the `dev` extra.
@@ -26,7 +26,9 @@ MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the
 
 
 def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric in the order of the steps; the last record of a step wins, NaN is left out."""
+    """Returns (steps, values) of one metric in the order of the steps; the last record of a step wins, NaN is left
+    out.
+    """
     found = {record["step"]: record[metric] for record in records if not math.isnan(record.get(metric, math.nan))}
     steps = sorted(found)
     return steps, [found[step] for step in steps]
@@ -81,7 +83,8 @@ def _look(points: bool, num_runs: int) -> dict[str, Any]:
 
 
 def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Records by label. The label is the folder's name, with its parent's where two are the same.
+    """Returns the records of each run by label. The label is the folder's name, with its parent's where two are the
+    same.
 
     Raises ValueError for a folder without metrics.
     """
@@ -101,7 +104,7 @@ def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")

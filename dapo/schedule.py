@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step, from transformers' schedules.
+"""Computes the learning rate of every optimizer step, from transformers' schedules.
 
 In: `actor.optim` and the length of the run. Out: a function of the version and the optimizer step within it, which
 holds no state: a resumed run has the same rates. Warm-up of N steps starts at 1/N: the first update moves the weights.
@@ -15,7 +15,7 @@ WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would 
 
 
 def learning_rates(cfg: Config) -> Callable[[int, int], float]:
-    """rate(version, k): of optimizer step k (from 0) of the update that starts from policy `version`.
+    """Returns rate(version, k): of optimizer step k (from 0) of the update that starts from policy `version`.
 
     transformers' factor starts at 0 in step 0 and ends at 0 after the last one; it is read one step later, with the
     run one step longer, so that neither the first step nor the last is lost.
@@ -53,5 +53,5 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
 
 
 def optimizer_steps(cfg: Config) -> int:
-    """Optimizer steps of one update."""
+    """Counts the optimizer steps of one update."""
     return cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs

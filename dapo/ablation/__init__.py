@@ -1,1 +1,1 @@
-"""`python -m dapo.ablation`: the paper's techniques one by one, several seeds each."""
+"""Runs the paper's techniques one by one, several seeds each: `python -m dapo.ablation`."""

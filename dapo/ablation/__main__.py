@@ -1,4 +1,4 @@
-"""The ablation ladder of the paper's Table 1 (arXiv 2503.14476, section 4.2) on the tiny task: every rung, every seed.
+"""Climbs the ablation ladder of the paper's Table 1 (arXiv 2503.14476, section 4.2) on the tiny task.
 
     python -m dapo.ablation --seeds 0 1 2 --out outputs/ablation [--rungs grpo ...] [--report] [key=value ...]
 
@@ -44,7 +44,8 @@ FREE_KEYS = ("trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LadderRun:
-    """One rung with one seed. Made by `plan`, consumed by `run_ladder`. number: its place in the ladder, from 1."""
+    """Describes one rung with one seed. Made by `ladder_runs`, consumed by `run_ladder`. number: its place in the
+    ladder, from 1."""
 
     number: int
     rung: str
@@ -52,12 +53,14 @@ class LadderRun:
     cfg: Config
 
     def store(self) -> CheckpointStore:
-        """To read; the run itself writes."""
+        """Opens the run's checkpoints for reading; the run itself writes them."""
         return CheckpointStore(Path(self.cfg.trainer.output_dir) / CHECKPOINTS, keep=self.cfg.checkpoint.keep)
 
 
 def chosen_rungs(names: Sequence[str]) -> list[str]:
-    """The named rungs in the order of the ladder, all for none. Raises ValueError for an unknown one."""
+    """Returns the named rungs in the order of the ladder, all rungs for no name. Raises ValueError for an unknown
+    one.
+    """
     for name in names:
         if name not in RUNGS:
             near = difflib.get_close_matches(name, RUNGS, n=1, cutoff=0.4)
@@ -67,7 +70,7 @@ def chosen_rungs(names: Sequence[str]) -> list[str]:
 
 
 def compose_run(rung: str, seed: int, out: Path, overrides: Sequence[str]) -> Config:
-    """The validated configuration of one run.
+    """Returns the validated configuration of one run.
 
     Raises:
         ValueError: an override is unknown, wrong, or one of those that the ladder sets itself.
@@ -84,8 +87,8 @@ def compose_run(rung: str, seed: int, out: Path, overrides: Sequence[str]) -> Co
     return cfg
 
 
-def plan(rungs: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[LadderRun]:
-    """All runs, seed by seed, so that an interrupted ladder has whole ladders of the first seeds.
+def ladder_runs(rungs: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[LadderRun]:
+    """Lists all runs, seed by seed, so that an interrupted ladder has whole ladders of the first seeds.
 
     Raises:
         ValueError: see `compose_run`, `check_engine`, `check_recorded`.
@@ -138,7 +141,7 @@ def check_recorded(run: LadderRun) -> None:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; a list is a leaf."""
+    """Returns the leaves by dotted key; a list is a leaf."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {
@@ -166,7 +169,7 @@ async def run_ladder(runs: Sequence[LadderRun]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the overrides among the arguments: those with an equals sign that are no option."""
+    """Returns the options, and the overrides among the arguments: those with an equals sign that are no option."""
     parser = argparse.ArgumentParser(
         prog="python -m dapo.ablation",
         usage="%(prog)s [--seeds S ...] [--rungs RUNG ...] [--out DIR] [--report] [key=value ...]",
@@ -182,12 +185,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; it ends as `dapo.main_ppo` does."""
+    """Runs the command line and ends as `dapo.main_ppo` does."""
     given, overrides = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         rungs, seeds = chosen_rungs(given.rungs), list(dict.fromkeys(given.seeds))
         if not given.report:
-            asyncio.run(run_ladder(plan(rungs, seeds, given.out, overrides)))
+            asyncio.run(run_ladder(ladder_runs(rungs, seeds, given.out, overrides)))
         say(write_report(given.out, rungs, seeds))
     except KeyboardInterrupt:
         end("interrupted; the same command continues the ladder", EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The ablation ladder's result as a table and a picture (arXiv 2503.14476, Table 1).
+"""Writes the ablation ladder's result as a table and a picture (arXiv 2503.14476, Table 1).
 
 In: the finished runs under OUT (`dapo.ablation.results`). Out: OUT/ablation.md, one row per rung, and OUT/ablation.png,
 held-out accuracy against optimizer steps and against generated tokens. What lies within its 95 % interval is called
@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 def table(ladder: dict[str, dict[int, Curve]], unfinished: Sequence[str]) -> str:
-    """The Markdown table, and under it how to read it."""
+    """Returns the Markdown table, and under it how to read it."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     above: dict[int, Curve] = {}
     for rung, runs in ladder.items():
@@ -128,7 +128,7 @@ def draw(ladder: dict[str, list[Curve]], out: Path) -> None:
 
 
 def _draw_curve(axis: Any, curves: Sequence[Curve], totals: Sequence[Sequence[float]], colour: str) -> None:
-    """Mean over seeds at the steps that all of them evaluated, with its 95 % interval as a band.
+    """Draws the mean over seeds at the steps that all of them evaluated, with its 95 % interval as a band.
 
     totals: per seed what the x axis counts, after each step.
     """

@@ -1,4 +1,4 @@
-"""The finished runs of the ablation ladder, read back for the report, and the statistics over seeds.
+"""Reads the finished runs of the ablation ladder back for the report and computes the statistics over seeds.
 
 In: OUT/RUNG-seedS of `dapo.ablation`, each with metrics.jsonl and config.yaml. Out: curves by rung and seed. A seed
 counts when all its rungs are finished; what is left out is named. Intervals are Student's t at 95 %.
@@ -36,7 +36,7 @@ T_975 = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One finished run. Made by `read_run`, consumed by `dapo.ablation.report`.
+    """Holds one finished run. Made by `read_run`, consumed by `dapo.ablation.report`.
 
     accuracy: (step, held-out accuracy) of each evaluation. optimizer_steps, tokens: totals after each step, [0] = 0;
     tokens are all generated ones: trained, dropped and aborted. seconds: of all steps together.
@@ -51,25 +51,26 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """Held-out accuracy at the last evaluation."""
+        """Returns the held-out accuracy at the last evaluation."""
         return self.accuracy[-1][1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean over seeds. half_width: of its 95 % Student-t interval; NaN with fewer than two seeds."""
+    """Holds a mean over seeds. half_width: of its 95 % Student-t interval; NaN with fewer than two seeds."""
 
     mean: float
     half_width: float
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Says whether the interval leaves out 0."""
         return abs(self.mean) > self.half_width  # False for NaN
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and t_{0.975, n-1} · s / sqrt(n), s with ddof 1. Beyond 31 values the quantile of 30 degrees is kept."""
+    """Returns the mean and t_{0.975, n-1} · s / sqrt(n), s with ddof 1. Beyond 31 values the quantile of 30 degrees is
+    kept."""
     if len(values) < 2:
         return Estimate(mean=statistics.fmean(values), half_width=math.nan)
     quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
@@ -79,12 +80,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def run_folder(out: Path, rung: str, seed: int) -> Path:
-    """Where the ladder puts a run."""
+    """Returns the folder in which the ladder puts a run."""
     return out / f"{rung}-seed{seed}"
 
 
 def read_run(folder: Path) -> Curve | str:
-    """The run in `folder`, or why it does not count."""
+    """Reads the run in `folder`, or says why it does not count."""
     if not (folder / METRICS).is_file() or not (folder / CONFIG).is_file():
         return "missing"
     total = OmegaConf.load(folder / CONFIG).trainer.total_steps
@@ -110,12 +111,12 @@ def read_run(folder: Path) -> Curve | str:
 
 
 def generated_tokens(record: dict[str, Any]) -> float:
-    """Every token that the engines generated for a step, used or not."""
+    """Counts every token that the engines generated for a step, used or not."""
     return sum(record[name] for name in ("buffer/trained_tokens", "buffer/dropped_tokens", "perf/aborted_tokens"))
 
 
 def read_ladder(out: Path, rungs: Sequence[str], seeds: Sequence[int]) -> tuple[dict[str, dict[int, Curve]], list[str]]:
-    """Curves by rung and seed for every seed whose rungs are all finished, and one line per run that is not.
+    """Returns curves by rung and seed for every seed whose rungs are all finished, and one line per run that is not.
 
     Raises ValueError when no seed is whole.
     """

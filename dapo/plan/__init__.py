@@ -1,1 +1,1 @@
-"""`python -m dapo.plan`: what a configuration needs, per GPU and phase, before any machine is rented."""
+"""Computes what a configuration needs, per GPU and phase, before a machine is rented: `python -m dapo.plan`."""

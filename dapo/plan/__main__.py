@@ -1,4 +1,4 @@
-"""What a run needs before a GPU is rented: `python -m dapo.plan [+experiment=NAME] [key=value ...]`.
+"""Prints what a run needs before a GPU is rented: `python -m dapo.plan [+experiment=NAME] [key=value ...]`.
 
     command line ─▶ Hydra ─▶ Config, validated ─▶ model shape ─▶ memory, tokens, FLOPs, time ─▶ text
 
@@ -23,7 +23,7 @@ from dapo.plan.report import report
 
 
 def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
-    """The configuration that a run with these arguments would have, and its model's shape.
+    """Returns the configuration that a run with these arguments would have, and its model's shape.
 
     Raises ValueError as a run would, and where the model's architecture is not known here.
     """

@@ -1,4 +1,4 @@
-"""Bytes that one rank keeps for the backward pass, per token: from the operations of transformers' decoder layers.
+"""Counts the bytes per token that one rank keeps for the backward pass, from the operations of transformers' layers.
 
 Exact for the layers' own tensors: tests/plan/test_memory.py measures the same on CPU in float32 and bfloat16, with each
 way of checkpointing. In all formulas h is the hidden size, i the intermediate size, q and kv the widths of queries and
@@ -15,8 +15,9 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """element: bytes of the compute type. checkpointing: `model.gradient_checkpointing`. cuda: the kernel takes shared
-    keys as they are; on CPU they are repeated per query head. shared_by: `actor.ulysses_sequence_parallel_size`."""
+    """Counts activations of a model. element: bytes of the compute type. checkpointing: `model.gradient_checkpointing`.
+    cuda: the kernel takes shared keys as they are; on CPU they are repeated per query head. shared_by:
+    `actor.ulysses_sequence_parallel_size`."""
 
     shape: ModelShape
     element: int
@@ -26,12 +27,15 @@ class Activations:
 
     @property
     def norm(self) -> int:
-        """An RMS norm computes in float32: its input, a factor per token, the result before and after the weight."""
+        """Counts an RMS norm, computed in float32: its input, a factor per token, the result before and after the
+        weight."""
         return (FLOAT32 + 2 * self.element) * self.shape.hidden_size + FLOAT32
 
     @property
     def attention(self) -> int:
-        """Queries, keys and values after rotation, the output (twice where it is copied), log-sum-exp per head."""
+        """Counts queries, keys and values after rotation, the output (twice where it is copied), log-sum-exp per
+        head.
+        """
         queries = self.shape.attention_size
         keys = max(self.shape.num_kv_heads, self.shared_by) * self.shape.head_dim if self.cuda else queries
         copies = 1 if self.cuda and self.shared_by == 1 else 2
@@ -40,17 +44,17 @@ class Activations:
 
     @property
     def layer(self) -> int:
-        """A whole decoder layer; of the MLP gate, its activation, up and their product."""
+        """Counts a whole decoder layer; of the MLP gate, its activation, up and their product."""
         return 2 * self.norm + self.attention + 4 * self.element * self.shape.intermediate_size
 
     @property
     def input(self) -> int:
-        """A layer's input in the compute type."""
+        """Counts a layer's input in the compute type."""
         return self.element * self.shape.hidden_size
 
     @property
     def kept(self) -> int:
-        """Of each layer until its backward pass."""
+        """Counts what each layer keeps until its backward pass."""
         if self.checkpointing == "full":
             return self.input
         if self.checkpointing == "selective":  # attention, and the products k, o and up (`workers.training.recompute`)
@@ -61,18 +65,21 @@ class Activations:
 
     @property
     def once(self) -> int:
-        """Cosines and sines, which all layers share."""
+        """Counts cosines and sines, which all layers share."""
         return 2 * self.element * self.shape.head_dim
 
     @property
     def working_layer(self) -> int:
-        """The layer in its backward pass, all of it computed, with the gradients of gate, up and three of width h."""
+        """Counts the layer in its backward pass, all of it computed, with the gradients of gate, up and three of width
+        h."""
         separate = self.input if self.checkpointing != "none" and self.element != FLOAT32 else 0
         gradients = self.element * (2 * self.shape.intermediate_size + 3 * self.shape.hidden_size)
         return self.layer + separate + gradients
 
     def terms_of_layers(self, tokens: int) -> tuple[Term, Term]:
-        """While the last layer is in its backward pass: what the others keep, and this one."""
+        """Returns what lies in memory while the last layer is in its backward pass: what the others keep, and this
+        one.
+        """
         layers = self.shape.num_layers
         kept = Term(
             name=f"activations kept by {layers - 1} layers",
@@ -87,7 +94,7 @@ class Activations:
         return kept, working
 
     def term_at_head(self, tokens: int) -> Term:
-        """After the last layer, while the head computes: layers, final norm, hidden states picked for the head."""
+        """Returns what is kept while the head computes: layers, final norm, hidden states picked for the head."""
         layers = self.shape.num_layers
         per_token = layers * self.kept + self.once + self.norm + 2 * self.input
         return Term(

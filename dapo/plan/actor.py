@@ -1,4 +1,4 @@
-"""Memory of one actor rank, phase by phase: configuration and model shape in, terms with their arithmetic out.
+"""Computes the memory of one actor rank, phase by phase: configuration and model shape in, terms with arithmetic out.
 
 What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
 `actor.offload`); of the unit in work the gathered parameters, and those of the next one on their way; in the backward
@@ -19,14 +19,14 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def device_of(cfg: Config) -> str:
-    """`cuda`, unless the configuration says cpu or only fits one: GPUs have no float32 packed attention."""
+    """Returns `cuda`, unless the configuration says cpu or only fits one: GPUs have no float32 packed attention."""
     if cfg.trainer.device != "auto":
         return cfg.trainer.device
     return "cpu" if cfg.model.dtype == "float32" else "cuda"
 
 
 def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
-    """`count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless one parameter or the whole model says."""
+    """Sizes `count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless a parameter or the model decides."""
     element = ELEMENT_BYTES[cfg.model.dtype]
     largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)
     largest = min(largest, element * shape.parameters)
@@ -35,7 +35,7 @@ def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
 
 
 def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
-    """Of LoRA, over all layers: rank x (inputs + outputs) for each target."""
+    """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
     widths = dict(zip(LINEARS, (h + q, h + kv, h + kv, q + h, h + i, h + i, i + h), strict=True))
     chosen = cfg.model.lora.target_modules
@@ -45,24 +45,24 @@ def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ActorMemory:
-    """Of one rank; ranks differ by a rounding."""
+    """Computes the memory of one rank; ranks differ by a rounding."""
 
     cfg: Config
     shape: ModelShape
 
     @property
     def element(self) -> int:
-        """Bytes of the compute type."""
+        """Returns the bytes of the compute type."""
         return ELEMENT_BYTES[self.cfg.model.dtype]
 
     @property
     def shards(self) -> int:
-        """Ranks that one copy of the parameters is sharded over."""
+        """Counts the ranks that one copy of the parameters is sharded over."""
         return self.cfg.actor.num_workers if self.cfg.actor.fsdp_size == -1 else self.cfg.actor.fsdp_size
 
     @property
     def trained(self) -> int:
-        """Parameters with a gradient."""
+        """Counts the parameters with a gradient."""
         return adapter_parameters(self.cfg, self.shape) if self.cfg.model.lora.rank else self.shape.parameters
 
     @property
@@ -71,7 +71,7 @@ class ActorMemory:
 
     @property
     def activations(self) -> Activations:
-        """Per token."""
+        """Returns the activations per token."""
         return Activations(
             shape=self.shape,
             element=self.element,
@@ -81,7 +81,7 @@ class ActorMemory:
         )
 
     def state(self) -> tuple[Term, ...]:
-        """Parameters, gradients, optimizer; a reference model where it lives beside them."""
+        """Lists parameters, gradients and optimizer; a reference model where it lives next to them."""
         trained = "adapters" if self.cfg.model.lora.rank else "parameters"
         terms = [
             self._sharded(f"{trained}, float32", FLOAT32, self.trained),
@@ -100,7 +100,7 @@ class ActorMemory:
 
     @property
     def _has_reference(self) -> bool:
-        """A second model; with LoRA the reference is the first one without its adapters."""
+        """Says whether there is a second model; with LoRA the reference is the first one without its adapters."""
         kl = self.cfg.algorithm.kl
         return bool(kl.loss_coeff or kl.reward_coeff)
 
@@ -109,14 +109,14 @@ class ActorMemory:
         return Term(name=name, amount=width * count / self.shards, formula=formula)
 
     def offloaded(self) -> tuple[Term, ...]:
-        """The part of `state` in host memory. On CPU nothing moves."""
+        """Returns the part of `state` in host memory. On CPU nothing moves."""
         if device_of(self.cfg) == "cpu":
             return ()
         terms = self.state()
         return terms if self.cfg.actor.offload else tuple(t for t in terms if t.name.startswith("reference"))
 
     def resident(self) -> tuple[Term, ...]:
-        """The part of `state` that stays on the device, and what the process itself takes."""
+        """Returns the part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
         slots = 2 if self._transport in ("broadcast", "ipc") else 0
         overhead = Term(
@@ -126,7 +126,8 @@ class ActorMemory:
         return (*(term for term in self.state() if term.name not in elsewhere), buckets, overhead)
 
     def phases(self) -> tuple[Phase, ...]:
-        """In the order of a step. Forward passes without gradient and the optimizer's own step hold less than these."""
+        """Lists the phases in the order of a step. Forward passes without gradient and the optimizer's own step hold
+        less than these."""
         return (
             Phase(name="head: log-probabilities and their gradient", terms=(*self.resident(), *self._at_head())),
             Phase(name="backward pass of a layer", terms=(*self.resident(), *self._in_layers())),
@@ -135,7 +136,7 @@ class ActorMemory:
         )
 
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """Returns the phase that needs most."""
         return max(self.phases(), key=lambda phase: phase.total)
 
     def _root(self) -> Term:
@@ -147,7 +148,7 @@ class ActorMemory:
         )
 
     def _gathered(self, units: int) -> Term:
-        """units: layers whose parameters are whole, where they are freed after use."""
+        """Returns the layers whose parameters are whole: `units` of them, where they are freed after use."""
         count = units if self.cfg.actor.reshard_after_forward else self.shape.num_layers
         return Term(
             name=f"{count} layer{'s' if count > 1 else ''} gathered",
@@ -156,7 +157,7 @@ class ActorMemory:
         )
 
     def _waiting_gradients(self) -> Term:
-        """Whole gradients that wait for the last micro-batch, where parameters stay gathered."""
+        """Returns the whole gradients that wait for the last micro-batch, where parameters stay gathered."""
         count = 0 if self.cfg.actor.reshard_after_forward else min(self.trained, self.shape.parameters)
         return Term(name="whole gradients, float32", amount=FLOAT32 * count, formula=f"{FLOAT32} B x {count:,}")
 
@@ -211,7 +212,9 @@ class ActorMemory:
         return Term(name=name, amount=amount, formula=f"{self.element} B x {tables} x {rows:,} x {width:,}")
 
     def _at_end(self) -> tuple[Term, ...]:
-        """The gradients of embedding and head go into the shards last, one after the other."""
+        """Returns what the end holds: the gradients of embedding and head go into the shards last, one after the
+        other.
+        """
         terms = [self._root(), self._gathered(1), self._waiting_gradients()]
         if not self.cfg.model.lora.rank:
             tables = 1 if self.shape.tie_word_embeddings else 2

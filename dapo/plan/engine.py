@@ -1,4 +1,4 @@
-"""Memory of one vLLM engine: configuration and model shape in; weights, KV cache and running sequences out.
+"""Computes the memory of one vLLM engine: configuration and model shape in; weights, KV cache and sequences out.
 
 vLLM takes `gpu_memory_utilization` of the GPU, subtracts weights and the peak of a trial batch, and cuts the rest into
 blocks of KV cache. A CPU engine takes the cache size it is told (`workers.cluster`: 1 GiB by default).
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one GPU of one engine, whose `dtype` and `kv_cache_dtype` have a width that is known here (`dapo.plan`)."""
+    """Computes the memory of one GPU of one engine, whose `dtype` and `kv_cache_dtype` are known to `dapo.plan`."""
 
     cfg: Config
     shape: ModelShape
@@ -37,12 +37,12 @@ class EngineMemory:
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs that share each layer."""
+        """Counts the GPUs that share each layer."""
         return int(self._arg("tensor_parallel_size", 1))
 
     @property
     def gpus(self) -> int:
-        """Of one engine."""
+        """Counts the GPUs of one engine."""
         return gpus_per_engine(self.cfg.rollout.vllm)
 
     @property
@@ -51,58 +51,59 @@ class EngineMemory:
 
     @property
     def utilization(self) -> float:
-        """Share of the GPU's memory that the engine takes."""
+        """Returns the share of the GPU's memory that the engine takes."""
         return float(self._arg("gpu_memory_utilization", GPU_MEMORY_UTILIZATION))
 
     @property
     def window(self) -> int:
-        """Longest context, in tokens."""
+        """Returns the longest context, in tokens."""
         return int(self._arg("max_model_len", self.cfg.data.max_prompt_length + self.cfg.data.max_response_length))
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that the scheduler runs at once."""
+        """Counts the sequences that the scheduler runs at once."""
         return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens of one pass; vLLM refuses a smaller one than `max_num_seqs`."""
+        """Counts the tokens of one pass; vLLM refuses a smaller number than `max_num_seqs`."""
         return int(self._arg("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
 
     @property
     def block(self) -> int:
-        """Tokens of one block of KV cache."""
+        """Counts the tokens of one block of KV cache."""
         return int(self._arg("block_size", BLOCK_TOKENS[device_of(self.cfg)]))
 
     @property
     def element(self) -> int:
-        """Bytes of a weight."""
+        """Returns the bytes of a weight."""
         return ELEMENT_BYTES[self._arg("dtype", self.cfg.model.dtype)]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers on one GPU; heads that cannot be split are copied."""
+        """Returns the bytes of KV cache that one token takes on one GPU."""
         width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
         heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
         return 2 * (self.shape.num_layers // self._pipeline) * heads * self.shape.head_dim * width
 
     @property
     def kv_formula(self) -> str:
-        """`kv_bytes_per_token` from its factors."""
+        """Writes `kv_bytes_per_token` from its factors."""
         heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
         width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
         layers = self.shape.num_layers // self._pipeline
         return f"2 x {layers} layers x {heads} key-value heads x {self.shape.head_dim} x {width} B"
 
     def weights(self) -> Term:
-        """Of one GPU: everything is split, the vocabulary padded."""
+        """Returns the weights of one GPU: everything is split, the vocabulary padded."""
         padding = -self.shape.vocab_size % VOCABULARY_MULTIPLE * self.shape.hidden_size
         count = self.shape.parameters + padding * (1 if self.shape.tie_word_embeddings else 2)
         formula = f"{self.element} B x {count:,} / {self.gpus} GPUs"
         return Term(name=f"weights, {self.cfg.model.dtype}", amount=self.element * count / self.gpus, formula=formula)
 
     def working(self) -> Term:
-        """The peak of vLLM's trial batch: MLP and residual stream of a full batch, logits of all sequences thrice."""
+        """Returns the peak of vLLM's trial batch: MLP and residual stream of a full batch, logits of all sequences
+        thrice."""
         tokens = self.max_num_batched_tokens
         mlp = 3 * self.shape.intermediate_size // self.tensor_parallel
         layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
@@ -114,12 +115,12 @@ class EngineMemory:
         return Term(name="working memory of a batch", amount=layers + logits, formula=formula)
 
     def overhead(self) -> Term:
-        """Context, communication, graphs."""
+        """Returns what context, communication and graphs take."""
         amount = self.cfg.plan.engine_overhead_bytes
         return Term(name="process overhead, CUDA graphs", amount=amount, formula="assumed: plan.engine_overhead_bytes")
 
     def terms(self) -> tuple[Term, ...]:
-        """All of one GPU, the KV cache last: what is left, and negative when nothing is."""
+        """Lists all of one GPU, the KV cache last: what is left, and negative when nothing is."""
         used = (self.weights(), self.working(), self.overhead())
         if device_of(self.cfg) == "cpu":
             cache = self._arg("kv_cache_memory_bytes", float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
@@ -131,25 +132,26 @@ class EngineMemory:
         return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
 
     def beyond(self) -> Term:
-        """What comes after the engine has taken its share: memory that broadcast weights arrive in."""
+        """Returns what comes on top of the engine's share: memory that broadcast weights arrive in."""
         count = 1 if resolve_transport(self.cfg, device_of(self.cfg)) == "broadcast" else 0
         return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
 
     @property
     def kv_tokens(self) -> int:
-        """That one engine's cache holds, whole blocks."""
+        """Counts the tokens that one engine's cache holds, in whole blocks."""
         return max(0, int(self.terms()[-1].amount) // (self.kv_bytes_per_token * self.block)) * self.block
 
     @property
     def at_full_length(self) -> float:
-        """Sequences of `window` tokens that the cache holds."""
+        """Counts the sequences of `window` tokens that the cache holds."""
         return self.kv_tokens / (-(-self.window // self.block) * self.block)
 
     def at_lengths(self, prompt: int, responses: Sequence[int]) -> float:
-        """Sequences that the cache holds while they grow, the longer ones present for longer (`workers.capacity`)."""
+        """Counts the sequences that the cache holds while they grow, the longer ones present for longer
+        (`workers.capacity`)."""
         held = sum(r * (prompt + r / 2) for r in responses) / sum(responses)
         return self.kv_tokens / (held + self.block / 2)
 
     def running(self, prompt: int, responses: Sequence[int]) -> int:
-        """Sequences that one engine runs at once."""
+        """Counts the sequences that one engine runs at once."""
         return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))

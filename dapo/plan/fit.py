@@ -1,4 +1,4 @@
-"""What cannot fit, and which keys would change that, with the numbers needed: a configuration in, messages out."""
+"""Says what cannot fit, and which keys would change that, with the numbers needed: a configuration in, messages out."""
 
 import copy
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ Change = dict[str, Any]
 
 
 def problems(cfg: Config, shape: ModelShape) -> list[str]:
-    """One message per thing that does not fit; empty when everything does."""
+    """Returns one message per thing that does not fit; empty when everything does."""
     engine = EngineMemory(cfg, shape)
     uneven = list(_uneven(cfg, shape, engine))
     return uneven or [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
 
 
 def room_for_actors(cfg: Config, shape: ModelShape) -> float:
-    """Bytes of one device that an actor rank may take."""
+    """Returns the bytes of one device that an actor rank may take."""
     memory = float(cfg.plan.gpu_memory_bytes)
     engine = EngineMemory(cfg, shape)
     return memory * (1 - engine.utilization) if cfg.trainer.colocate and device_of(cfg) == "cuda" else memory
@@ -42,7 +42,7 @@ def _uneven(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[st
 
 
 def _actors(cfg: Config, shape: ModelShape) -> Iterator[str]:
-    """An actor rank beyond its device."""
+    """Reports an actor rank beyond its device."""
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:
         beside = f", of which the engine takes {EngineMemory(cfg, shape).utilization:g}" if cfg.trainer.colocate else ""
@@ -61,7 +61,7 @@ def _actors(cfg: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _remedy(cfg: Config, shape: ModelShape) -> str:
-    """Single changes that make a rank fit, or else the first few of them together that do."""
+    """Names single changes that make a rank fit, or else the first few of them together that do."""
     alone = [change for change in _changes(cfg, shape) if _rank_fits(changed(cfg, change), shape)]
     if alone:
         return "any of these makes it fit: " + "; ".join(_words(cfg, shape, change) for change in alone)
@@ -84,7 +84,8 @@ def _rank_fits(cfg: Config, shape: ModelShape) -> bool:
 
 
 def _changes(cfg: Config, shape: ModelShape) -> Iterator[Change]:
-    """What makes a rank smaller, the cheap ones first; of numbers the least that is enough, or the most there is."""
+    """Yields what makes a rank smaller, the cheap changes first; of numbers the least that is enough, or the most there
+    is."""
     actor = cfg.actor
     if not actor.reshard_after_forward:
         yield {"actor.reshard_after_forward": True}
@@ -119,14 +120,14 @@ def _changes(cfg: Config, shape: ModelShape) -> Iterator[Change]:
 
 
 def _least(cfg: Config, shape: ModelShape, options: list[Change]) -> Iterator[Change]:
-    """The first that is enough; the last when none is."""
+    """Yields the first option that is enough; the last when none is."""
     found = next((option for option in options if _rank_fits(changed(cfg, option), shape)), None)
     if options:
         yield found or options[-1]
 
 
 def _fewer_tokens(cfg: Config, shape: ModelShape, least: int) -> Iterator[Change]:
-    """The most tokens that fit, in steps; a sequence must find room."""
+    """Yields the most tokens that fit, in steps; a sequence must find room."""
     tokens = cfg.actor.max_tokens_per_gpu
     steps = range(tokens // ROUND_TOKENS * ROUND_TOKENS, least, -ROUND_TOKENS)
     fitting = (n for n in steps if _rank_fits(changed(cfg, {"actor.max_tokens_per_gpu": n}), shape))
@@ -135,12 +136,12 @@ def _fewer_tokens(cfg: Config, shape: ModelShape, least: int) -> Iterator[Change
 
 
 def _sharing(cfg: Config, shape: ModelShape) -> list[int]:
-    """Sizes of sequence parallelism that ranks and heads allow."""
+    """Lists the sizes of sequence parallelism that ranks and heads allow."""
     return [n for n in shape.head_shares if cfg.actor.num_workers % n == 0]
 
 
 def changed(cfg: Config, change: Change) -> Config:
-    """A copy with other values under dotted keys."""
+    """Returns a copy with other values under dotted keys."""
     copied = copy.deepcopy(cfg)
     for key, value in change.items():
         *path, last = key.split(".")
@@ -155,7 +156,9 @@ def changed(cfg: Config, change: Change) -> Config:
 
 
 def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """vLLM does not start when a sequence of the longest length finds no room; weights arrive beyond its share."""
+    """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
+    share.
+    """
     memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, engine.beyond()
     if device_of(cfg) == "cuda" and share * memory + beyond.amount > memory:
         yield (
@@ -187,7 +190,7 @@ def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[s
 
 
 def _machine(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """Without GPUs everybody shares one machine's memory."""
+    """Reports a machine without GPUs whose memory, shared by all processes, is too small."""
     if device_of(cfg) == "cuda":
         return
     ranks = cfg.actor.num_workers * ActorMemory(cfg, shape).peak().total

@@ -1,4 +1,4 @@
-"""What divides badly and leaves ranks, engines or memory idle: a configuration in, lines with the keys out."""
+"""Names what divides badly and leaves ranks, engines or memory idle: a configuration in, lines with the keys out."""
 
 from collections.abc import Iterator
 
@@ -12,17 +12,17 @@ LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 
 
 def hints(cfg: Config, shape: ModelShape) -> list[str]:
-    """One line each, with the keys; empty when nothing does."""
+    """Returns one line per finding, with the keys; empty when everything divides well."""
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     return [*_ranks(cfg, step), *_shards(cfg, shape, engine), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
 
 
 def _ranks(cfg: Config, step: Step) -> Iterator[str]:
     sequences, packing = cfg.actor.ppo_mini_batch_size * cfg.rollout.n, step.packing
-    if sequences % step.groups:
+    if sequences % step.rank_groups:
         yield (
             f"{sequences} sequences per mini-batch (`actor.ppo_mini_batch_size` {cfg.actor.ppo_mini_batch_size} x "
-            f"`rollout.n` {cfg.rollout.n}) over {step.groups} groups of ranks (`actor.num_workers` / "
+            f"`rollout.n` {cfg.rollout.n}) over {step.rank_groups} groups of ranks (`actor.num_workers` / "
             "`actor.ulysses_sequence_parallel_size`) do not divide"
         )
     if packing.idle >= MANY_IDLE:

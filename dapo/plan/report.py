@@ -1,4 +1,4 @@
-"""The plan as text: memory of a rank and of an engine, checkpoint, one step's work and time, with the arithmetic."""
+"""Writes the plan as text: memory of a rank and of an engine, checkpoint, one step's work and time, with arithmetic."""
 
 import textwrap
 
@@ -13,7 +13,7 @@ from dapo.plan.terms import Term, duration, short, size, table
 
 
 def report(cfg: Config, shape: ModelShape) -> str:
-    """All sections. Sizes are decimal: 1 GB = 10^9 bytes."""
+    """Returns all sections. Sizes are decimal: 1 GB = 10^9 bytes."""
     sections = [_model, _actor, _engine, _checkpoint, _step, _time, _hints]
     return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
 
@@ -73,7 +73,7 @@ def _engine(cfg: Config, shape: ModelShape) -> list[str]:
 
 
 def checkpoint_terms(cfg: Config, shape: ModelShape) -> tuple[Term, ...]:
-    """Bytes of one checkpoint on disk; buffer, cursor and tokenizer are small beside it."""
+    """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it."""
     memory = ActorMemory(cfg, shape)
     terms = [
         Term(name="parameters and Adam m, v, float32", amount=12 * memory.trained, formula=f"12 B x {memory.trained:,}")
@@ -107,7 +107,7 @@ def _step(cfg: Config, shape: ModelShape) -> list[str]:
         *(f"  pass for {name}: {short(flops, 'FLOP')}" for name, flops in step.extra_passes.items()),
         f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + 2 + {again:.2f} again) + attention x (1 + 2.5 "
         f"+ {attention_again:g} again)" + (f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""),
-        f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.groups} groups of ranks, "
+        f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.rank_groups} groups of ranks, "
         f"{packing.filled:.0%} full, {packing.idle:.0%} empty; the mean rank does {packing.balance:.0%} of the "
         "heaviest's work",
     ]
@@ -135,7 +135,7 @@ def _time(cfg: Config, shape: ModelShape) -> list[str]:
         f"{duration(longest_s)}",
         f"  update {duration(step.update_s)}: MFU of forward and backward {step.mfu:.0%}",
         *(
-            f"    {name}: {duration(computing)} of computing, beside it {duration(wire)} of communication"
+            f"    {name}: {duration(computing)} of computing, overlapped with {duration(wire)} of communication"
             for name, (computing, wire) in step.passes.items()
         ),
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "

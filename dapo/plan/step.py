@@ -1,4 +1,4 @@
-"""Tokens, FLOPs and seconds of one step: configuration, model shape and assumptions in, estimates out.
+"""Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions.
 
 The response lengths are a fixed sample, log-normal and cut off at the cap; mini-batches of it are packed by the actors'
 own code (`dapo.packing`), so that idle and badly filled micro-batches are counted and not guessed.
@@ -20,13 +20,13 @@ BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # times the forward pass; attention com
 
 
 def mean_tokens(cfg: Config) -> tuple[int, int]:
-    """Of a prompt and of a response, as assumed."""
+    """Returns the assumed mean tokens of a prompt and of a response."""
     prompt = cfg.plan.mean_prompt_tokens or max(1, cfg.data.max_prompt_length // 8)
     return prompt, cfg.plan.mean_response_tokens or max(1, cfg.data.max_response_length // 3)
 
 
 def response_lengths(cfg: Config, count: int) -> list[int]:
-    """`count` lengths with the assumed mean, in a fixed random order."""
+    """Returns `count` lengths with the assumed mean, in a fixed random order."""
     cap, wanted = cfg.data.max_response_length, min(mean_tokens(cfg)[1], cfg.data.max_response_length)
     sigma = cfg.plan.length_sigma
     rng = random.Random(0)
@@ -41,9 +41,9 @@ def response_lengths(cfg: Config, count: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How mini-batches fall into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank over
-    the heaviest one's, micro-batch by micro-batch, for nobody overtakes the others. idle: micro-batches without a
-    sequence."""
+    """Says how mini-batches fall into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank
+    over the heaviest one's, micro-batch by micro-batch, because all ranks wait for each other at each one. idle:
+    micro-batches without a sequence."""
 
     micro_batches: int
     filled: float
@@ -53,39 +53,39 @@ class Packing:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: train_batch_size groups of n responses each."""
+    """Estimates one step: train_batch_size groups of n responses each."""
 
     cfg: Config
     shape: ModelShape
 
     @property
     def sequences(self) -> int:
-        """That one update trains on."""
+        """Counts the sequences that one update trains on."""
         return self.cfg.data.train_batch_size * self.cfg.rollout.n
 
     @cached_property
     def responses(self) -> list[int]:
-        """Lengths of as many responses as a few mini-batches have."""
+        """Returns the lengths of as many responses as a few mini-batches have."""
         return response_lengths(self.cfg, SAMPLED_MINIBATCHES * self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n)
 
     @property
     def kept_rate(self) -> float:
-        """Share of the generated groups that are trained on."""
+        """Returns the share of the generated groups that are trained on."""
         return self.cfg.plan.mixed_rate if self.cfg.filter_groups.enable else 1.0
 
     @property
     def optimizer_steps(self) -> int:
-        """Of one update."""
+        """Counts the optimizer steps of one update."""
         return self.cfg.data.train_batch_size // self.cfg.actor.ppo_mini_batch_size * self.cfg.actor.ppo_epochs
 
     @property
-    def groups(self) -> int:
-        """Of ranks that share micro-batches: the data-parallel size."""
+    def rank_groups(self) -> int:
+        """Counts the groups of ranks that share micro-batches: the data-parallel size."""
         return self.cfg.actor.num_workers // self.cfg.actor.ulysses_sequence_parallel_size
 
     @cached_property
     def packing(self) -> Packing:
-        """Of a few mini-batches."""
+        """Returns the packing of a few mini-batches."""
         prompt, _ = mean_tokens(self.cfg)
         size = self.cfg.actor.ppo_mini_batch_size * self.cfg.rollout.n
         room = self.cfg.actor.max_tokens_per_gpu * self.cfg.actor.ulysses_sequence_parallel_size
@@ -93,16 +93,16 @@ class Step:
         bins, heaviest, work, idle, tokens = 0, 0.0, 0.0, 0, 0
         for start in range(0, SAMPLED_MINIBATCHES * size, size):
             lengths = [prompt + r for r in self.responses[start : start + size]]
-            packed = pack(lengths, self.groups, room, equal_at)
+            packed = pack(lengths, self.rank_groups, room, equal_at)
             tokens += sum(lengths)
             for position in zip(*packed, strict=True):
                 loads = [sum(estimated_work(lengths[i], equal_at) for i in members) for members in position]
-                heaviest += max(loads) * self.groups
+                heaviest += max(loads) * self.rank_groups
                 work += sum(loads)
                 idle += sum(not members for members in position)
-                bins += self.groups
+                bins += self.rank_groups
         return Packing(
-            micro_batches=round(bins / self.groups / SAMPLED_MINIBATCHES),
+            micro_batches=round(bins / self.rank_groups / SAMPLED_MINIBATCHES),
             filled=tokens / (bins * room),
             balance=work / heaviest,
             idle=idle / bins,
@@ -110,17 +110,17 @@ class Step:
 
     @property
     def generated_tokens(self) -> float:
-        """Response tokens that the engines make, of groups that are dropped too."""
+        """Counts the response tokens that the engines make, those of dropped groups included."""
         return self.sequences * mean_tokens(self.cfg)[1] / self.kept_rate
 
     @property
     def trained_tokens(self) -> int:
-        """Prompt and response tokens in one pass over the batch."""
+        """Counts prompt and response tokens in one pass over the batch."""
         return self.sequences * sum(mean_tokens(self.cfg))
 
     @cached_property
     def _forward(self) -> tuple[float, float]:
-        """FLOPs of the matrices and of attention, one forward pass over the batch."""
+        """Returns the FLOPs of the matrices and of attention, one forward pass over the batch."""
         prompt, response = mean_tokens(self.cfg)
         lengths = [prompt + r for r in self.responses]
         scale = self.sequences / len(lengths)
@@ -130,13 +130,13 @@ class Step:
 
     @property
     def forward_flops(self) -> float:
-        """One forward pass over the batch."""
+        """Returns the FLOPs of one forward pass over the batch."""
         return sum(self._forward)
 
     @property
     def recomputed(self) -> tuple[float, float]:
-        """Shares of the forward pass that the backward pass does again, of matrices and of attention. The head always;
-        of a layer all but `down`, whose value no gradient needs."""
+        """Returns the shares of the forward pass that the backward pass does again, of matrices and of attention. The
+        head always; of a layer all but `down`, whose value no gradient needs."""
         shape, mode = self.shape, self.cfg.model.gradient_checkpointing
         h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
         products = {"full": h * (2 * q + 2 * kv + 2 * i), "selective": h * (q + kv + i), "none": 0}[mode]
@@ -145,19 +145,19 @@ class Step:
 
     @property
     def model_flops(self) -> float:
-        """Of the update: forward and twice that backward, by convention; what MFU counts."""
+        """Returns the update's FLOPs by convention, forward and twice that backward: what MFU counts."""
         return 3 * self.forward_flops * self.cfg.actor.ppo_epochs
 
     @property
     def update_flops(self) -> float:
-        """Of the update, as executed."""
+        """Returns the update's FLOPs as executed."""
         (linear, attention), (again, attention_again) = self._forward, self.recomputed
         once = linear * (1 + BACKWARD + again) + attention * (1 + ATTENTION_BACKWARD + attention_again)
         return once * self.cfg.actor.ppo_epochs
 
     @property
     def extra_passes(self) -> dict[str, float]:
-        """FLOPs of forward passes without gradient, by what they compute."""
+        """Returns the FLOPs of forward passes without gradient, by what they compute."""
         kl, passes = self.cfg.algorithm.kl, {}
         if self.optimizer_steps > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
             passes["old log-probabilities"] = self.forward_flops
@@ -167,12 +167,13 @@ class Step:
 
     @property
     def actor_speed(self) -> float:
-        """FLOP/s of all ranks together; waiting for the heaviest rank is counted."""
+        """Returns the FLOP/s of all ranks together; waiting for the heaviest rank is counted."""
         return self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
 
     @property
     def traffic(self) -> tuple[float, float]:
-        """Bytes that a rank receives in one micro-batch: gathered parameters, and gradients to be summed in float32.
+        """Returns the bytes that a rank receives in one micro-batch: gathered parameters, and gradients to be summed in
+        float32.
 
         Parameters are gathered for the forward pass and for the backward pass."""
         memory = ActorMemory(self.cfg, self.shape)
@@ -181,18 +182,19 @@ class Step:
 
     @property
     def bandwidth(self) -> float:
-        """Byte/s at which shards travel: within a node where a copy of the parameters fits one."""
+        """Returns the byte/s at which shards travel: within a node where a copy of the parameters fits one."""
         inside = ActorMemory(self.cfg, self.shape).shards <= self.cfg.plan.gpus_per_node
         return self.cfg.plan.node_bandwidth if inside else self.cfg.plan.network_bandwidth
 
     @property
     def rounds(self) -> int:
-        """How often per update parameters are gathered: each micro-batch, or each optimizer step where they stay."""
+        """Counts how often per update parameters are gathered: each micro-batch, or each optimizer step where they
+        stay."""
         return self.optimizer_steps * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
 
     @cached_property
     def passes(self) -> dict[str, tuple[float, float]]:
-        """By pass over the batch, seconds of computing and of communication; they overlap."""
+        """Returns the seconds of computing and of communication by pass over the batch; the two overlap."""
         gathered, summed = (size / self.bandwidth for size in self.traffic)
         epochs = self.cfg.actor.ppo_epochs
         forward, rounds = epochs * self.forward_flops, self.rounds
@@ -203,18 +205,19 @@ class Step:
 
     @property
     def update_s(self) -> float:
-        """Seconds of the update with its extra passes, each as long as the slower of computing and communication."""
+        """Returns the seconds of the update with its extra passes, each as long as the slower of computing and
+        communication."""
         return sum(max(pair) for pair in self.passes.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of forward and backward pass that follows."""
+        """Returns the model FLOPs utilization of forward and backward pass that follows."""
         seconds = max(self.passes["forward"]) + max(self.passes["backward"])
         return self.model_flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
-        """Seconds in which an engine makes one token for each of `running` sequences: reading weights and cache, or
-        computing, whichever takes longer."""
+        """Returns the seconds in which an engine makes one token for each of `running` sequences: reading weights and
+        cache, or computing, whichever takes longer."""
         prompt, response = mean_tokens(self.cfg)
         read = engine.weights().amount + running * (prompt + response / 2) * engine.kv_bytes_per_token
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
@@ -222,12 +225,13 @@ class Step:
         return max(reading, computing) + self.cfg.plan.engine_step_s
 
     def generation_s(self, engine: EngineMemory) -> tuple[float, float]:
-        """Seconds with all engines full, and of the longest response by itself, which is the least a step can take."""
+        """Returns the seconds with all engines full, and those of the longest response alone, the least a step can
+        take."""
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
 
     @property
     def sync_bytes(self) -> float:
-        """That one weight sync moves to each engine."""
+        """Returns the bytes that one weight sync moves to each engine."""
         return self.shape.parameters * (4 if device_of(self.cfg) == "cpu" else 2)

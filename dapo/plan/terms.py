@@ -1,4 +1,6 @@
-"""Arithmetic that a person can follow: named terms in bytes, each with its formula, and how numbers are written."""
+"""Keeps arithmetic that a person can follow: named terms in bytes, each with its formula, and how numbers are
+written.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """One summand. formula: the same number from its factors, in words."""
+    """Holds one summand. formula: the same number from its factors, in words."""
 
     name: str
     amount: float
@@ -17,24 +19,24 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """What lies in one device's memory at the fullest moment of a phase; amounts in bytes."""
+    """Lists what lies in one device's memory at the fullest moment of a phase; amounts in bytes."""
 
     name: str
     terms: tuple[Term, ...]
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Returns the bytes of all terms together."""
         return sum(term.amount for term in self.terms)
 
 
 def size(amount: float) -> str:
-    """Bytes for a person, decimal: 14.76 GB."""
+    """Writes bytes for a person, decimal: 14.76 GB."""
     return short(amount, "B")
 
 
 def short(amount: float, unit: str = "") -> str:
-    """A number with three digits or more: 3.28 T."""
+    """Writes a number with three digits or more: 3.28 T."""
     for factor, letter in UNITS:
         if abs(amount) >= factor:
             return f"{amount / factor:.2f} {letter}{unit}"
@@ -42,12 +44,12 @@ def short(amount: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """1,234 s as minutes, from ten of them on."""
+    """Writes 1,234 s as minutes, from ten of them on."""
     return f"{seconds / 60:.1f} min" if seconds >= 600 else f"{seconds:.1f} s"
 
 
 def table(terms: Sequence[Term], total: str = "", indent: str = "  ") -> list[str]:
-    """One line per term that is not zero, and one with their sum under the name `total`."""
+    """Returns one line per term that is not zero, and one with their sum under the name `total`."""
     shown = [term for term in terms if term.amount]
     names = [term.name for term in shown] + [total]
     width = max(len(name) for name in names)

@@ -1,1 +1,1 @@
-"""`python -m dapo.simulate`: the oversampling buffer against simulated engines."""
+"""Simulates a fleet, the oversampling buffer against simulated engines: `python -m dapo.simulate`."""

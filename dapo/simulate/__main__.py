@@ -1,4 +1,4 @@
-"""A fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
+"""Plans a fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
 
 The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), beside what
 others do: a fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step time,
@@ -11,52 +11,61 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dapo.simulate.books import Outcome, Plan
+from dapo.simulate.books import Scenario, StrategyResult
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
-POLICIES: dict[str, Callable[[Plan], Outcome]] = {
+STRATEGIES: dict[str, Callable[[Scenario], StrategyResult]] = {
     "staleness-0": streaming,
-    "staleness-1": lambda plan: streaming(plan, max_staleness=1),
-    "staleness-2": lambda plan: streaming(plan, max_staleness=2),
+    "staleness-1": lambda scenario: streaming(scenario, max_staleness=1),
+    "staleness-2": lambda scenario: streaming(scenario, max_staleness=2),
     "barrier-3x": barrier,
     "refill": refill,
     "refill-rounds": refill_in_rounds,
     "first-finished-3x": first_finished,
 }
 COLUMNS = (
-    *("policy", "mixed rate", "slots", "batch full after s", "step s", "step of staleness 0", "engines idle", "wasted"),
+    *(
+        "strategy",
+        "mixed rate",
+        "slots",
+        "batch full after s",
+        "step s",
+        "step of staleness 0",
+        "engines idle",
+        "wasted",
+    ),
     *("goodput", "staleness", "batch of oracle", "first batch of oracle"),
 )
 
 
 def later(times: Sequence[float]) -> float:
-    """Mean without the first step, whose mixed rate nobody knows."""
+    """Returns the mean without the first step, whose mixed rate is not known in advance."""
     return sum(times[1:]) / max(1, len(times) - 1)
 
 
-def row(name: str, plan: Plan, outcome: Outcome, base: float, seconds_per_token: float) -> str:
-    """One line of the table. base: mean step time at staleness 0."""
-    drift = f" {plan.workload.rate_drift:+g}" if plan.workload.rate_drift else ""
+def row(name: str, scenario: Scenario, result: StrategyResult, base: float, seconds_per_token: float) -> str:
+    """Returns one line of the table. base: mean step time at staleness 0."""
+    drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
     cells = [
         name,
-        f"{plan.workload.rate:g}{drift}",
-        f"{plan.engines} x {plan.slots}",
-        f"{later(outcome.generation) * seconds_per_token:.0f}",
-        f"{later(outcome.steps) * seconds_per_token:.0f}",
-        f"{later(outcome.steps) / base:.2f}",
-        f"{outcome.idle:.1%}",
-        f"{outcome.wasted:.1%}",
-        f"{outcome.goodput:.2f}",
-        f"{outcome.staleness:.2f}",
-        f"{later(outcome.generation) / later(outcome.oracle):.3f}" if outcome.oracle else "",
-        f"{outcome.generation[0] / outcome.oracle[0]:.3f}" if outcome.oracle else "",
+        f"{scenario.workload.rate:g}{drift}",
+        f"{scenario.engines} x {scenario.slots}",
+        f"{later(result.generation) * seconds_per_token:.0f}",
+        f"{later(result.steps) * seconds_per_token:.0f}",
+        f"{later(result.steps) / base:.2f}",
+        f"{result.idle:.1%}",
+        f"{result.wasted:.1%}",
+        f"{result.goodput:.2f}",
+        f"{result.staleness:.2f}",
+        f"{later(result.generation) / later(result.oracle):.3f}" if result.oracle else "",
+        f"{result.generation[0] / result.oracle[0]:.3f}" if result.oracle else "",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def plans(given: argparse.Namespace) -> Iterator[Plan]:
-    """One per number of slots, rate and drift."""
+def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
+    """Yields one scenario per number of slots, rate and drift."""
     for slots, rate, drift in itertools.product(given.slots, given.rate, given.rate_drift):
         workload = Workload(
             n=given.n,
@@ -68,7 +77,7 @@ def plans(given: argparse.Namespace) -> Iterator[Plan]:
             wrong_longer=given.wrong_longer,
             seed=given.seed,
         )
-        plan = Plan(
+        scenario = Scenario(
             workload=workload,
             engines=given.engines,
             slots=slots,
@@ -77,18 +86,18 @@ def plans(given: argparse.Namespace) -> Iterator[Plan]:
             steps=given.steps,
         )
         if given.update_s is None:
-            generation = later(streaming(plan).generation)
+            generation = later(streaming(scenario).generation)
             update = generation * given.update_share / (1 - given.update_share)
         else:
             update = given.update_s * given.tokens_per_s
-        yield replace(plan, update=update)
+        yield replace(scenario, update=update)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
-    names = list(POLICIES)
-    parser.add_argument("--policies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    names = list(STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
     parser.add_argument("--rate-drift", type=float, nargs="+", default=[0.0], help="changes per 1,000 draws")
     parser.add_argument("--engines", type=int, default=16)
@@ -112,12 +121,12 @@ def main() -> None:
     """Prints a Markdown table."""
     given = parser().parse_args()
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for plan in plans(given):
-        strict = streaming(plan)
+    for scenario in scenarios(given):
+        strict = streaming(scenario)
         base = later(strict.steps)
-        for name in given.policies:
-            outcome = strict if POLICIES[name] is streaming else POLICIES[name](plan)
-            print(row(name, plan, outcome, base, 1 / given.tokens_per_s), flush=True)
+        for name in given.strategies:
+            result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
+            print(row(name, scenario, result, base, 1 / given.tokens_per_s), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The books of one policy on one simulated fleet: what was asked for, the clock, and what came of it.
+"""Keeps the books of one strategy on one simulated fleet: what was asked for, the clock, and what came of it.
 
-In: a `Plan`. Out: an `Outcome`. `dapo.simulate.strategies` decides what to start and when to train; the fleet is
-`dapo.simulate.fleet`'s.
+In: a `Scenario`. Out: a `StrategyResult`. `dapo.simulate.strategies` decides what to start and when to train; the
+fleet is `dapo.simulate.fleet`'s.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,9 +19,9 @@ RIGHT, WRONG = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A fleet and its job. batch: mixed groups per update. update, sync: time of an update and of a weight sync, in
-    tokens of one slot. steps: updates to simulate."""
+class Scenario:
+    """Describes a fleet and its job. batch: mixed groups per update. update, sync: time of an update and of a weight
+    sync, in tokens of one slot. steps: updates to simulate."""
 
     workload: Workload
     engines: int = 16
@@ -33,8 +33,8 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What came of a policy. Times in tokens of one slot, per step where not said otherwise.
+class StrategyResult:
+    """Holds what came of a strategy. Times in tokens of one slot, per step where not said otherwise.
 
     steps: time from update to update. generation: time from the start of a step's generation to its batch. oracle: the
     same for exactly the draws that the step used, all submitted at once (only where a step stands alone). idle: share
@@ -56,9 +56,9 @@ class Outcome:
     mixed_lengths: tuple[float, ...]
 
 
-def oracle(plan: Plan, attempts: Iterable[Attempt]) -> float:
-    """Time to generate these, all submitted at once."""
-    fleet = Fleet(engines=plan.engines, slots=plan.slots)
+def oracle(scenario: Scenario, attempts: Iterable[Attempt]) -> float:
+    """Returns the time to generate these attempts, all submitted at once."""
+    fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
     for index, attempt in enumerate(attempts):
         fleet.submit(index, attempt.lengths)
     while fleet.in_flight:
@@ -66,14 +66,14 @@ def oracle(plan: Plan, attempts: Iterable[Attempt]) -> float:
     return fleet.now
 
 
-class Run:
-    """One policy on one fleet: the clock, the books, and what all policies share. The engines stand still while they
-    load weights (`sync`), so that real time is the fleet's time plus all pauses."""
+class Simulation:
+    """Runs one strategy on one fleet: the clock, the books, and what all strategies share. The engines stand still
+    while they load weights (`sync`), so that real time is the fleet's time plus all pauses."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.draws = Draws(plan.workload)
-        self.fleet = Fleet(engines=plan.engines, slots=plan.slots)
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.draws = Draws(scenario.workload)
+        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
         self.version = 0
         self.attempts: dict[int, Attempt] = {}  # the last one of every draw
         self.versions: dict[int, int] = {}
@@ -89,27 +89,27 @@ class Run:
 
     @property
     def now(self) -> float:
-        """Real time."""
+        """Returns the real time."""
         return self.fleet.now + self._pauses
 
     @property
     def steps(self) -> int:
-        """Updates done."""
+        """Counts the updates done."""
         return len(self._ends)
 
     @property
     def next_end(self) -> float:
-        """When the next response ends; infinite without one."""
+        """Returns when the next response ends; infinite without one."""
         return self.fleet.next_end + self._pauses
 
     def let_time_pass(self, until: float) -> None:
-        """To a time before `next_end`."""
+        """Advances the clock to a time before `next_end`."""
         self.fleet.advance(until - self._pauses)
 
     def room(self) -> int:
-        """Draws that may start now: all slots busy, and one draw waiting per engine."""
-        n = self.plan.workload.n
-        return (self.fleet.capacity + self.plan.engines * n - self.fleet.in_flight) // n
+        """Counts the draws that may start now: all slots busy, and one draw waiting per engine."""
+        n = self.scenario.workload.n
+        return (self.fleet.capacity + self.scenario.engines * n - self.fleet.in_flight) // n
 
     def start(self, index: int) -> None:
         """Sends a draw to the fleet."""
@@ -120,28 +120,28 @@ class Run:
         self.fleet.submit(index, attempt.lengths)
 
     def step(self) -> int | None:
-        """To the end of the next response; the draw that it completes, if it does."""
+        """Runs to the end of the next response and returns the draw that it completes, if it does."""
         finished = self.fleet.step()
         if finished is not None:
             self._generated += self.attempts[finished].tokens
         return finished
 
     def abort(self, indices: Collection[int]) -> int:
-        """Ends these; the tokens that the unfinished ones had made, which are wasted."""
+        """Ends these draws and returns the tokens that the unfinished ones had made, which are wasted."""
         made = self.fleet.abort(indices)
         self._generated += made
         self.wasted += made
         return made
 
     def group(self, index: int) -> Group:
-        """The scored group of a finished draw."""
+        """Returns the scored group of a finished draw."""
         attempt = self.attempts[index]
         prompt = Prompt(id=index, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
         scores = (RIGHT,) * attempt.correct + (WRONG,) * (len(attempt.lengths) - attempt.correct)
         return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=(), scores=scores)
 
     def closed(self, trained: Sequence[int]) -> None:
-        """A batch is complete."""
+        """Records that a batch is complete."""
         self._generation.append(self.now - self._began)
         self._trained.append(tuple(trained))
         for index in trained:
@@ -151,21 +151,21 @@ class Run:
             self._staleness.append(self.version - self.versions[index])
 
     def updated(self) -> None:
-        """The update is done, and the engines have its weights."""
+        """Records that the update is done and the engines have its weights."""
         self.version += 1
-        self._pauses += self.plan.sync
+        self._pauses += self.scenario.sync
         self._ends.append(self.now)
         self._began = self.now
 
     def update(self) -> None:
-        """The update, while the fleet stands still."""
-        self.fleet.advance(self.fleet.now + self.plan.update)
+        """Runs the update, while the fleet stands still."""
+        self.fleet.advance(self.fleet.now + self.scenario.update)
         self.updated()
 
-    def outcome(self, oracles: Sequence[float] = ()) -> Outcome:
-        """The books."""
+    def result(self, oracles: Sequence[float] = ()) -> StrategyResult:
+        """Returns the books as a result."""
         steps = tuple(end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False))
-        return Outcome(
+        return StrategyResult(
             steps=steps,
             generation=tuple(self._generation),
             oracle=tuple(oracles),

@@ -1,4 +1,4 @@
-"""A fleet of engines in simulated time: draws with random lengths and verdicts in, events out.
+"""Simulates a fleet of engines: draws with random lengths and verdicts in, events out.
 
 A response holds one slot of one engine for as many seconds as it has tokens times the time of a token; an engine with
 no free slot queues. Nothing here knows how draws are chosen: `dapo.simulate` asks the same buffer as a real run does.
@@ -17,7 +17,8 @@ CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What the draws are like. rate: share of draws whose group is mixed, drifting by `rate_drift` per 1,000 draws.
+    """Describes what the draws are like. rate: share of draws whose group is mixed, drifting by `rate_drift` per 1,000
+    draws.
 
     Lengths are log-normal in tokens, cut at `cap`. wrong_longer: factor on the length of wrong responses.
     """
@@ -34,32 +35,32 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one start of a draw gives. lengths: of its n responses, in tokens. correct: of them."""
+    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. correct: of them."""
 
     lengths: tuple[int, ...]
     correct: int
 
     @property
     def tokens(self) -> int:
-        """Of all responses."""
+        """Counts the tokens of all responses."""
         return sum(self.lengths)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some responses are right and some wrong."""
+        """Says whether some responses are right and some wrong."""
         return 0 < self.correct < len(self.lengths)
 
 
 class Draws:
-    """Lengths and verdicts by draw and policy version. As in a real run, where the version is part of the sampling
-    seed, a draw that starts again at a later version gives other responses."""
+    """Makes lengths and verdicts by draw and policy version. As in a real run, where the version is part of the
+    sampling seed, a draw that starts again at a later version gives other responses."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._chunks: dict[tuple[int, int], list[Attempt]] = {}
 
     def attempt(self, index: int, version: int) -> Attempt:
-        """The draw, started at that version."""
+        """Returns what the draw gives when it starts at that version."""
         chunk, place = divmod(index, CHUNK)
         if (version, chunk) not in self._chunks:
             self._chunks[version, chunk] = self._make(version, chunk)
@@ -80,7 +81,8 @@ class Draws:
 
 
 class Fleet:
-    """`engines` with `slots` each. Time is in tokens of one slot; `now` stands still while the fleet is paused."""
+    """Simulates `engines` with `slots` each. Time is in tokens of one slot; `now` stands still while the fleet is
+    paused."""
 
     def __init__(self, *, engines: int, slots: int) -> None:
         self.now = 0.0
@@ -97,7 +99,7 @@ class Fleet:
         self._made: dict[int, int] = {}  # tokens of those that did, for unfinished draws
 
     def submit(self, index: int, lengths: tuple[int, ...]) -> None:
-        """All responses of a draw go to the engine with the fewest."""
+        """Sends all responses of a draw to the engine with the fewest."""
         engine = min(range(len(self._free)), key=lambda e: len(self._queues[e]) - self._free[e])
         n = len(lengths)
         self._lengths[index] = lengths
@@ -119,7 +121,7 @@ class Fleet:
 
     @property
     def next_end(self) -> float:
-        """When the next response ends; infinite without one."""
+        """Returns when the next response ends; infinite without one."""
         return self._events[0][0] if self._events else math.inf
 
     def advance(self, now: float) -> None:
@@ -128,7 +130,7 @@ class Fleet:
         self.now = now
 
     def step(self) -> int | None:
-        """Runs to the end of the next response; the draw that it completes, if it does."""
+        """Runs to the end of the next response and returns the draw that it completes, if it does."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         del self._began[index, sample]
@@ -142,7 +144,7 @@ class Fleet:
         return index
 
     def abort(self, indices: Collection[int]) -> int:
-        """Ends these draws, running or waiting; the tokens that the unfinished ones had made."""
+        """Ends these draws, running or waiting, and returns the tokens that the unfinished ones had made."""
         gone = {index for index in indices if index in self._left}
         if not gone:
             return 0
@@ -164,7 +166,7 @@ class Fleet:
         return made
 
     def _release(self, engine: int) -> None:
-        """A slot is free: the next response of the engine's queue takes it."""
+        """Frees a slot: the next response of the engine's queue takes it."""
         if self._queues[engine]:
             self._begin(engine, *self._queues[engine].popleft())
         else:

@@ -1,4 +1,4 @@
-"""What dapo and others do on a simulated fleet: one function per policy, a plan in, what came of it out.
+"""Simulates what dapo and others do with a fleet: one function per strategy, a scenario in, what came of it out.
 
 dapo's policy is the buffer of a real run (`dapo.sampling.buffer`); the others are a fixed multiple of the batch behind
 a barrier, a refill of one for one, and taking what finishes first. Clock and books are `dapo.simulate.books`'s.
@@ -7,14 +7,14 @@ a barrier, a refill of one for one, and taking what finishes first. Clock and bo
 import math
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.simulate.books import Outcome, Plan, Run, oracle
+from dapo.simulate.books import Scenario, Simulation, StrategyResult, oracle
 
 
-def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Outcome:
-    """dapo's policy; at staleness 0 the engines wait for the update, above it they go on."""
-    run = Run(plan)
+def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> StrategyResult:
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on."""
+    run = Simulation(scenario)
     buffer = OversamplingBuffer(
-        train_batch_size=plan.batch,
+        train_batch_size=scenario.batch,
         max_in_flight=run.fleet.capacity,  # draws: `room` is the bound
         admission=admission,
         max_staleness=max_staleness,
@@ -22,7 +22,7 @@ def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER
     oracles = []
     update_end = math.inf
     buffer.open(0)
-    while run.steps < plan.steps:
+    while run.steps < scenario.steps:
         for index in buffer.take(run.room()):
             run.start(index)
         if update_end <= run.next_end:
@@ -46,21 +46,21 @@ def streaming(plan: Plan, *, max_staleness: int = 0, admission: str = DRAW_ORDER
         run.closed([group.draw.index for group in collected.groups])
         if max_staleness == 0 and admission == DRAW_ORDER:
             used = [run.attempts[group.draw.index] for group in collected.drawn]
-            oracles.append(oracle(plan, used))
-        update_end = run.now + plan.update
-    return run.outcome(oracles)
+            oracles.append(oracle(scenario, used))
+        update_end = run.now + scenario.update
+    return run.result(oracles)
 
 
-def barrier(plan: Plan, factor: int = 3) -> Outcome:
-    """A fixed multiple of the batch, all of it waited for; the first mixed groups are trained on, the rest thrown away.
-    Too few: the same again."""
-    run = Run(plan)
+def barrier(scenario: Scenario, factor: int = 3) -> StrategyResult:
+    """Waits for a fixed multiple of the batch; the first mixed groups are trained on, the rest thrown away. Too few:
+    the same again."""
+    run = Simulation(scenario)
     following = 0
-    for _ in range(plan.steps):
+    for _ in range(scenario.steps):
         drawn: list[int] = []
         mixed: list[int] = []
-        while len(mixed) < plan.batch:
-            batch = range(following, following + factor * plan.batch)
+        while len(mixed) < scenario.batch:
+            batch = range(following, following + factor * scenario.batch)
             following = batch.stop
             for index in batch:
                 run.start(index)
@@ -68,22 +68,22 @@ def barrier(plan: Plan, factor: int = 3) -> Outcome:
                 run.step()
             drawn += batch
             mixed += [index for index in batch if run.attempts[index].is_mixed]
-        run.closed(mixed[: plan.batch])
-        run.wasted += sum(run.attempts[index].tokens for index in drawn if index > mixed[plan.batch - 1])
+        run.closed(mixed[: scenario.batch])
+        run.wasted += sum(run.attempts[index].tokens for index in drawn if index > mixed[scenario.batch - 1])
         run.update()
-    return run.outcome()
+    return run.result()
 
 
-def refill(plan: Plan) -> Outcome:
-    """A batch of draws; each that turns out useless is replaced by one more."""
-    run = Run(plan)
+def refill(scenario: Scenario) -> StrategyResult:
+    """Starts a batch of draws; each that turns out useless is replaced by one more."""
+    run = Simulation(scenario)
     following = 0
-    for _ in range(plan.steps):
+    for _ in range(scenario.steps):
         mixed: list[int] = []
-        for index in range(following, following + plan.batch):
+        for index in range(following, following + scenario.batch):
             run.start(index)
-        following += plan.batch
-        while len(mixed) < plan.batch:
+        following += scenario.batch
+        while len(mixed) < scenario.batch:
             finished = run.step()
             if finished is None:
                 continue
@@ -94,17 +94,17 @@ def refill(plan: Plan) -> Outcome:
                 following += 1
         run.closed(mixed)
         run.update()
-    return run.outcome()
+    return run.result()
 
 
-def refill_in_rounds(plan: Plan) -> Outcome:
-    """A batch of draws, all of it waited for; then as many as are missing, and so on."""
-    run = Run(plan)
+def refill_in_rounds(scenario: Scenario) -> StrategyResult:
+    """Waits for a batch of draws; then for as many as are missing, and so on."""
+    run = Simulation(scenario)
     following = 0
-    for _ in range(plan.steps):
+    for _ in range(scenario.steps):
         mixed: list[int] = []
-        while len(mixed) < plan.batch:
-            batch = range(following, following + plan.batch - len(mixed))
+        while len(mixed) < scenario.batch:
+            batch = range(following, following + scenario.batch - len(mixed))
             following = batch.stop
             for index in batch:
                 run.start(index)
@@ -113,21 +113,21 @@ def refill_in_rounds(plan: Plan) -> Outcome:
             mixed += [index for index in batch if run.attempts[index].is_mixed]
         run.closed(mixed)
         run.update()
-    return run.outcome()
+    return run.result()
 
 
-def first_finished(plan: Plan, factor: int = 3) -> Outcome:
-    """A fixed multiple of the batch at once; the mixed groups that finish first are trained on, the rest is cut off.
-    Too few: the same again."""
-    run = Run(plan)
+def first_finished(scenario: Scenario, factor: int = 3) -> StrategyResult:
+    """Starts a fixed multiple of the batch; the mixed groups that finish first are trained on, the rest is cut off. Too
+    few: the same again."""
+    run = Simulation(scenario)
     following = 0
-    for _ in range(plan.steps):
+    for _ in range(scenario.steps):
         mixed: list[int] = []
         running: set[int] = set()
-        while len(mixed) < plan.batch:
+        while len(mixed) < scenario.batch:
             if not running:
-                running = set(range(following, following + factor * plan.batch))
-                following += factor * plan.batch
+                running = set(range(following, following + factor * scenario.batch))
+                following += factor * scenario.batch
                 for index in sorted(running):
                     run.start(index)
             finished = run.step()
@@ -139,4 +139,4 @@ def first_finished(plan: Plan, factor: int = 3) -> Outcome:
         run.closed(mixed)
         run.abort(running)
         run.update()
-    return run.outcome()
+    return run.result()

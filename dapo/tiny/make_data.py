@@ -18,7 +18,7 @@ NUM_VAL, VAL_SEED = 512, 2
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """File name -> rows, exactly as shipped."""
+    """Returns the rows by file name, exactly as shipped."""
     return {
         "train.parquet": rows("rl", NUM_TRAIN, TRAIN_SEED),
         "val.parquet": rows("heldout", NUM_VAL, VAL_SEED),

@@ -1,4 +1,4 @@
-"""The tiny Qwen2 model: its shape, random initial weights, and how model and tokenizer are saved in one folder.
+"""Makes the tiny Qwen2 model: its shape, random initial weights, and how model and tokenizer are saved in one folder.
 
 In: sizes and a seed. Out: a `Qwen2ForCausalLM` in float32; about 0.9M parameters with the defaults.
 """
@@ -22,7 +22,7 @@ def make_model(
     max_positions: int = 4096,
     initializer_range: float = 0.02,
 ) -> Qwen2ForCausalLM:
-    """Random weights over the tokenizer's vocabulary; the same seed gives the same weights."""
+    """Makes random weights over the tokenizer's vocabulary; the same seed gives the same weights."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

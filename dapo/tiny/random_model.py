@@ -1,4 +1,4 @@
-"""A model of random weights whose responses end at random: long-tailed lengths for the benchmark and for tests.
+"""Makes a random model whose responses end at random: long-tailed lengths for the benchmark and for tests.
 
 In: a folder and a vocabulary size. Out: a Qwen2 model and its character tokenizer. The next token is almost uniform,
 so the stop comes with probability about 1/vocab_size at each: lengths are geometric with a mean of about vocab_size.

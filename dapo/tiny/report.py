@@ -1,4 +1,4 @@
-"""What a tiny model can do: samples of several responses per problem, and the accuracy and lengths they show.
+"""Reports what a tiny model can do: samples of several responses per problem, and the accuracy and lengths they show.
 
 In: a model, its tokenizer and problems. Out: a `Report`; `python -m dapo.tiny.report MODEL` prints it for a folder.
 """
@@ -20,14 +20,14 @@ _BATCH = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One array per quantity, shape [problems, samples]: verdicts, and response lengths in tokens with the stop."""
+    """Holds one array per quantity, [problems, samples]: verdicts, and response lengths in tokens with the stop."""
 
     correct: np.ndarray
     num_tokens: np.ndarray
     truncated: np.ndarray
 
     def mixed_share(self, group_size: int) -> float:
-        """The share of groups of `group_size` responses expected to hold a right and a wrong one.
+        """Returns the share of groups of `group_size` responses expected to hold a right and a wrong one.
 
         Exact for the samples at hand: all drawn without replacement from a problem's own k (k >= group_size).
         """
@@ -48,7 +48,7 @@ class Report:
 
 
 def _all_from(hits: np.ndarray, total: int, draws: int) -> np.ndarray:
-    """Probability that `draws` of `total`, without replacement, are all among the `hits`."""
+    """Returns the probability that `draws` of `total`, without replacement, are all among the `hits`."""
     steps = np.arange(draws)
     return np.prod(np.clip(hits[:, None] - steps, 0, None) / (total - steps), axis=1)
 
@@ -92,7 +92,9 @@ def sample(
 
 
 def print_report(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, samples: int) -> None:
-    """Held-out accuracy at temperature 1 and greedy, and how many groups of 16 would be mixed if samples allow."""
+    """Prints held-out accuracy at temperature 1 and greedy, and how many groups of 16 would be mixed if samples
+    allow.
+    """
     model.eval()
     problems = distinct_problems("heldout", NUM_VAL, VAL_SEED)
     sampled = sample(model, tokenizer, problems, samples=samples)

@@ -1,4 +1,4 @@
-"""The addition task: problems, written-out solutions, disjoint splits, and rows in the DAPO-Math schema.
+"""Makes the addition task: problems, written-out solutions, disjoint splits, and rows in the DAPO-Math schema.
 
 In: a seed and a split. Out: problems such as `37+5+18+4=`, whose solution writes every running sum on a line of its
 own and ends in `Answer: 64`. More addends mean a longer and a harder response, so pass rates differ between prompts.
@@ -26,12 +26,12 @@ _ANSWER = re.compile(r"^Answer: (.+)$", re.MULTILINE)
 
 
 def problem_text(addends: Addends) -> str:
-    """The user's message: `(37, 5, 18)` becomes `37+5+18=`."""
+    """Returns the user's message: `(37, 5, 18)` becomes `37+5+18=`."""
     return "+".join(map(str, addends)) + "="
 
 
 def split_of(addends: Addends) -> Split:
-    """The one split that owns a problem, by a hash of its text with the addends sorted.
+    """Returns the one split that owns a problem, by a hash of its text with the addends sorted.
 
     Sorting puts `37+5=` and `5+37=` into the same split: a held-out problem is new in every order.
     """
@@ -41,7 +41,7 @@ def split_of(addends: Addends) -> Split:
 
 
 def draw_problem(rng: random.Random, split: Split) -> Addends:
-    """A random problem of a split: 2 to 6 addends, each of one or two digits, none zero."""
+    """Draws a random problem of a split: 2 to 6 addends, each of one or two digits, none zero."""
     while True:
         (count,) = rng.choices(list(_COUNT_WEIGHTS), weights=list(_COUNT_WEIGHTS.values()))
         addends = tuple(
@@ -52,7 +52,7 @@ def draw_problem(rng: random.Random, split: Split) -> Addends:
 
 
 def distinct_problems(split: Split, count: int, seed: int) -> list[Addends]:
-    """`count` problems of a split, no two with the same text; the same seed gives the same list."""
+    """Returns `count` problems of a split, no two with the same text; the same seed gives the same list."""
     rng = random.Random(seed)
     problems: dict[Addends, None] = {}
     while len(problems) < count:
@@ -61,7 +61,7 @@ def distinct_problems(split: Split, count: int, seed: int) -> list[Addends]:
 
 
 def solution(addends: Addends, rng: random.Random | None = None, error_rate: float = 0.0, *, passes: int = 1) -> str:
-    """Running sums line by line, then the answer line.
+    """Writes running sums line by line, then the answer line.
 
     Each sum is wrong with probability `error_rate` (then `rng` is needed); the next line goes on from the wrong sum,
     so that one slip usually makes the answer wrong. passes: how often the sums are written, each time from the start
@@ -80,18 +80,18 @@ def solution(addends: Addends, rng: random.Random | None = None, error_rate: flo
 
 
 def is_correct(response: str, addends: Addends) -> bool:
-    """Whether the last `Answer:` line holds the sum. For this folder's own reports; training uses the verifier."""
+    """Says whether the last `Answer:` line holds the sum. For this folder's own reports; training uses the verifier."""
     answers = _ANSWER.findall(response)
     return bool(answers) and answers[-1].strip() == str(sum(addends))
 
 
 def addends_of(text: str) -> Addends:
-    """The inverse of `problem_text`."""
+    """Inverts `problem_text`."""
     return tuple(int(part) for part in text.removesuffix("=").split("+"))
 
 
 def rows(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` distinct problems of a split as records of the DAPO-Math schema."""
+    """Returns `count` distinct problems of a split as records of the DAPO-Math schema."""
     return [
         {
             "data_source": DATA_SOURCE,

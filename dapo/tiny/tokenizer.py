@@ -1,4 +1,4 @@
-"""A character tokenizer with a chat template: one token per ASCII character and one per turn marker.
+"""Makes a character tokenizer with a chat template: one token per ASCII character and one per turn marker.
 
 In: the wanted vocabulary size. Out: a `Qwen2Tokenizer` over single bytes with no merges. It is that class because
 `AutoTokenizer` insists on it for a Qwen2 model, whatever the tokenizer's own files say.
@@ -30,7 +30,8 @@ _CHAT_TEMPLATE = (
 
 
 def vocabulary(size: int) -> list[str]:
-    """Tokens by id: the special ones, newline and printable ASCII, other bytes, then unused `<|reserved_i|>` ones.
+    """Returns tokens by id: the special ones, newline and printable ASCII, other bytes, then unused `<|reserved_i|>`
+    ones.
 
     Bytes are spelt as byte-level BPE spells them (a space is `Ġ`). Raises ValueError below `MIN_VOCAB_SIZE`.
     """
@@ -45,7 +46,7 @@ def vocabulary(size: int) -> list[str]:
 
 
 def make_tokenizer(vocab_size: int = FULL_VOCAB_SIZE, max_length: int = 4096) -> Qwen2Tokenizer:
-    """The tokenizer over `vocabulary(vocab_size)`; end of turn is end of sequence, padding is a token of its own.
+    """Makes the tokenizer over `vocabulary(vocab_size)`; end of turn is end of sequence, padding is a token of its own.
 
     From `FULL_VOCAB_SIZE` on every text survives a round trip; below it, bytes that have no token are dropped.
     """

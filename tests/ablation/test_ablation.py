@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dapo.ablation import __main__ as ablation
-from dapo.ablation.__main__ import chosen_rungs, parse, plan
+from dapo.ablation.__main__ import chosen_rungs, ladder_runs, parse
 from dapo.ablation.report import table, write_report
 from dapo.ablation.results import RUNGS, T_975, Curve, estimate, read_ladder, read_run, run_folder
 from dapo.config.compose import experiments
@@ -147,7 +147,7 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_every_rung_is_an_experiment_and_the_ladder_goes_seed_by_seed(tmp_path: Path) -> None:
     assert {f"ablation/{rung}" for rung in RUNGS} == {name for name in experiments() if name.startswith("ablation/")}
-    runs = plan(chosen_rungs([]), [5, 7], tmp_path, ["trainer.total_steps=3"])
+    runs = ladder_runs(chosen_rungs([]), [5, 7], tmp_path, ["trainer.total_steps=3"])
     assert [(run.number, run.rung, run.seed) for run in runs] == [
         (number, rung, seed) for number, (seed, rung) in enumerate(((s, r) for s in (5, 7) for r in RUNGS), 1)
     ]
@@ -207,7 +207,7 @@ def test_an_interrupted_ladder_says_how_to_go_on(
 
 
 def test_rungs_that_need_other_engines_are_refused(tmp_path: Path) -> None:
-    runs = plan(["grpo", "clip_higher"], [0, 1], tmp_path, [])
+    runs = ladder_runs(["grpo", "clip_higher"], [0, 1], tmp_path, [])
     ablation.check_engine(runs)  # the seeds differ, and nothing of the engine depends on them
     runs[3].cfg.data.max_response_length += 1
     with pytest.raises(ValueError, match="`engine argument max_model_len` is .* in rung `grpo` and .* `clip_higher`"):
@@ -216,11 +216,11 @@ def test_rungs_that_need_other_engines_are_refused(tmp_path: Path) -> None:
 
 def test_a_finished_run_of_other_settings_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "grpo", 0, [0.1, 0.2], total_steps=60)
-    assert len(plan(["grpo"], [0], tmp_path, ["trainer.total_steps=70"])) == 1, "more steps continue a run"
+    assert len(ladder_runs(["grpo"], [0], tmp_path, ["trainer.total_steps=70"])) == 1, "more steps continue a run"
     config = run_folder(tmp_path, "grpo", 0) / "config.yaml"
     config.write_text(yaml.safe_dump({"actor": {"optim": {"lr": 0.5}}, "trainer": {"total_steps": 60}}))
     with pytest.raises(ValueError, match=r"holds a run of other settings: `actor.optim.lr` is 0.5 there and 0.25 here"):
-        plan(["grpo"], [0], tmp_path, ["actor.optim.lr=0.25"])
+        ladder_runs(["grpo"], [0], tmp_path, ["actor.optim.lr=0.25"])
 
 
 # A learning rate at which an engine that kept the weights of the run before would be far off.

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from dapo.sampling.buffer import COMPLETION
-from dapo.simulate.books import Plan
+from dapo.simulate.books import Scenario
 from dapo.simulate.fleet import Draws, Fleet, Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 
-def make_plan(
+def make_scenario(
     rate: float = 0.5, slots: int = 64, steps: int = 4, update: float = 0.0, sync: float = 0.0, **workload
-) -> Plan:
-    return Plan(workload=Workload(rate=rate, **workload), slots=slots, steps=steps, update=update, sync=sync)
+) -> Scenario:
+    return Scenario(workload=Workload(rate=rate, **workload), slots=slots, steps=steps, update=update, sync=sync)
 
 
 def later(times: tuple[float, ...]) -> float:
@@ -26,27 +26,27 @@ def later(times: tuple[float, ...]) -> float:
 @pytest.mark.parametrize("slots", [64, 128])
 @pytest.mark.parametrize("rate", [0.28, 0.5, 0.9])
 def test_streaming_is_as_fast_as_an_oracle_and_wastes_little(rate, slots):
-    outcome = streaming(make_plan(rate, slots))
-    assert later(outcome.generation) <= 1.05 * later(outcome.oracle)
-    assert outcome.generation[0] <= 1.3 * outcome.oracle[0]
-    assert outcome.wasted <= 0.05
+    result = streaming(make_scenario(rate, slots))
+    assert later(result.generation) <= 1.05 * later(result.oracle)
+    assert result.generation[0] <= 1.3 * result.oracle[0]
+    assert result.wasted <= 0.05
 
 
 @pytest.mark.parametrize("drift", [0.05, -0.02])
 def test_it_follows_a_rate_that_drifts(drift):
-    outcome = streaming(make_plan(0.5, steps=6, rate_drift=drift))
-    assert later(outcome.generation) <= 1.05 * later(outcome.oracle)
-    assert outcome.wasted <= 0.05
+    result = streaming(make_scenario(0.5, steps=6, rate_drift=drift))
+    assert later(result.generation) <= 1.05 * later(result.oracle)
+    assert result.wasted <= 0.05
 
 
 @pytest.mark.parametrize("slots", [64, 128])
 def test_it_beats_a_barrier_and_a_refill(slots):
-    plan = make_plan(slots=slots)
-    own = later(streaming(plan).generation)
-    assert own <= 0.75 * later(barrier(plan).generation)
-    assert own <= 0.5 * later(refill_in_rounds(plan).generation)
+    scenario = make_scenario(slots=slots)
+    own = later(streaming(scenario).generation)
+    assert own <= 0.75 * later(barrier(scenario).generation)
+    assert own <= 0.5 * later(refill_in_rounds(scenario).generation)
     # At 64 slots the plain refill takes 1.85 to 2.3 times as long, from seed to seed.
-    assert own <= (0.5 if slots == 128 else 0.6) * later(refill(plan).generation)
+    assert own <= (0.5 if slots == 128 else 0.6) * later(refill(scenario).generation)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_it_beats_a_barrier_and_a_refill(slots):
     ],
 )
 def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, slots, drift):
-    outcome = streaming(make_plan(rate, slots, steps=6, rate_drift=drift, sync=150), max_staleness=1)
-    assert outcome.idle <= 0.05 and outcome.wasted <= 0.01
-    assert 0 < outcome.staleness <= 1
-    trained = [index for step in outcome.trained for index in step]
+    result = streaming(make_scenario(rate, slots, steps=6, rate_drift=drift, sync=150), max_staleness=1)
+    assert result.idle <= 0.05 and result.wasted <= 0.01
+    assert 0 < result.staleness <= 1
+    trained = [index for step in result.trained for index in step]
     assert trained == sorted(set(trained))
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_generation_overlaps_the_update(max_staleness):
-    generation = later(streaming(make_plan()).generation) / 3
-    plan = make_plan(steps=8, update=0.43 * generation, sync=0.005 * generation)
-    outcome = streaming(plan, max_staleness=max_staleness)
-    assert outcome.idle <= 0.05 and outcome.wasted <= 0.01
-    assert later(streaming(plan).steps) >= 1.3 * later(outcome.steps)
+    generation = later(streaming(make_scenario()).generation) / 3
+    scenario = make_scenario(steps=8, update=0.43 * generation, sync=0.005 * generation)
+    result = streaming(scenario, max_staleness=max_staleness)
+    assert result.idle <= 0.05 and result.wasted <= 0.01
+    assert later(streaming(scenario).steps) >= 1.3 * later(result.steps)
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -88,16 +88,16 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[fl
     ("policy", "biased"),
     [
         pytest.param(streaming, False, id="draw order"),
-        pytest.param(lambda plan: streaming(plan, max_staleness=1), False, id="draw order, staleness 1"),
-        pytest.param(lambda plan: streaming(plan, admission=COMPLETION), True, id="completion"),
+        pytest.param(lambda scenario: streaming(scenario, max_staleness=1), False, id="draw order, staleness 1"),
+        pytest.param(lambda scenario: streaming(scenario, admission=COMPLETION), True, id="completion"),
         pytest.param(first_finished, True, id="first finished wins"),
     ],
 )
 def test_draw_order_is_not_biased_to_short_responses_and_completion_is(policy, biased):
     """Mean lengths of trained groups against those of all mixed groups drawn, finished or not."""
-    plan = Plan(workload=Workload(rate=0.5, wrong_longer=1.5), batch=64, slots=128, steps=160)
-    outcome = policy(plan)
-    trained, drawn = outcome.trained_lengths, outcome.mixed_lengths
+    scenario = Scenario(workload=Workload(rate=0.5, wrong_longer=1.5), batch=64, slots=128, steps=160)
+    result = policy(scenario)
+    trained, drawn = result.trained_lengths, result.mixed_lengths
     distance, p = kolmogorov_smirnov(trained, drawn)
     bound = 1.63 * math.sqrt(1 / len(trained) + 1 / len(drawn))
     assert (p < 1e-6) if biased else (distance <= bound)
