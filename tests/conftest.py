@@ -1,7 +1,9 @@
-"""Shared by all tests: thread counts for two cores, and the same generated examples in every run."""
+"""Shared by all tests: thread counts for two cores, the same generated examples in every run, one Ray per process."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +13,15 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # What a test says must not depend on chance. HYPOTHESIS_PROFILE=default draws new examples.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Ray as the program itself starts it, for all tests of a process."""
+    import ray
+
+    from workers.cluster import connect
+
+    connect("local", worker_logs=False)
+    yield
+    ray.shutdown()

@@ -24,23 +24,15 @@ LENGTH, PROMPT = 64, 4
 
 @pytest.fixture(scope="module")
 def tiny():
-    """(configuration, shape) of dapo_tiny, on a running Ray."""
-    import ray
-
-    from workers.cluster import connect
-
+    """(configuration, shape) of dapo_tiny."""
     cfg, shape = plan(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=100"])
     make_paths_absolute(cfg)
-    connect("local", worker_logs=False)
-    yield cfg, shape
-    ray.shutdown()
+    return cfg, shape
 
 
 @pytest.fixture(scope="module")
-def actors(tiny):
-    pool = start_pool(tiny[0])
-    yield pool
-    pool.close()
+def actors(ray_cluster, tiny):
+    return start_pool(tiny[0])
 
 
 def full_micro_batches(tokens: int) -> RankWork:

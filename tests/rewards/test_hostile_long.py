@@ -63,19 +63,11 @@ def test_the_whole_corpus(function: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.ray
 @pytest.mark.parametrize("function", ["math", "math_verify"])
-def test_the_whole_corpus_through_ray(function: str, tmp_path: Path) -> None:
-    from workers.cluster import connect
-
+def test_the_whole_corpus_through_ray(function: str, tmp_path: Path, ray_cluster: None) -> None:
     trace = tmp_path / "t"
     trace.mkdir()
     items = corpus(1000, HOSTILE, trace)
-    import ray
-
-    connect("local", worker_logs=False)
-    try:
-        one, four = (asyncio.run(_through_ray(function, items, workers)) for workers in (1, 4))
-    finally:
-        ray.shutdown()
+    one, four = (asyncio.run(_through_ray(function, items, workers)) for workers in (1, 4))
     assert [(score.accuracy, score.reward) for score in one] == [(score.accuracy, score.reward) for score in four]
     assert all(score.accuracy == float(item.right) for item, score in zip(items, one, strict=True))
     assert {score.failure for score in (*one, *four)} <= {"", "cpu", "memory"}

@@ -17,6 +17,7 @@ from dapo.types import TrainBatch, TrainSequence
 from tests.support.plain_reference import (
     on_all,
     plain_logprobs,
+    rebuild,
     reference,
     start_pool,
 )
@@ -29,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Ranks:
-    """Two ranks of a pool or, in this process, one; everything is built anew for each test."""
+    """Two ranks of a pool or, in this process, one."""
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -51,7 +52,7 @@ class Ranks:
 
     def build(self, cfg: Config) -> "Ranks":
         self.cfg = cfg
-        self.all(build, [cfg] * cfg.actor.num_workers)
+        self.all(rebuild, [cfg] * cfg.actor.num_workers)
         return self
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -66,16 +67,9 @@ class Ranks:
         return asyncio.run(found) if self._pool else found
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.close()
-        else:
+        """The pool is not this one's own."""
+        if self._alone:
             torch.distributed.destroy_process_group()
-
-
-def build(worker: Any, cfg: Config) -> None:
-    """Runs on a rank."""
-    worker._cfg = cfg
-    worker._build()
 
 
 def adapters(worker: Any) -> Tensors:

@@ -148,13 +148,43 @@ def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     return dict(worker.named_full_parameters())
 
 
+_running: "dict[int, ActorPool]" = {}  # by number of ranks; they end with Ray
+
+
 def start_pool(cfg: Config) -> "ActorPool":
+    """Ranks as `start` makes them of `cfg`, whatever was done to them before. A test process has one set of each size,
+    which nobody closes; a test that breaks a rank takes `start_own_pool`."""
     from workers.actor import ActorPool
 
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    pool = ActorPool(cfg, "cpu", [options] * cfg.actor.num_workers)
+    count = cfg.actor.num_workers
+    if count not in _running:
+        _running[count] = _started(cfg, [_RANK | {"name": f"rank {k} of {count}"} for k in range(count)])
+        return _running[count]
+    pool = ActorPool(cfg, "cpu", [{"name": f"rank {k} of {count}", "get_if_exists": True} for k in range(count)])
+    on_all(pool, rebuild, [cfg] * count)
+    return pool
+
+
+def start_own_pool(cfg: Config) -> "ActorPool":
+    """Ranks for one test, which closes them."""
+    return _started(cfg, [_RANK] * cfg.actor.num_workers)
+
+
+_RANK: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+
+
+def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
+    from workers.actor import ActorPool
+
+    pool = ActorPool(cfg, "cpu", options)
     asyncio.run(pool.start())
     return pool
+
+
+def rebuild(worker: Any, cfg: Config) -> None:
+    """Runs on a rank: what `start` makes of `cfg` once the process group is there."""
+    worker._cfg = cfg
+    worker._build()
 
 
 def on_all(pool: "ActorPool", function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:

@@ -1,21 +1,8 @@
-"""Once per test module that asks for it: Ray as the program itself starts it, and the file of a reward function."""
-
-from collections.abc import Iterator
+"""The file of a reward function, once per test module that asks for it."""
 
 import pytest
 
 from tests.support.reward_programs import CANARIES, PROGRAM
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    import ray
-
-    from workers.cluster import connect
-
-    connect("local", worker_logs=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import ray
 
 from dapo.config.schema import Config
+from tests.support.placed_roles import gpus_of_roles
 from workers import cluster
 from workers.cluster import Placement, check_gpus, engine_args, reward_model_gpus
 
@@ -84,24 +86,13 @@ def test_neighbouring_ranks_are_on_one_node(monkeypatch):
     assert found == [3, 5, 2, 4] and [nodes[bundle] for bundle in found] == ["a", "a", "b", "b"]
 
 
-class Role:
-    def gpus(self) -> list[str]:
-        return ray.get_runtime_context().get_accelerator_ids()["GPU"]
-
-
 @pytest.mark.ray
 def test_colocated_roles_see_the_same_gpu():
     """Ray deals out GPUs that are not there as it does real ones."""
     cfg = colocated(2)
     cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
-    ray.init(address="local", num_cpus=8, num_gpus=3, include_dashboard=False, log_to_driver=False)
-    try:
-        placement = Placement(cfg, "cuda")
-        roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}
-        workers = {role: [ray.remote(Role).options(**each).remote() for each in all] for role, all in roles.items()}
-        gpus = {role: ray.get([each.gpus.remote() for each in all], timeout=60) for role, all in workers.items()}
-    finally:
-        ray.shutdown()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # this one's Ray has no GPU
+        gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=120)
     assert gpus["engines"] == gpus["actors"]
     assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dapo.config.schema import Config, WeightSyncConfig
 from dapo.derived import resolve_transport
 from tests.support.local_actors import local_sync
-from tests.support.plain_reference import make_config, make_model, start_pool
+from tests.support.plain_reference import make_config, make_model, start_own_pool
 from workers.remote import RemoteError
 from workers.weight_sync import WeightSync
 from workers.weights.bucket import Endpoint
@@ -165,7 +165,7 @@ def actors(ray_cluster, model_dir: Path) -> Iterator:
     """Two ranks that compute in bfloat16."""
     cfg = make_config(model_dir, num_workers=2)
     cfg.model.dtype, cfg.weight_sync.bucket_bytes, cfg.weight_sync.timeout_s = "bfloat16", 2_000, 30
-    pool = start_pool(cfg)
+    pool = start_own_pool(cfg)
     yield pool, cfg
     pool.close()
 

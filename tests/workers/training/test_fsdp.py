@@ -1,10 +1,9 @@
 """Copies of the parameters side by side (HSDP), offloading, and files that fit any arrangement of the ranks.
 
-One pool of four gloo ranks; they are built anew for each arrangement. Gradients are compared in test_parity.
+Four gloo ranks; they are built anew for each arrangement. Gradients are compared in test_parity.
 """
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.support.plain_reference import (
     make_model,
     make_sequences,
     on_all,
+    rebuild,
     start_pool,
     train_batch,
 )
@@ -44,16 +44,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None, model_dir: Path) -> Iterator[ActorPool]:
-    started = start_pool(make_config(model_dir, num_workers=RANKS))
-    yield started
-    started.close()
-
-
-def rebuild(worker: Any, cfg: Config) -> None:
-    """Runs on a rank."""
-    worker._cfg = cfg
-    worker._build()
+def pool(ray_cluster: None, model_dir: Path) -> ActorPool:
+    return start_pool(make_config(model_dir, num_workers=RANKS))
 
 
 def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", max_tokens: int = 64, **actor: Any) -> None:

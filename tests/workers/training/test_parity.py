@@ -1,12 +1,11 @@
 """Log-probabilities and gradients of the ranks against plain transformers, however ranks and memory are arranged.
 
-One process group per row of (ranks, sequence parallel size); within it the ranks are built anew for each variant.
+The ranks are built anew for each variant of each row of (ranks, sequence parallel size).
 """
 
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.support.plain_reference import (
     on_all,
     plain_logprobs,
     plain_loss,
+    rebuild,
     reference,
     start_pool,
     train_batch,
@@ -123,12 +123,10 @@ def row_name(row: tuple[int, int]) -> str:
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=row_name)
-def row(request: pytest.FixtureRequest, ray_cluster: None, model_dir: Path) -> Iterator[tuple[ActorPool, Config]]:
+def row(request: pytest.FixtureRequest, ray_cluster: None, model_dir: Path) -> tuple[ActorPool, Config]:
     ranks, shared_by = request.param
     cfg = make_config(model_dir, num_workers=ranks, ulysses_sequence_parallel_size=shared_by)
-    pool = start_pool(cfg)
-    yield pool, cfg
-    pool.close()
+    return start_pool(cfg), cfg
 
 
 def configured(cfg: Config, variant: Variant, **actor: Any) -> Config:
@@ -245,9 +243,3 @@ def test_the_whole_update_of_ranks_that_share_sequences(
     on_all(pool, rebuild, [cfg] * cfg.actor.num_workers)
     minibatches = (mismatched(model_dir, 0), mismatched(model_dir, 1))
     assert_update(pool, cfg, TrainBatch(version=20, minibatches=minibatches, order=(1, 0, 0, 1)))
-
-
-def rebuild(worker: Any, cfg: Config) -> None:
-    """Runs on a rank."""
-    worker._cfg = cfg
-    worker._build()

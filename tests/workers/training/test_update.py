@@ -1,12 +1,10 @@
 """The whole update on real FSDP ranks against plain torch: metrics, epochs, correction, KL, entropy, schedule, parity.
 
-Ranks are started once; `reconfigure` gives them another configuration where nothing but the updater is made from it.
+Every test builds the ranks anew.
 """
 
 import asyncio
-import copy
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from tests.support.plain_reference import (
     make_sequences,
     on_all,
     plain_logprobs,
-    reconfigure,
     reference,
     start_pool,
     train_batch,
@@ -50,23 +47,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Ranks:
-    """Two ranks, the configuration they were started with and the checkpoint of their first state."""
+    """Two ranks of the model in `model_dir`."""
 
-    pool: ActorPool
-    cfg: Config
-    initial: str
+    model_dir: Path
 
     def reset(self, algorithm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-        """First state; another configuration, by section (`optim` is that of `actor`)."""
-        asyncio.run(self.pool.load(self.initial))
-        cfg = copy.deepcopy(self.cfg)
-        cfg.algorithm = AlgorithmConfig(**algorithm or {})
+        """First state of another configuration, by section (`optim` is that of `actor`)."""
+        cfg = configured(self.model_dir, AlgorithmConfig(**algorithm or {}), 2)
         cfg.actor.optim = dataclasses.replace(cfg.actor.optim, **sections.pop("optim", {}))
         of = {"actor": cfg.actor, "data": cfg.data, "rollout": cfg.rollout, "trainer": cfg.trainer}
         cfg = dataclasses.replace(cfg, **{k: dataclasses.replace(of[k], **v) for k, v in sections.items()})
-        on_all(self.pool, reconfigure, [cfg] * 2)
+        self.pool = start_pool(cfg)
         return cfg
 
     def update(self, version: int, *minibatches: tuple[TrainSequence, ...]) -> dict[str, float]:
@@ -76,30 +69,25 @@ class Ranks:
         return asyncio.run(self.pool.checksum())
 
 
-def start(model_dir: Path, algorithm: AlgorithmConfig, ranks: int) -> Started:
+def configured(model_dir: Path, algorithm: AlgorithmConfig, ranks: int) -> Config:
     cfg = make_config(model_dir, num_workers=ranks)
     cfg.actor.max_tokens_per_gpu = MAX_TOKENS
     cfg.algorithm = algorithm
-    return start_pool(cfg), cfg
+    return cfg
 
 
-@pytest.fixture(scope="module")
-def ranks(ray_cluster: None, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pool, cfg = start(model_dir, AlgorithmConfig(), 2)
-    initial = str(tmp_path_factory.mktemp("initial") / "state")
-    asyncio.run(pool.save(initial))
-    yield Ranks(pool, cfg, initial)
-    pool.close()
+@pytest.fixture
+def ranks(model_dir: Path) -> Ranks:
+    return Ranks(model_dir)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one_rank", "two_ranks"])
-def with_reference(ray_cluster: None, model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
+@pytest.fixture(params=[1, 2], ids=["one_rank", "two_ranks"])
+def with_reference(model_dir: Path, request: pytest.FixtureRequest) -> Started:
     """Started with a coefficient of KL in the reward, or in the loss together with an entropy bonus."""
     in_reward = AlgorithmConfig(kl=KLConfig(reward_coeff=0.1))
     in_loss = AlgorithmConfig(kl=KL, entropy_coeff=0.05)
-    started = start(model_dir, {1: in_reward, 2: in_loss}[request.param], request.param)
-    yield started
-    started[0].close()
+    cfg = configured(model_dir, {1: in_reward, 2: in_loss}[request.param], request.param)
+    return start_pool(cfg), cfg
 
 
 def corrected(mode: str, level: str) -> dict[str, Any]:
