@@ -23,9 +23,9 @@ from dapo.pools import Pools
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.saved import write_groups
+from dapo.sampling.saved import DriverState, write_groups
 from dapo.sampling.stream import GroupStream, SamplingSettings
-from dapo.state.checkpoint import CheckpointStore, DriverState
+from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, Prompt, TrainBatch
 
 T = TypeVar("T")

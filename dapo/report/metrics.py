@@ -49,7 +49,7 @@ def step_metrics(
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
     }
     trained_on = _batch_metrics(collected.groups, batch)
-    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **buffer.ledger.metrics()}
+    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **buffer.draws.metrics()}
     return {name: float(value) for name, value in values.items()}
 
 

@@ -1,23 +1,20 @@
-"""The oversampling buffer: which draws to generate, which groups to keep, when a step has enough (DESIGN section 4).
+"""The oversampling buffer: which draws to generate, which groups to keep, when a step has enough (DAPO Eq. 11).
 
     take ─▶ (engines) ─▶ generated ─▶ (verifier) ─▶ add ─▶ full? ─▶ close ─▶ a batch of usable groups
       ▲                                                               │
       └──────────────── draws that go back to the stream ◀────────────┘
 
-Pure: it knows neither Ray nor clocks, so the same code runs against real engines and against `dapo.simulate`. Every
-draw and token is accounted for by `dapo.sampling.ledger`; how many draws to start is `dapo.sampling.demand`'s.
+It knows neither Ray nor clocks, so the same code runs against real engines and against `dapo.simulate`. Where each
+draw is stands in `dapo.sampling.draws` alone; how many draws to start is a question to `dapo.sampling.demand`.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
-from dapo.sampling.buffer_state import BufferState
-from dapo.sampling.demand import Demand, UsableRate
-from dapo.sampling.draw_queue import DrawQueue
-from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, Ledger
+from dapo.sampling.demand import Supply, UsableRate
+from dapo.sampling.draws import STALE, SURPLUS, BufferState, Draws, State
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
 from dapo.types import Collected, Group
 
@@ -60,24 +57,16 @@ class OversamplingBuffer:
         self._max_staleness = max_staleness
         self._total_steps = total_steps
         self.rate = UsableRate(certain=not filter_groups)
-        self.ledger = Ledger()
+        self.draws = Draws()
         self.version = 0  # of the policy that the engines serve; set after each weight sync
         self.collecting = False
         self._update = 0  # policy version that the next batch is trained from
-        self._closed: list[tuple[Group, int]] = []  # the batch of the update under way, and what was dropped with it
         self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
-        self._queue = DrawQueue()
-        self._started: dict[int, int] = {}  # policy version at the start of each draw that is in flight or finished
-        self._groups: dict[int, Group] = {}  # finished, waiting for their turn
-        self._outcomes: dict[int, str] = {}
-        self._in_reward: set[int] = set()
-        self._known = 0  # usable ones among the finished
-        self._frontier = 0  # in draw order: all draws before it are used up or finished
-        self._ready = 0  # usable ones before the frontier, or finished ones under `completion`
-        self.cursor = 0  # in draw order: all draws before it are used up
+        self._frontier = 0  # in draw order: all draws before it are used up or scored
+        self._ready = 0  # in draw order: usable groups before the frontier
         self._budget = Budget(max_draws=max_draws, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
-        self._lost = SURPLUS if max_staleness == 0 else STALE  # why a draw goes back to the stream
+        self._why_back = SURPLUS if max_staleness == 0 else STALE
 
     @classmethod
     def of(cls, cfg: Config) -> "OversamplingBuffer":
@@ -97,7 +86,7 @@ class OversamplingBuffer:
 
     def open(self, version: int) -> None:
         """Starts to collect for the update from policy `version`, which the engines serve from now on."""
-        assert not self._closed, "open() before the closed batch was trained on"
+        assert not self.draws.at(State.TRAINING), "open() before the closed batch was trained on"
         self.version = self._update = version
         self.collecting = True
         self._wanted = self._batch
@@ -106,193 +95,139 @@ class OversamplingBuffer:
 
     @property
     def in_flight(self) -> int:
-        """Draws started and not finished."""
-        return len(self._started) - len(self._outcomes)
+        """Draws started and not scored."""
+        return self.draws.in_flight
 
     def take(self, room: int | None = None) -> list[int]:
-        """Indices of the draws to start now; the caller starts them all. room: what else bounds their number.
+        """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
 
         Raises:
             BudgetExhausted: nothing is in flight, the batch is not full, and the budget is drawn.
         """
-        demand = Demand(known=self._known, open=self.in_flight)
-        count = self.rate.missing(self._batch, demand) if self.collecting else 0
+        supply = Supply(usable=self.draws.usable, in_flight=self.in_flight)
+        count = self.rate.missing(self._batch, supply) if self.collecting else 0
         if self._max_staleness:
-            count = max(count, self.rate.allowed(self._batches_ahead() * self._batch, demand))
+            count = max(count, self.rate.allowed(self._batches_ahead() * self._batch, supply))
         # Draws that went back leave gaps in the order; what waits behind a gap does not make the batch full.
-        gaps = len(self._queue.gaps) if self._in_order and self.collecting and not self.full else 0
+        gaps = self.draws.gaps() if self._in_order and self.collecting and not self.full else 0
         count = max(count, gaps)
         left = max(gaps, self._budget.left)
         if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
-            self._wanted = self._budget.end(usable=self._known, wanted=self._batch)
+            self._wanted = self._budget.end(usable=self.draws.usable, wanted=self._batch)
             self._advance()
         count = int(min(count, left, self._max_in_flight - self.in_flight))
-        return [self._start() for _ in range(count if room is None else min(count, room))]
+        started = self.draws.start(max(0, count if room is None else min(count, room)), self.version)
+        self._budget.drawn += len(started)
+        return started
 
     def _batches_ahead(self) -> int:
-        """Updates that may train on what starts now."""
+        """Returns the number of updates that may train on what starts now."""
         last = self.version + self._max_staleness
         if self._total_steps:
             last = min(last, self._total_steps - 1)
         return max(0, last - self._update + 1)
 
-    def _start(self) -> int:
-        index = self._queue.pop()
-        self._started[index] = self.version
-        self._budget.drawn += 1
-        self.ledger.start(index)
-        return index
-
     def generated(self, index: int, tokens: int) -> None:
-        """All responses of a draw are there; the verdicts are not."""
-        if index in self._started:
-            self._in_reward.add(index)
-            self.ledger.generated(index, tokens)
+        """Notes that all responses of a draw are there, and the verdicts are not; ignores one that went back."""
+        if self._runs(index):
+            self.draws.generated(index, tokens)
 
     def add(self, group: Group) -> None:
-        """Takes the scored group of a draw that `take` gave out; one that went back to the stream is ignored."""
-        index = group.draw.index
-        if index not in self._started:
+        """Takes the scored group of a draw that `take` gave out; ignores one that went back to the stream."""
+        if not self._runs(group.draw.index):
             return
-        self._in_reward.discard(index)
-        self.ledger.buffer(index)
         outcome = self._keep(group)
         self._budget.add(group, outcome)
         self.rate.observe(outcome in self._usable)
         self._advance()
 
+    def _runs(self, index: int) -> bool:
+        draw = self.draws.live.get(index)
+        return draw is not None and draw.state in (State.IN_GENERATION, State.IN_REWARD)
+
     def _keep(self, group: Group) -> str:
         outcome = classify(group, self._min_scored)
-        self._groups[group.draw.index] = group
-        self._outcomes[group.draw.index] = outcome
-        self._known += outcome in self._usable
-        if not self._in_order:
-            self._ready = self._known
+        self.draws.scored(group, outcome, usable=outcome in self._usable)
         return outcome
 
     def _advance(self) -> None:
-        """Moves the frontier over what is finished, at most to the end of a batch."""
-        while self._in_order and self._ready < self._wanted and self._frontier in self._outcomes:
-            self._ready += self._outcomes[self._frontier] in self._usable
+        """Moves the frontier over what is scored, at most to the end of a batch."""
+        while self._in_order and self._ready < self._wanted:
+            draw = self.draws.live.get(self._frontier)
+            if draw is None or draw.state is not State.BUFFERED:
+                return
+            self._ready += draw.usable
             self._frontier += 1
 
     @property
     def full(self) -> bool:
         """Whether the batch is known: in draw order, once every draw up to its last group is."""
-        return self._ready >= self._wanted
+        return (self._ready if self._in_order else self.draws.usable) >= self._wanted
 
     def close(self) -> Collected:
-        """Ends the step: the batch leaves the buffer, and with it what was dropped up to its last group.
+        """Ends the step: the batch goes to the update, and with it what was dropped up to its last group.
 
         Until `trained`, both still count as buffered and go into a checkpoint: a failed update loses no group.
         """
         assert self.collecting and self.full, "close() before the batch is full"
         self.collecting = False
         self._update += 1
-        used = self._used_up()
-        outcomes = {index: self._outcomes[index] for index in used}
-        self._closed = [(self._groups[index], self._started[index]) for index in used]
-        self._forget(used)
-        late = self._late()
+        used = self.draws.train(self._used_up())
+        late = {index: self.draws.live[index] for index in self._late()}
+        drawn = [(draw.group, draw.usable) for draw in used if draw.group is not None]
         collected = Collected(
-            drawn=tuple(group for group, _ in self._closed),
-            groups=tuple(group for group, _ in self._closed if outcomes[group.draw.index] in self._usable),
-            outcomes=Counter(outcomes.values()),
-            returned=late,
-            unfinished=frozenset(i for i in late if i not in self._outcomes and i not in self._in_reward),
-            lost=tuple(self._groups[index] for index in late if index in self._groups),
+            drawn=tuple(group for group, _ in drawn),
+            groups=tuple(group for group, usable in drawn if usable),
+            outcomes=Counter(draw.outcome for draw in used),
+            returned=tuple(late),
+            unfinished=frozenset(index for index, draw in late.items() if draw.state is State.IN_GENERATION),
+            lost=tuple(draw.group for draw in late.values() if draw.group is not None),
         )
-        self._send_back(late)
+        self.draws.send_back(late, self._why_back)
         self._stale = len(late) if self._max_staleness else 0
-        self._recount(cursor=self._frontier)
+        self._ready = 0
+        self._advance()
         self.rate.end_step(usable=len(collected.groups), draws=len(used))
-        self.ledger.check(self._held())
         return collected
 
     def trained(self) -> None:
-        """The update with the closed batch is done."""
-        for group, _ in self._closed:
-            outcome = classify(group, self._min_scored)
-            if outcome in self._usable:
-                self.ledger.train(group.draw.index)
-            else:
-                self.ledger.drop(group.draw.index, outcome)
-        self._closed = []
-        self.ledger.check(self._held())
+        """Notes that the update with the closed batch is done."""
+        self.draws.trained()
 
     def _used_up(self) -> list[int]:
-        """Finished draws that this step uses up, in draw order."""
+        """Returns the scored draws that this step uses up, in draw order."""
+        scored = self.draws.at(State.BUFFERED)
         if self._in_order:
-            return list(range(self.cursor, self._frontier))
-        usable = [index for index, outcome in self._outcomes.items() if outcome in self._usable][: self._wanted]
-        dropped = [index for index, outcome in self._outcomes.items() if outcome not in self._usable]
-        return sorted(usable + dropped)
+            return sorted(index for index in scored if index < self._frontier)
+        usable = [index for index in scored if self.draws.live[index].usable]
+        return sorted(set(scored) - set(usable[self._wanted :]))
 
-    def _late(self) -> tuple[int, ...]:
-        """Draws that the next update may not train on: they started at too old a version. At staleness 0, all."""
+    def _late(self) -> list[int]:
+        """Returns the draws that the next update may not train on: they started at too old a version. At staleness 0,
+        all."""
         oldest = self._update - self._max_staleness
-        return tuple(sorted(index for index, version in self._started.items() if version < oldest))
-
-    def _send_back(self, indices: Collection[int]) -> None:
-        for index in indices:
-            self.ledger.retry(index, self._lost)
-        self._forget(indices)
-        self._queue.put_back(indices)
+        started = self.draws.at(State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
+        return sorted(index for index in started if self.draws.live[index].started < oldest)
 
     def held(self) -> list[tuple[Group, int]]:
-        """Finished groups that wait for their turn or for the update under way to end, each with the policy version at
-        its start, in draw order."""
-        waiting = [(group, self._started[index]) for index, group in self._groups.items()]
-        return sorted(self._closed + waiting, key=lambda entry: entry[0].draw.index)
+        """Returns the groups that wait for their turn or for the update under way to end; see `Draws.held`."""
+        return self.draws.held()
 
     def aborted(self, tokens: int) -> None:
-        """What the unfinished ones of the returned draws had generated, known once the engines have ended them."""
-        self.ledger.aborted(tokens, self._lost)
+        """Counts what the unfinished ones of the returned draws had generated, once the engines have ended them."""
+        self.draws.tokens[self._why_back] += tokens
 
     def state(self) -> BufferState:
-        """For the checkpoint. Draws in flight are as if they had gone back to the stream."""
-        running = [index for index in self._started if index not in self._outcomes]
-        queue = self._queue.copy()
-        queue.put_back(running)
-        ledger = copy.deepcopy(self.ledger)
-        for index in running:
-            ledger.retry(index, STOPPED)
-        return BufferState(
-            reached=queue.reached, next=queue.fresh, retry=queue.gaps, rate=self.rate.state(), ledger=ledger.state()
-        )
+        """Returns what a checkpoint needs besides `held`. Draws in flight are as if they had gone back."""
+        return self.draws.state(self.rate.state())
 
-    def restore(self, state: BufferState, held: Iterable[tuple[Group, int]], *, version: int) -> None:
-        """From a checkpoint of policy `version`, into an unused buffer; groups that are too old are drawn again."""
+    def restore(self, state: BufferState, held: Collection[tuple[Group, int]], *, version: int) -> None:
+        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again."""
         self.version = self._update = version
         self.rate.restore(state.rate)
-        self._queue = DrawQueue(fresh=state.next, reached=state.reached, gaps=state.retry)
-        tokens: dict[int, int] = {}
-        for group, started in held:
-            tokens[group.draw.index] = group.num_tokens
-            self._started[group.draw.index] = started
+        self.draws.restore(state, held)
+        for group, _ in held:
             self._keep(group)
-        self.ledger.restore(state.ledger, to_retry=self._queue.to_retry, buffered=tokens)
-        self._send_back(self._late())
-        self._recount(cursor=min([self._queue.fresh, *self._queue.gaps, *self._groups]))
-        self.ledger.check(self._held())
-
-    def _recount(self, *, cursor: int) -> None:
-        self._known = sum(outcome in self._usable for outcome in self._outcomes.values())
-        self._ready = 0 if self._in_order else self._known
-        self.cursor = self._frontier = cursor
+        self.draws.send_back(self._late(), self._why_back)
+        self._frontier = min(self.draws.live, default=self.draws.drawn)
         self._advance()
-
-    def _forget(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            del self._started[index]
-            self._groups.pop(index, None)
-            self._outcomes.pop(index, None)
-            self._in_reward.discard(index)
-
-    def _held(self) -> dict[str, int]:
-        return {
-            IN_GENERATION: self.in_flight - len(self._in_reward),
-            IN_REWARD: len(self._in_reward),
-            BUFFERED: len(self._outcomes) + len(self._closed),
-            TO_RETRY: len(self._queue.to_retry),
-        }

@@ -1,4 +1,4 @@
-"""How many draws a step still needs: verdicts of finished draws in, a number of draws to start out (DESIGN section 4).
+"""How many draws a step still needs: verdicts of finished draws in, a number of draws to start out.
 
 A running estimate of the share of draws that give a usable group, and quantiles of the sum of Bernoulli draws made of
 it. Pure arithmetic: the same code plans for real engines and for simulated ones.
@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """What is known of the window of draws that serves the next updates.
+class Supply:
+    """What is there for the next updates. usable: groups. in_flight: draws whose outcome is not known."""
 
-    known: usable groups. open: draws in flight, whose outcome is not known.
-    """
-
-    known: int
-    open: int
+    usable: int
+    in_flight: int
 
 
 class UsableRate:
@@ -52,17 +49,17 @@ class UsableRate:
         self._past = (self.KEEP * (before_usable + usable), self.KEEP * (before_draws + draws))
         self._usable, self._draws = self._past
 
-    def missing(self, wanted: int, demand: Demand) -> int:
+    def missing(self, wanted: int, supply: Supply) -> int:
         """Draws to start now so that `wanted` usable groups come out of the window with a probability of about 84 %.
 
         With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u), and sd holds
         the uncertainty of p itself, which matters in the very first step.
         """
-        if demand.known >= wanted:
+        if supply.usable >= wanted:
             return 0
-        need = wanted - demand.known
+        need = wanted - supply.usable
         if self._certain:
-            return max(0, need - demand.open)
+            return max(0, need - supply.in_flight)
         p = self.value
         variance = self.LATE_Z**2 * p * (1.0 - p)  # of one draw
         doubt = variance / self._draws  # of the rate: grows with the square of the draws
@@ -70,19 +67,19 @@ class UsableRate:
         # (T p - need)^2 >= variance T + doubt T^2
         half = need * p + variance / 2
         total = (half + math.sqrt(max(half * half - slope * need * need, 0.0))) / slope
-        return max(0, math.ceil(total - demand.open - 1e-9))
+        return max(0, math.ceil(total - supply.in_flight - 1e-9))
 
-    def allowed(self, limit: int, demand: Demand) -> int:
+    def allowed(self, limit: int, supply: Supply) -> int:
         """Draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the window."""
         p = self.value
-        room = limit - demand.known - demand.open * p
+        room = limit - supply.usable - supply.in_flight * p
         if room <= 0:
             return 0
         if self._certain or p >= 1.0:
             return int(room)
-        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of the open ones / (1 - p)
+        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of those in flight / (1 - p)
         spread = 1.0 / (1.0 - p)
-        own = demand.open * p * (1.0 - p)
+        own = supply.in_flight * p * (1.0 - p)
         y = (-self.AHEAD_Z + math.sqrt(self.AHEAD_Z**2 + 4 * spread * (room + own * spread))) / (2 * spread)
         return max(0, int((y * y - own) / (p * (1.0 - p))))
 

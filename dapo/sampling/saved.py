@@ -1,12 +1,13 @@
-"""Scored groups on disk: what a stopped run had accepted, so that it is not generated again (DESIGN section 9).
+"""The driver's part of a checkpoint: which draws have ended, and the groups that were accepted and not trained on.
 
-In and out: groups, one Parquet row per response; prompts are not written but found again by their draw.
+In and out: `DriverState` as JSON; groups as Parquet, one row per response, so that a continued run does not generate
+them again. Prompts are not written but found again by their draw.
 """
 
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dapo.sampling.draws import BufferState
 from dapo.types import Draw, Group, Response, Score, VersionSpan
 
+DRIVER_STATE = "driver.json"
 FILE = "groups.parquet"
 _SCHEMA = pa.schema(
     {
@@ -31,6 +34,34 @@ _SCHEMA = pa.schema(
         "score": pa.string(),  # JSON
     }
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverState:
+    """What the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on resuming.
+
+    version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
+    """
+
+    version: int
+    buffer: BufferState
+
+    def write(self, directory: Path) -> None:
+        """Writes `driver.json`."""
+        (directory / DRIVER_STATE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> "DriverState":
+        """Reads `driver.json`. Raises ValueError when it is missing or holds anything else."""
+        path = directory / DRIVER_STATE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(version=int(values["version"]), buffer=BufferState.parse(values["buffer"]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path} is no state of the driver ({error!r}); remove this checkpoint's directory to continue from "
+                "the one before it"
+            ) from error
 
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:

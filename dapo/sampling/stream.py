@@ -132,7 +132,7 @@ class GroupStream:
     @property
     def aborted_tokens(self) -> int:
         """Generated in the last step for draws that went back to the stream; depends on timing."""
-        return self.buffer.ledger.aborted_tokens - self._aborted_before
+        return self.buffer.draws.lost_tokens - self._aborted_before
 
     async def collect(self, version: int) -> Collected:
         """A full batch for the update from policy `version`, which the engines serve.
@@ -141,7 +141,7 @@ class GroupStream:
             BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise, also because they score known
             answers wrong.
         """
-        self._aborted_before = self.buffer.ledger.aborted_tokens
+        self._aborted_before = self.buffer.draws.lost_tokens
         self.buffer.open(version)
         self._full.clear()
         self._wake.set()

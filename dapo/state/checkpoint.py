@@ -15,19 +15,16 @@ import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.sampling.buffer_state import BufferState
 from dapo.state.durable import sync_directory, write_text
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2  # also of the files that the caller writes: a checkpoint of another format is not opened
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
-DRIVER_STATE = "driver.json"
 STEP_NAME = re.compile(r"step_(\d{6,})")
 TEMPORARY = ".tmp"
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
@@ -35,34 +32,6 @@ HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred g
 
 class BrokenCheckpoint(Exception):
     """A checkpoint that is not as it was written; the message names the file."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriverState:
-    """The driver's part of a checkpoint. Made by the trainer at the end of a step, consumed by it on resuming.
-
-    version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
-    """
-
-    version: int
-    buffer: BufferState
-
-    def write(self, directory: Path) -> None:
-        """Into `driver.json`."""
-        (directory / DRIVER_STATE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, directory: Path) -> "DriverState":
-        """From `driver.json`. Raises ValueError when it is missing or holds anything else."""
-        path = directory / DRIVER_STATE
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(version=int(values["version"]), buffer=BufferState.parse(values["buffer"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no state of the driver ({error!r}); {_REMEDY}") from error
-
-
-_REMEDY = "remove this checkpoint's directory to continue from the one before it"
 
 
 class CheckpointStore:

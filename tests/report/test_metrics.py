@@ -69,9 +69,10 @@ def make_buffer() -> OversamplingBuffer:
     buffer.open(VERSION)
     buffer.take()
     for index, tokens in ((0, 40), (1, 60)):
-        buffer.ledger.generated(index, tokens)
-    buffer.ledger.buffer(0)
-    buffer.ledger.drop(0, "all_wrong")
+        buffer.draws.generated(index, tokens)
+    buffer.draws.scored(make_group(0, [0.0, 0.0]), "all_wrong", usable=False)
+    buffer.draws.train([0])
+    buffer.trained()
     buffer.aborted(100)
     return buffer
 

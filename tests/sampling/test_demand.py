@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.sampling.demand import Demand, UsableRate
+from dapo.sampling.demand import Supply, UsableRate
 
 EXAMPLES = settings(deadline=None, max_examples=200)
 
@@ -18,8 +18,8 @@ def rate_of(share: float, draws: float, *, certain: bool = False) -> UsableRate:
     return rate
 
 
-def demand(known: int = 0, running: int = 0) -> Demand:
-    return Demand(known=known, open=running)
+def supply(known: int = 0, running: int = 0) -> Supply:
+    return Supply(usable=known, in_flight=running)
 
 
 def at_least(successes: int, draws: int, p: float) -> float:
@@ -34,12 +34,12 @@ def at_least(successes: int, draws: int, p: float) -> float:
     return math.fsum(map(math.exp, logs))
 
 
-def covers(rate: UsableRate, wanted: int, at: Demand, more: int, *, slack: float) -> bool:
+def covers(rate: UsableRate, wanted: int, at: Supply, more: int, *, slack: float) -> bool:
     """The promise of `missing`, one standard deviation below the mean; the doubt of the rate is kept finite."""
     p = rate.value
     _, draws = rate.state()
-    variance = p * (1 - p) * (at.open + more) + min(p * (1 - p) / draws, 0.95 * p * p) * (at.open + more) ** 2
-    return at.known + (at.open + more) * p - math.sqrt(variance) >= wanted + slack
+    variance = p * (1 - p) * (at.in_flight + more) + min(p * (1 - p) / draws, 0.95 * p * p) * (at.in_flight + more) ** 2
+    return at.usable + (at.in_flight + more) * p - math.sqrt(variance) >= wanted + slack
 
 
 RATES = st.builds(rate_of, st.one_of(st.floats(0.01, 0.999), st.just(1.0)), st.floats(1.0, 5000.0))
@@ -51,7 +51,7 @@ SHORT = st.one_of(st.integers(-3, 3), st.integers(-200, 600))  # usable groups t
 @given(rate=RATES, wanted=st.integers(1, 600), short=SHORT, running=COUNTS)
 def test_missing_is_the_least_number_that_covers_the_need(rate, wanted, short, running):
     known = max(0, wanted - short)
-    at = demand(known, running)
+    at = supply(known, running)
     more = rate.missing(wanted, at)
     if known >= wanted:
         assert more == 0, "the batch is there: no draw can be needed"
@@ -65,20 +65,20 @@ def test_missing_is_the_least_number_that_covers_the_need(rate, wanted, short, r
 @given(rate=RATES, wanted=st.integers(1, 600), short=SHORT, running=COUNTS)
 def test_missing_grows_with_the_need_and_shrinks_with_what_is_there(rate, wanted, short, running):
     known = max(0, wanted - short)
-    more = rate.missing(wanted, demand(known, running))
-    assert rate.missing(wanted + 1, demand(known, running)) >= more
-    assert rate.missing(wanted, demand(known + 1, running)) <= more
-    assert rate.missing(wanted, demand(known, running + 1)) <= more
+    more = rate.missing(wanted, supply(known, running))
+    assert rate.missing(wanted + 1, supply(known, running)) >= more
+    assert rate.missing(wanted, supply(known + 1, running)) <= more
+    assert rate.missing(wanted, supply(known, running + 1)) <= more
 
 
 @EXAMPLES
 @given(rate=RATES, limit=st.integers(1, 600), known=COUNTS, running=COUNTS)
 def test_allowed_shrinks_with_what_is_there(rate, limit, known, running):
-    more = rate.allowed(limit, demand(known, running))
+    more = rate.allowed(limit, supply(known, running))
     assert more >= 0
-    assert rate.allowed(limit + 1, demand(known, running)) >= more
-    assert rate.allowed(limit, demand(known + 1, running)) <= more
-    assert rate.allowed(limit, demand(known, running + 1)) <= more
+    assert rate.allowed(limit + 1, supply(known, running)) >= more
+    assert rate.allowed(limit, supply(known + 1, running)) <= more
+    assert rate.allowed(limit, supply(known, running + 1)) <= more
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -87,8 +87,8 @@ def test_what_was_started_is_enough_and_no_excuse_for_more(share, certain):
     """The buffer asks at every event: a second question at once must give no more draws."""
     rate = rate_of(share, 300.0, certain=certain)
     for count in (rate.missing, rate.allowed):
-        first = count(128, demand())
-        assert first > 0 and count(128, demand(running=first)) <= 1
+        first = count(128, supply())
+        assert first > 0 and count(128, supply(running=first)) <= 1
 
 
 @pytest.mark.parametrize("share", [0.05, 0.28, 0.5, 0.9, 0.98])
@@ -97,10 +97,10 @@ def test_what_was_started_is_enough_and_no_excuse_for_more(share, certain):
 def test_against_the_exact_binomial(share, wanted, running):
     """With a rate that is known: 84 % for what is missing, 2 % of too many for what is allowed, about as a normal."""
     rate = rate_of(share, 1e9)
-    enough = running + rate.missing(wanted, demand(running=running))
+    enough = running + rate.missing(wanted, supply(running=running))
     assert 0.80 <= at_least(wanted, enough, share) <= 0.97 or enough == running
     assert at_least(wanted, enough - 2, share) < 0.95 or enough == running
-    most = running + rate.allowed(wanted, demand(running=running))
+    most = running + rate.allowed(wanted, supply(running=running))
     if most > running:
         assert at_least(wanted + 1, most, share) <= 0.033
         deviation = math.sqrt(most * share * (1 - share))
@@ -111,26 +111,26 @@ def test_a_rate_that_is_in_doubt_asks_for_more():
     """Monte-Carlo: the true rate is drawn from what 60 draws tell of it. Without the doubt, half as safe."""
     rng = random.Random(0)
     rate = rate_of(0.5, 60.0)
-    more = rate.missing(128, demand())
+    more = rate.missing(128, supply())
     enough = 0
     for _ in range(1500):
         true = rng.betavariate(30, 30)
         enough += sum(rng.random() < true for _ in range(more)) >= 128
     assert 0.79 <= enough / 1500 <= 0.92
-    assert more > rate_of(0.5, 1e9).missing(128, demand()) + 20
+    assert more > rate_of(0.5, 1e9).missing(128, supply()) + 20
 
 
 @pytest.mark.parametrize(
     ("rate", "wanted", "at", "missing", "allowed"),
     [
-        pytest.param(rate_of(1.0, 50.0), 8, demand(), 8, 8, id="every draw usable"),
-        pytest.param(rate_of(1.0, 50.0), 8, demand(3, 2), 3, 3, id="every draw usable, some there"),
-        pytest.param(rate_of(1.0, 50.0), 8, demand(9, 0), 0, 0, id="more known than wanted"),
-        pytest.param(rate_of(0.5, 50.0), 8, demand(9, 0), 0, 0, id="more known than wanted, half usable"),
-        pytest.param(rate_of(0.5, 50.0), 8, demand(8, 0), 0, 0, id="all known"),
-        pytest.param(rate_of(0.01, 1e3), 8, demand(8, 1), 0, 0, id="all known, rare, one runs"),
-        pytest.param(rate_of(0.5, 50.0), 8, demand(0, 1000), 0, 0, id="more than enough run"),
-        pytest.param(UsableRate(certain=True), 8, demand(2, 3), 3, 3, id="no filter"),
+        pytest.param(rate_of(1.0, 50.0), 8, supply(), 8, 8, id="every draw usable"),
+        pytest.param(rate_of(1.0, 50.0), 8, supply(3, 2), 3, 3, id="every draw usable, some there"),
+        pytest.param(rate_of(1.0, 50.0), 8, supply(9, 0), 0, 0, id="more known than wanted"),
+        pytest.param(rate_of(0.5, 50.0), 8, supply(9, 0), 0, 0, id="more known than wanted, half usable"),
+        pytest.param(rate_of(0.5, 50.0), 8, supply(8, 0), 0, 0, id="all known"),
+        pytest.param(rate_of(0.01, 1e3), 8, supply(8, 1), 0, 0, id="all known, rare, one runs"),
+        pytest.param(rate_of(0.5, 50.0), 8, supply(0, 1000), 0, 0, id="more than enough run"),
+        pytest.param(UsableRate(certain=True), 8, supply(2, 3), 3, 3, id="no filter"),
     ],
 )
 def test_edges(rate, wanted, at, missing, allowed):
@@ -142,11 +142,11 @@ def test_edges(rate, wanted, at, missing, allowed):
 @pytest.mark.parametrize("wanted", [1, 10**6])
 def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws, wanted):
     rate = rate_of(share, draws)
-    missing, allowed = rate.missing(wanted, demand()), rate.allowed(wanted, demand())
+    missing, allowed = rate.missing(wanted, supply()), rate.allowed(wanted, supply())
     assert type(missing) is int and type(allowed) is int
     assert wanted <= missing <= 60 * (wanted / share) + 60 / share
     assert 0 <= allowed <= wanted / share
-    assert rate.missing(wanted, demand(0, 10**14)) == 0 and rate.allowed(wanted, demand(0, 10**13)) == 0
+    assert rate.missing(wanted, supply(0, 10**14)) == 0 and rate.allowed(wanted, supply(0, 10**13)) == 0
 
 
 def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():
@@ -169,5 +169,5 @@ def test_a_rate_that_only_fails_goes_down_but_never_to_nothing():
     asked = []
     for _ in range(2000):
         rate.observe(False)
-        asked.append(rate.missing(4, demand()))
+        asked.append(rate.missing(4, supply()))
     assert 0 < rate.value < 3e-4 and asked == sorted(asked)

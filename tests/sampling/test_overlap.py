@@ -18,10 +18,8 @@ import pytest
 
 from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
-from dapo.sampling.buffer_state import BufferState
-from dapo.sampling.ledger import ABORTED, BUFFERED, DROPPED, IN_REWARD, LIVE, TRAINED
-from dapo.sampling.saved import FILE
-from dapo.state.checkpoint import DriverState
+from dapo.sampling.draws import DROPPED, LOST, TRAINED, BufferState
+from dapo.sampling.saved import FILE, DriverState
 from dapo.tiny.random_model import make_random_model
 from tests.end_to_end.test_program import START_S, checkpoint, command, finish
 
@@ -38,6 +36,7 @@ OVERLAP = (
     *("data.max_response_length=512", "actor.max_tokens_per_gpu=1024", "actor.ppo_epochs=1"),
     *("actor.ppo_mini_batch_size=4", "algorithm.kl.reward_coeff=0"),
 )
+LIVE = ("in_generation", "in_reward", "buffered", "to_retry")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1 if len(solution_str) % 2 else -1
@@ -64,7 +63,7 @@ class Saved:
     @property
     def cursor(self) -> int:
         """Every draw before it is used up."""
-        return min([self.buffer.next, *self.buffer.retry, *[row["draw"] for row in self.rows]])
+        return min([*self.buffer.retry, *[row["draw"] for row in self.rows]], default=sum(self.buffer.draws.values()))
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def test_every_draw_is_in_one_state_and_each_step_trains_a_batch(run):
         assert states[TRAINED] == BATCH * line["step"]
         assert line["buffer/trained"] == line["buffer/mixed"] == BATCH
         shares = [line[f"ledger/dropped_{name}"] for name in DROPPED]
-        wasted = {name: line[f"ledger/wasted_{name}"] for name in ABORTED}
+        wasted = {name: line[f"ledger/wasted_{name}"] for name in LOST}
         assert 0 < line["ledger/goodput"] + sum(shares) + sum(wasted.values()) <= 1 + 1e-9
         assert wasted["surplus"] == 0, "what a step has too many waits for the next"
         assert before is None or before["ledger/drawn"] <= line["ledger/drawn"]
@@ -175,16 +174,15 @@ def test_every_draw_is_in_one_state_and_each_step_trains_a_batch(run):
 @pytest.mark.parametrize("end", ["stopped", "ended"])
 def test_a_checkpoint_has_every_draw_and_token_once(run, end):
     saved = run.stopped if end == "stopped" else run.ended
-    draws, tokens = (saved.buffer.ledger[name] for name in ("draws", "tokens"))
+    draws, tokens = saved.buffer.draws, saved.buffer.tokens
     held = {row["draw"] for row in saved.rows}
     assert draws[TRAINED] == BATCH * saved.version
     # In draw order all draws before the cursor have ended: one trained or dropped twice would be one too many.
-    assert sum(draws.get(name, 0) for name in (TRAINED, *DROPPED)) == saved.cursor
-    assert sum(draws.values()) == saved.buffer.reached
-    assert draws.get(BUFFERED, 0) == len(held) and len(saved.rows) == 4 * len(held)
-    assert tokens.get(BUFFERED, 0) == sum(len(row["token_ids"]) for row in saved.rows)
-    fates = (TRAINED, *DROPPED, BUFFERED, IN_REWARD, *ABORTED)
-    assert tokens["generated"] == sum(tokens.get(name, 0) for name in fates)
+    assert sum(draws.values()) == saved.cursor
+    waiting = held | set(saved.buffer.retry)
+    assert waiting == set(range(saved.cursor, saved.cursor + len(held) + len(saved.buffer.retry)))
+    assert len(saved.rows) == 4 * len(held)
+    assert set(tokens) <= {TRAINED, *DROPPED, *LOST} and set(draws) <= {TRAINED, *DROPPED}
     assert all(saved.version - 1 <= row["started"] <= saved.version for row in saved.rows)
 
 

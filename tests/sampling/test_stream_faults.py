@@ -111,7 +111,7 @@ def test_what_aborted_groups_had_generated_is_counted():
         await stream.close()
 
     run(one_step())
-    assert stream.aborted_tokens == stream.buffer.ledger.tokens["surplus"] == 8 * N * 2
+    assert stream.aborted_tokens == stream.buffer.draws.tokens["surplus"] == 8 * N * 2
 
 
 @pytest.mark.parametrize(("done", "staleness"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
@@ -145,7 +145,7 @@ def test_a_verdict_that_never_comes_holds_up_no_step_that_does_not_need_it(stale
         await stream.close()
 
     run(three_steps())
-    assert stream.buffer.ledger.tokens["stale" if staleness else "surplus"] > 0
+    assert stream.buffer.draws.tokens["stale" if staleness else "surplus"] > 0
 
 
 def test_a_late_result_of_a_draw_that_went_back_never_enters_the_buffer():

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dapo.sampling.buffer_state import BufferState
-from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, DriverState, step_of, verify
+from dapo.sampling.draws import BufferState
+from dapo.sampling.saved import DriverState
+from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, step_of, verify
 
 
 def driver_state(step: int) -> DriverState:
-    ledger = {"draws": {"trained": 8 * step, "to_retry": 2}, "tokens": {"generated": 40, "trained": 40}}
-    return DriverState(
-        version=step,
-        buffer=BufferState(reached=10 * step + 2, next=10 * step, retry=[], rate=[1.5, 2.0], ledger=ledger),
-    )
+    draws, tokens = {"trained": 8 * step}, {"trained": 40}
+    buffer = BufferState(retry=[10 * step, 10 * step + 1], rate=[1.5, 2.0], draws=draws, tokens=tokens)
+    return DriverState(version=step, buffer=buffer)
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
@@ -134,7 +133,7 @@ FAULTS = [
     pytest.param(remove_file, "cannot be read", id="file-missing"),
     pytest.param(remove_manifest, "is missing or cannot be read", id="manifest-missing"),
     pytest.param(cut_manifest, "is missing or cannot be read", id="manifest-truncated"),
-    pytest.param(other_format, "has format 99, and this dapo reads format 1", id="format-newer"),
+    pytest.param(other_format, "has format 99, and this dapo reads format 2", id="format-newer"),
 ]
 
 
@@ -220,7 +219,7 @@ def test_a_course_that_was_left_is_removed(root: Path) -> None:
         pytest.param(state_text(version="one"), id="version-text"),
         pytest.param(state_text(rate=3), id="rate-number"),
         pytest.param(state_text(rate=[2.0, 1.0]), id="rate-above-one"),
-        pytest.param(state_text(next=-1), id="draw-negative"),
+        pytest.param(state_text(retry=[-1]), id="draw-negative"),
         pytest.param(state_text(retry="12"), id="retry-text"),
         pytest.param(state_text(other=1), id="field-unknown"),
     ],

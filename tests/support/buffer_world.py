@@ -1,7 +1,7 @@
 """A run around one oversampling buffer, played by a test: engines, verifier, weight updates, stops (tests only).
 
-In: events. The world writes down what it saw, reads nothing of `dapo.sampling.ledger` or of the buffer's private parts,
-and asserts at each event what the rules of DESIGN section 4 say about it.
+In: events. The world writes down what it saw, reads the buffer's table of draws only to compare it,
+and asserts at each event what the rules of dynamic sampling say about it.
 """
 
 import math
@@ -13,14 +13,15 @@ from pathlib import Path
 
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.sampling.ledger import BUFFERED, IN_GENERATION, IN_REWARD, STALE, STOPPED, SURPLUS, TO_RETRY, TRAINED
+from dapo.sampling.draws import STALE, STOPPED, SURPLUS, TRAINED, State
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from dapo.sampling.saved import read_groups, write_groups
-from dapo.state.checkpoint import DriverState
+from dapo.sampling.saved import DriverState, read_groups, write_groups
 from dapo.types import Draw, Group
 from tests.support.fakes import make_group, make_prompt, make_response
 
 NAN = math.nan
+IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY = State.IN_GENERATION, State.IN_REWARD, State.BUFFERED, State.TO_RETRY
+TRAINING = State.TRAINING
 ACCURACIES = {MIXED: [1.0, 0.0], ALL_CORRECT: [1.0, 1.0], ALL_WRONG: [0.0, 0.0], UNSCORABLE: [NAN, 1.0]}
 BASE = {"train_batch_size": 3, "max_in_flight": 8}
 
@@ -218,15 +219,20 @@ class World:
         self.open()
 
     def audit(self) -> None:
-        """Both identities of the ledger, recounted from what the world saw."""
-        ledger = self.buffer.ledger
-        assert +ledger.draws == Counter(self.where.values())
-        assert ledger.drawn == len(self.where)
+        """Every draw is where the world saw it last, with its tokens, and so is what has ended or was lost."""
+        draws = self.buffer.draws
+        update = {index: TRAINING for index in self.closed}
+        ended = {index: fate for index, fate in self.where.items() if fate not in set(State)}
+        places = {index: place for index, place in (self.where | update).items() if index not in ended}
+        assert {index: draw.state for index, draw in draws.live.items()} == places
+        assert {index: draw.tokens for index, draw in draws.live.items()} == {i: self.size.get(i, 0) for i in places}
+        assert +draws.counts == Counter(places.values()) + Counter(ended.values())
+        assert draws.drawn == len(self.where) and draws.in_flight == len(self.at(IN_GENERATION, IN_REWARD))
         tokens = Counter(self.lost)
-        for index, size in self.size.items():
-            tokens[self.where[index]] += size
-        assert +ledger.tokens == +tokens + Counter({"generated": tokens.total()})
-        ledger.check(Counter(self.where.values()))
+        for index, fate in ended.items():
+            tokens[fate] += self.size[index]
+        assert +draws.tokens == +tokens
+        assert draws.generated_tokens == self.lost.total() + sum(self.size.values())
 
     def run(self, picks: Iterator[int], *, until: int, at_most: int) -> None:
         """Goes on by itself, until so many steps are done or for so many groups; picks: which one finishes next."""

@@ -1,0 +1,208 @@
+"""The one table of draws: where each draw is that has not ended, and totals of those that have.
+
+    start ─▶ in generation ─▶ in reward ─▶ buffered ─▶ training ─▶ trained, or dropped for lack of a signal
+      ▲             │             │           │
+      └─ to retry ◀─┴─────────────┴───────────┘   its tokens are lost
+
+In: what happens to draws, from the buffer. Out: which draws start next, counts, goodput, waste by reason. A group that
+is not needed or too old is not dropped (DAPO Eq. 11): its draw starts again, so that no prompt is skipped.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Any
+
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, UNSCORABLE
+from dapo.types import Group
+
+
+class State(StrEnum):
+    """Where a draw is that has not ended."""
+
+    IN_GENERATION = auto()
+    IN_REWARD = auto()  # all responses are there; the verdicts are not
+    BUFFERED = auto()  # scored; the group waits for its turn
+    TRAINING = auto()  # used up by the update under way, trained on or not
+    TO_RETRY = auto()  # went back to the stream
+
+
+TRAINED = "trained"
+DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE)
+SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
+STALE = "stale"  # too old for the next update
+STOPPED = "stopped"  # between generation and verdict when the run stopped
+LOST = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the stream are lost
+
+
+@dataclass(slots=True)
+class LiveDraw:
+    """A draw that has not ended. started: policy version at its last start. tokens: of all its responses, once they are
+    there. group, outcome, usable: once it has its scores."""
+
+    started: int
+    state: State
+    tokens: int = 0
+    group: Group | None = None
+    outcome: str = ""
+    usable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferState:
+    """What a continued run needs of the buffer besides the groups that it holds; draws in flight are as if they had
+    gone back. retry: draws that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones
+    by reason. rate: `UsableRate.state()`."""
+
+    retry: list[int]
+    draws: dict[str, int]
+    tokens: dict[str, int]
+    rate: list[float]
+
+    @classmethod
+    def parse(cls, values: Any) -> "BufferState":
+        """Returns the state that JSON holds. Raises TypeError or ValueError where it holds anything else."""
+        state = cls(**values)
+        whole = [*state.retry, *state.draws.values(), *state.tokens.values()]
+        if not all(type(number) is int and number >= 0 for number in whole):
+            raise ValueError(f"counts that are no whole numbers: {whole}")
+        usable, draws = state.rate
+        if not 0 < usable <= draws:
+            raise ValueError(f"no rate: {state.rate}")
+        return state
+
+
+class Draws:
+    """Every draw that has not ended, by index; the others are only counted: a run has millions of them.
+
+    live: scored draws stand in the order of their verdicts. counts: draws by state or fate. tokens: of ended draws by
+    fate, and of draws that went back by reason. usable: buffered draws that an update can train on.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[int, LiveDraw] = {}
+        self.counts: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.usable = 0
+
+    @property
+    def drawn(self) -> int:
+        """Draws that were ever started, which is also the index of the next new one."""
+        return self.counts.total()
+
+    @property
+    def in_flight(self) -> int:
+        """Draws started and not scored."""
+        return self.counts[State.IN_GENERATION] + self.counts[State.IN_REWARD]
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of every response that has ended."""
+        return self.tokens.total() + sum(draw.tokens for draw in self.live.values())
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens of draws that went back to the stream."""
+        return sum(self.tokens[reason] for reason in LOST)
+
+    def at(self, *states: State) -> list[int]:
+        """Returns the draws in these states."""
+        return [index for index, draw in self.live.items() if draw.state in states]
+
+    def gaps(self) -> int:
+        """Counts the draws to start again that stand before another one in the draw order."""
+        waiting = self.at(State.TO_RETRY) if self.counts[State.TO_RETRY] else []
+        last = max(self.live.keys() - waiting, default=-1) if waiting else -1
+        return sum(index < last for index in waiting)
+
+    def held(self) -> list[tuple[Group, int]]:
+        """Returns the groups that wait for their turn or for the update under way to end, each with the policy version
+        at its start, in draw order."""
+        return [(draw.group, draw.started) for _, draw in sorted(self.live.items()) if draw.group is not None]
+
+    def start(self, count: int, version: int) -> list[int]:
+        """Starts the next draws at policy `version`: the lowest of those that went back, then new ones."""
+        waiting = sorted(self.at(State.TO_RETRY))[:count] if self.counts[State.TO_RETRY] else []
+        new = range(self.drawn, self.drawn + count - len(waiting))
+        for index in waiting:
+            self._move(index, State.IN_GENERATION, State.TO_RETRY)
+            self.live[index].started = version
+        for index in new:
+            self.live[index] = LiveDraw(version, State.IN_GENERATION)
+        self.counts[State.IN_GENERATION] += len(new)
+        return [*waiting, *new]
+
+    def generated(self, index: int, tokens: int) -> None:
+        """Notes that all responses of a draw are there."""
+        self._move(index, State.IN_REWARD, State.IN_GENERATION)
+        self.live[index].tokens = tokens
+
+    def scored(self, group: Group, outcome: str, *, usable: bool) -> None:
+        """Keeps the group of a draw, from now on the last in the order of verdicts."""
+        draw = self.live[group.draw.index] = self.live.pop(group.draw.index)
+        draw.group, draw.outcome, draw.usable = group, outcome, usable
+        self._move(group.draw.index, State.BUFFERED, State.IN_REWARD)
+
+    def train(self, indices: Iterable[int]) -> list[LiveDraw]:
+        """Hands buffered draws to the update; they are still held until `trained`."""
+        return [self._move(index, State.TRAINING, State.BUFFERED) for index in indices]
+
+    def trained(self) -> None:
+        """Ends the draws that the update used up."""
+        for index in self.at(State.TRAINING):
+            draw = self.live.pop(index)
+            fate = TRAINED if draw.usable else draw.outcome
+            self.counts[State.TRAINING] -= 1
+            self.counts[fate] += 1
+            self.tokens[fate] += draw.tokens
+
+    def send_back(self, indices: Iterable[int], reason: str) -> None:
+        """Lets draws start again; the tokens of their groups are lost for `reason`."""
+        for index in indices:
+            draw = self._move(index, State.TO_RETRY, State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
+            self.tokens[reason] += draw.tokens
+            draw.tokens, draw.group = 0, None
+
+    def state(self, rate: list[float]) -> BufferState:
+        """Returns what goes into a checkpoint besides `held`."""
+        unscored = sum(self.live[index].tokens for index in self.at(State.IN_REWARD))
+        return BufferState(
+            retry=sorted(index for index, draw in self.live.items() if draw.group is None),
+            draws={name: count for name, count in self.counts.items() if name not in set(State)},
+            tokens=dict(self.tokens + Counter({STOPPED: unscored})),
+            rate=rate,
+        )
+
+    def restore(self, state: BufferState, held: Collection[tuple[Group, int]]) -> None:
+        """Fills an unused table from a checkpoint; the groups held are as if their verdicts were still to come."""
+        self.live = {index: LiveDraw(0, State.TO_RETRY) for index in state.retry}
+        for group, started in held:
+            self.live[group.draw.index] = LiveDraw(started, State.IN_REWARD, group.num_tokens)
+        self.counts = Counter(state.draws) + Counter(draw.state for draw in self.live.values())
+        self.tokens = Counter(state.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counts over the whole run, by state or fate, and shares of all generated tokens: trained (goodput),
+        dropped for lack of a signal, and wasted by reason."""
+        counts = self.counts + Counter({State.BUFFERED: self.counts[State.TRAINING]})
+        states = (State.IN_GENERATION, State.IN_REWARD, State.BUFFERED, State.TO_RETRY)
+        generated = self.generated_tokens
+        share = {name: count / generated for name, count in self.tokens.items() if count}
+        return {
+            "ledger/drawn": self.drawn,
+            **{f"ledger/draws_{name}": counts[name] for name in (*states, TRAINED, *DROPPED)},
+            "ledger/tokens_generated": generated,
+            "ledger/goodput": share.get(TRAINED, 0.0) if generated else 1.0,
+            **{f"ledger/dropped_{name}": share.get(name, 0.0) for name in DROPPED},
+            **{f"ledger/wasted_{name}": share.get(name, 0.0) for name in LOST},
+        }
+
+    def _move(self, index: int, to: State, *allowed: State) -> LiveDraw:
+        draw = self.live[index]
+        assert draw.state in allowed, f"draw {index}: {draw.state} -> {to}"
+        self.usable += draw.usable * ((to is State.BUFFERED) - (draw.state is State.BUFFERED))
+        self.counts[draw.state] -= 1
+        self.counts[to] += 1
+        draw.state = to
+        return draw
