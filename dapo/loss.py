@@ -64,12 +64,15 @@ def gspo_loss(
 
     All tensors are [R], the response tokens of whole responses laid end to end; segment_ids: int [R], the response that
     a token belongs to, counted from 0. Every token of a response gets the response's loss
-    max(-A s, -A clip(s, 1 - low, 1 + high)), so that `seq-mean-token-mean` weights give Eq. 5. The bounds
-    are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false everywhere.
+    max(-A s, -A clip(s, 1 - low, 1 + high)), so that `seq-mean-token-mean` weights give Eq. 5. Its gradient flows
+    through the token's own log-probability (GSPO-token, Eqs. 13-14). For the response as a whole this is the same, and
+    a factor per token (`rollout_correction` with level token) acts on its token alone: a masked one has no gradient.
+    The bounds are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false everywhere.
     """
     log_ratio = clamped_difference(logprobs, old_logprobs)
+    through_own = log_ratio - log_ratio.detach()
     lengths = segment_sum(torch.ones_like(log_ratio), segment_ids)
-    ratio = (segment_sum(log_ratio, segment_ids) / lengths).exp()
+    ratio = (segment_sum(log_ratio.detach(), segment_ids) / lengths + through_own).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = torch.maximum(unclipped, clipped)
@@ -84,12 +87,13 @@ def gspo_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses its gradient.
+    """CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses its gradient, and none
+    flows into `old_logprobs`.
 
     The paper bounds the weight from above only: clip_ratio_low 1 does that. Shapes and second value as in
     `policy_loss`; "clipped": the weight is not the ratio; "dual_clipped" is false everywhere.
     """
-    log_ratio = clamped_difference(logprobs.detach(), old_logprobs)
+    log_ratio = clamped_difference(logprobs, old_logprobs).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = -advantages * weight * logprobs

@@ -1,24 +1,27 @@
 """The objective of one optimizer step: policy loss, KL term and entropy bonus, summed under the tokens' weights.
 
 In: log-probabilities and entropies of response tokens with the constants that go with them. Out: the scalar that is
-differentiated, and detached values per token for the metrics. DAPO Eqs. 8-12; DESIGN section 5.
+differentiated, and detached values per token for the metrics (DAPO Eqs. 8-12). `rollout_correction` makes one of the
+constants: the importance weight between the policy that sampled a token and the one that trains on it. Together with a
+ratio against the actors' own old log-probabilities this is decoupled PPO (arXiv 2110.00641).
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from dapo.config.algorithm import AlgorithmConfig
-from dapo.loss import cispo_loss, gspo_loss, kl_penalty, policy_loss
+from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from dapo.loss import MAX_LOG_RATIO, cispo_loss, gspo_loss, kl_penalty, policy_loss, segment_sum
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
     """What the gradient does not flow through, per response token, [R].
 
-    old_logprobs: of the policy before the update. ref_logprobs: of the reference policy; None without a KL term.
-    correction: factor of the policy loss (`dapo.correction`). weights: `dapo.loss.token_weights`; a token of weight 0
-    is masked: whatever else it holds, NaN included, reaches neither loss nor gradient nor metrics.
+    old_logprobs: the policy's before the update. ref_logprobs: the reference policy's; None without a KL term.
+    correction: factor of the policy loss (`rollout_correction`). weights: `dapo.loss.token_weights`; a token of weight
+    0 is masked: whatever else it holds, NaN included, reaches neither loss nor gradient nor metrics.
     segment_ids: int, the response of each token, counted from 0.
     """
 
@@ -48,7 +51,8 @@ class Objective:
 
 
 def objective(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig) -> Objective:
-    """logprobs, entropy: [R], of the policy that trains, with gradient (entropy: if `entropy_coeff` is not 0)."""
+    """Returns the loss of the policy whose logprobs and entropy these are, [R], with gradient (entropy: if
+    `entropy_coeff` is not 0), and what it is made of."""
     masked = constants.weights == 0
 
     def keep(values: Tensor) -> Tensor:
@@ -98,3 +102,44 @@ def _policy_loss(
                 clip_ratio_high=high,
                 clip_ratio_c=cfg.clip_ratio_c,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Holds values per response token, [R], without gradient. Made by `rollout_correction`, consumed by `Constants` and
+    the metrics.
+
+    difference: old - rollout log-probability, nats. ratio: importance ratio per token or response, before truncation or
+    masking. weights: factor of the token's policy loss, 1 without correction. affected: truncated or masked.
+    """
+
+    difference: Tensor
+    ratio: Tensor
+    weights: Tensor
+    affected: Tensor
+
+
+@torch.no_grad()
+def rollout_correction(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, segment_ids: Tensor, cfg: RolloutCorrectionConfig
+) -> Correction:
+    """Returns the weights exp(old - rollout) of tokens, truncated (TIS) or masked, and what they were made of.
+
+    old_logprobs: by the actors before the first optimizer step; rollout_logprobs: by the engines; segment_ids: the
+    response of each token, counted from 0; all [R]. Exponents are clamped to +-20. `level: sequence` takes the product
+    of a response's ratios. A masked token keeps its place in the denominators.
+    """
+    difference = old_logprobs - rollout_logprobs
+    log_ratio = segment_sum(difference, segment_ids) if cfg.level == "sequence" else difference
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    match cfg.mode:
+        case "truncate":
+            affected = ratio > cfg.upper
+            weights = ratio.clamp(max=cfg.upper)
+        case "mask":
+            affected = (ratio < cfg.lower) | (ratio > cfg.upper)
+            weights = ratio.masked_fill(affected, 0.0)
+        case _:
+            affected = torch.zeros_like(ratio, dtype=torch.bool)
+            weights = torch.ones_like(ratio)
+    return Correction(difference, ratio, weights, affected)

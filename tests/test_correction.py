@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.config.algorithm import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionConfig
-from dapo.correction import rollout_correction
+from dapo.objective import rollout_correction
 
 F64 = torch.float64
 

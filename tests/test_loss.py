@@ -214,6 +214,12 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens(
     assert not any(value.requires_grad for value in stats.values()) and not stats["dual_clipped"].any()
 
 
+def test_cispo_gives_no_gradient_to_the_old_policy() -> None:
+    logprobs, old = (torch.tensor([value], requires_grad=True) for value in (-2.0, -2.1))
+    loss, _ = cispo_loss(logprobs, old, torch.tensor([1.0]), clip_ratio_low=0.2, clip_ratio_high=0.28)
+    assert torch.autograd.grad(loss.sum(), [logprobs, old], allow_unused=True)[1] is None
+
+
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo.advantage import group_advantages
-from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig, KLConfig
+from dapo.config.algorithm import LOSS_AGG_MODES, POLICY_LOSSES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.loss import kl_penalty, token_weights
-from dapo.objective import Constants, Objective, objective
+from dapo.objective import Constants, Objective, objective, rollout_correction
 
 F64 = torch.float64
 STATS = ("trained", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "kl", "entropy")
@@ -145,6 +145,24 @@ def test_cispo_names_the_bound_by_the_ratio(advantage):
     result = run(torch.tensor([-1.0, -2.0, -3.0], dtype=F64), torch.ones(3), constants, config("cispo", kl=0.0))[3]
     assert result.clipped_high.tolist() == [True, False, False]
     assert result.clipped_low.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+def test_a_token_that_the_rollout_correction_masks_has_no_gradient(policy_loss):
+    old, ids = torch.tensor([-1.0, -1.0], dtype=F64), torch.tensor([0, 0])
+    correction = rollout_correction(
+        old, torch.tensor([-1.0, -3.5], dtype=F64), ids, RolloutCorrectionConfig(mode="mask", level="token")
+    )
+    constants = Constants(
+        old_logprobs=old,
+        ref_logprobs=None,
+        correction=correction.weights,
+        advantages=torch.ones(2, dtype=F64),
+        weights=torch.full((2,), 0.5, dtype=F64),
+        segment_ids=ids,
+    )
+    gradient = run(old, torch.ones(2, dtype=F64), constants, config(policy_loss, kl=0.0, entropy=0.0))[1]
+    assert gradient.tolist() == [-0.5, 0.0]
 
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)

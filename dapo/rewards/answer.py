@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from dapo.rewards.spelling import boxed, careful_spelling, dapo_spelling, number, plain_number
+from dapo.rewards.spelling import boxed, careful_spelling, dapo_spelling, number, plain_number, printable
 
 TAIL_CHARS = 300  # where the answer is looked for
 MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
@@ -39,6 +39,8 @@ class Reading:
 
     dapo, careful: its two spellings. value: its exact number, else None. several: it is a list of answers.
     nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to 9; it is then never right.
+    shown: what is recorded of it, printable: its spelling; of a list, which a spelling might shorten to one item, the
+    whole text.
     """
 
     dapo: str
@@ -46,14 +48,10 @@ class Reading:
     value: Fraction | None
     several: bool
     nothing: bool
-
-    @property
-    def shown(self) -> str:
-        """The spelling to record; printable."""
-        return self.dapo if self.value is not None and plain_number(self.dapo) is not None else self.careful
+    shown: str
 
 
-NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, nothing=True)
+NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, nothing=True, shown="")
 
 
 def find_answer(solution: str) -> str:
@@ -90,11 +88,11 @@ def read(text: str) -> Reading:
         return NO_ANSWER
     if _several(text):  # as a whole: the last item must not stand for all of them
         whole = careful_spelling(text, right_side=False)
-        return Reading(dapo="", careful=whole, value=None, several=True, nothing=False)
-    value = plain_number(dapo)
+        return Reading(dapo="", careful=whole, value=None, several=True, nothing=False, shown=printable(text.strip()))
+    value, shown = plain_number(dapo), dapo
     if value is None:
-        value = number(careful)
-    return Reading(dapo=dapo, careful=careful, value=value, several=False, nothing=False)
+        value, shown = number(careful), careful
+    return Reading(dapo=dapo, careful=careful, value=value, several=False, nothing=False, shown=shown)
 
 
 @lru_cache(maxsize=4096)

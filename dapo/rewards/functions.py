@@ -18,6 +18,7 @@ import numpy as np
 
 from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.loading import Canary, LoadedFunction, describe, labels, load, tail
+from dapo.rewards.spelling import printable
 from dapo.types import Score
 
 MAX_PREDICTION_CHARS = 300
@@ -181,5 +182,4 @@ def _as_float(label: str, field: str, value: Any) -> float:
 
 def _printable(prediction: Any) -> str:
     """At most 300 characters of the prediction that any file and database can hold."""
-    text = str(prediction)[:MAX_PREDICTION_CHARS]
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+    return printable(str(prediction)[:MAX_PREDICTION_CHARS])

@@ -124,10 +124,7 @@ def formula(text: str, *, right_side: bool = True) -> str:
     text = _WHITE.sub(" ", text.strip("\r")).replace("\u2212", "-")
     if ">" in text[-12:]:
         text = _SPECIAL_TOKENS.sub("", text)
-    if not text.isprintable():
-        # What cannot be shown must neither vanish (4<NUL>2 is not 42) nor reach a log or a database.
-        text = "".join(char if char.isprintable() else "\ufffd" for char in text)
-    text = _trim(text)
+    text = _trim(printable(text))
     if _PLAIN.fullmatch(text):
         return text
     side = _right_side(text) if right_side else text
@@ -135,6 +132,12 @@ def formula(text: str, *, right_side: bool = True) -> str:
     text = boxes[-1] if boxes else side
     text = _inside_dollars(text)
     return _right_side(text) if right_side else text
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for what cannot be shown, which must neither vanish (4<NUL>2 is not 42) nor reach a log or
+    a database."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def without_units(text: str) -> str:

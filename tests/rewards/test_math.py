@@ -194,6 +194,9 @@ def test_wrong_answers(answer: str, truth: str) -> None:
         pytest.param("Answer: 42" + " " * 291, "", id="just-outside-the-tail"),
         pytest.param("Answer: 12\x00\ud800", "12\ufffd\ufffd", id="unprintable-is-replaced"),
         pytest.param("", "", id="nothing-at-all"),
+        pytest.param("\\boxed{41} and \\boxed{42}", "\\boxed{41} and \\boxed{42}", id="several-boxes-are-shown-all"),
+        pytest.param("Answer: $4$ $2$", "$4$ $2$", id="several-formulas-are-no-number"),
+        pytest.param("Answer: 41\\quad 42\x00", "41\\quad 42\ufffd", id="several-printable"),
     ],
 )
 def test_where_the_answer_is_read(solution: str, prediction: str) -> None:

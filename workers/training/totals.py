@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo.correction import Correction
-from dapo.objective import Objective
+from dapo.objective import Correction, Objective
 
 # One row of a micro-batch: these sums, then `_MISMATCH_SUMS` per staleness, then the maxima.
 _SUMS = (

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo.config.schema import Config
-from dapo.correction import Correction, rollout_correction
-from dapo.objective import Constants, objective
+from dapo.objective import Constants, Correction, objective, rollout_correction
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
 from workers.training.fsdp import reshard

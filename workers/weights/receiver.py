@@ -4,9 +4,6 @@ vLLM imports this module as `worker_extension_cls`, which registers the transfer
 three transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
 """
 
-import ctypes
-import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
+from dapo.rewards.sandbox import die_with_parent
 from workers.weights.bucket import BACKEND
 from workers.weights.digest import digest
 from workers.weights.group import WeightGroup, find_store
@@ -180,12 +178,5 @@ class WeightReceiverExtension:
     """What vLLM mixes into its worker class: nothing. Its name makes vLLM import this module there."""
 
 
-def _die_with_parent() -> None:
-    """An engine process whose Ray actor was killed must not stay behind and hold the device (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-_die_with_parent()
+die_with_parent()  # an engine process whose Ray actor was killed must not stay behind and hold the device
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
