@@ -57,10 +57,10 @@ def test_every_package_is_listed() -> None:
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(names)
 
 
-def test_wheel_holds_every_file_of_the_checkout(wheel: Path) -> None:
+def test_wheel_holds_every_file_of_the_checkout_but_the_readmes(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for name in ("dapo", "workers", "config") for path in (ROOT / name).rglob("*") if path.is_file()]
-    kept = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts]
+    kept = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts and path.suffix != ".md"]
     expected = {str(Path("dapo/_config", *path.parts[1:]) if path.parts[0] == "config" else path) for path in kept}
     assert "dapo/_config/dapo.yaml" in expected and any(name.startswith("dapo/tiny/base/") for name in expected)
     assert inside == expected
