@@ -148,10 +148,16 @@ def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         prompts: list[Prompt] = []
         if files:
-            prompts, report = load_prompts(files, tokenizer, max_prompt_length=cfg.data.max_prompt_length, key=key)
+            prompts, report = load_prompts(
+                files,
+                tokenizer,
+                max_prompt_length=cfg.data.max_prompt_length,
+                max_contradictory=cfg.data.max_contradictory,
+                key=key,
+            )
             say(
-                f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.too_long} longer than "
-                f"`data.max_prompt_length`, {report.kept} prompts"
+                f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
+                f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
             )
         loaded.append(prompts)
     return loaded[0], loaded[1]

@@ -41,6 +41,7 @@ def validate(cfg: Config) -> None:
         numbers,
         _sampling,
         _choices,
+        _files,
         _batch_shapes,
         _lengths,
         _objective,
@@ -81,6 +82,11 @@ def _choices(cfg: Config) -> Iterator[str]:
         "filter_groups.admission": (cfg.filter_groups.admission, ADMISSION),
     }
     yield from outside(choices)
+
+
+def _files(cfg: Config) -> Iterator[str]:
+    if not cfg.data.train_files:
+        yield "`data.train_files` ([]) must name at least one file or hub data set, as in data.train_files=[a.parquet]"
 
 
 def _batch_shapes(cfg: Config) -> Iterator[str]:

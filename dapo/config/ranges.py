@@ -27,6 +27,11 @@ def numbers(cfg: Config) -> Iterator[str]:
             {"algorithm.clip_ratio_low": cfg.algorithm.clip_ratio_low},
         ),
         (
+            "in [0, 1], a share of the distinct prompts",
+            lambda value: 0 <= value <= 1,
+            {"data.max_contradictory": cfg.data.max_contradictory},
+        ),
+        (
             "above 1; 10.0 is the published value",
             lambda value: value > 1,
             {"algorithm.clip_ratio_c": cfg.algorithm.clip_ratio_c},

@@ -73,6 +73,8 @@ class DataConfig:
 
     train_batch_size: prompts (groups) that one update trains on. gen_batch_size: draws that one generation batch holds;
     it bounds the draws in flight and is the unit of `filter_groups.max_num_gen_batches`. Lengths are in tokens.
+    max_contradictory: share of the distinct prompts that may be left out because the files give them ground truths
+    that disagree; above it, an error.
     """
 
     train_files: list[str] = field(default_factory=lambda: [MISSING])
@@ -81,6 +83,7 @@ class DataConfig:
     gen_batch_size: int = 1536
     max_prompt_length: int = 2048
     max_response_length: int = 20480
+    max_contradictory: float = 0.1
     shuffle: bool = True
 
 

@@ -1,7 +1,7 @@
 """Rows of data files in the DAPO-Math schema, a few thousand at a time, whatever their format.
 
 In: a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library. Out: `Chunk`s whose
-columns exist; what stands in them is checked by `dapo.data`. Everything unreadable is an error that names the file.
+columns exist; what stands in them is checked by `dapo.data.prompts`. What cannot be read is an error naming the file.
 """
 
 import json
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 COLUMNS = (*REQUIRED_COLUMNS, "extra_info")
+PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
 CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
 SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
 
@@ -31,7 +32,7 @@ class Chunk:
 
 
 def read_chunks(name: str, key: str) -> Iterator[Chunk]:
-    """The rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_path` gives it.
+    """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_path` gives it.
 
     key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column.
     """
@@ -49,7 +50,7 @@ def read_chunks(name: str, key: str) -> Iterator[Chunk]:
 def _parquet_chunks(path: Path, where: str) -> Iterator[Chunk]:
     # pyarrow itself, because `datasets` takes 1.4 s to import and writes a copy of the file into its cache.
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # by default it holds all of it
             columns = _checked_columns(file.schema_arrow.names, where)
             batches = file.iter_batches(batch_size=CHUNK_ROWS, columns=columns)
             yield from _arrow_chunks(pa.Table.from_batches([batch]) for batch in batches)
@@ -91,7 +92,7 @@ def _arrow_chunks(tables: Iterator[pa.Table]) -> Iterator[Chunk]:
 
 
 def _json_chunks(path: Path, where: str) -> Iterator[Chunk]:
-    """One chunk per row, because each row of a JSON file has columns of its own."""
+    """Yields one chunk per row, because each row of a JSON file has columns of its own."""
 
     def chunk(number: int, row: dict[str, Any]) -> Chunk:
         return Chunk(number, [row["prompt"]], [row["reward_model"]], lambda _: row)
@@ -105,7 +106,7 @@ def _json_chunks(path: Path, where: str) -> Iterator[Chunk]:
 
 
 def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
-    """(row number, value): of a JSON array, or of one value per line, where a row's number is its line's."""
+    """Yields (row number, value) of a JSON array, or of one value per line, where a row's number is its line's."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -136,6 +137,6 @@ def _checked_columns(found: list[str], where: str) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Type and beginning of a value from a file, for an error."""
+    """Returns type and beginning of a value from a file, for an error."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

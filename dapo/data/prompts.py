@@ -1,7 +1,7 @@
 """Prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are drawn.
 
 In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
-a counter-based order (DESIGN sections 2 and 4). A bad row is an error that names the file, the row and the column.
+an order that is computed from their index alone. A bad row is an error that names the file, the row and the column.
 """
 
 import hashlib
@@ -15,35 +15,44 @@ from numpy.typing import NDArray
 
 from dapo.config.paths import checked_path
 from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
+from dapo.rewards.answer import agree, read_truth
 from dapo.types import Draw, Messages, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """What became of the rows: rows = duplicates + too_long + kept. Made by `load_prompts`, shown at start."""
+    """What became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct prompts.
+
+    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_prompts`.
+    """
 
     rows: int
     duplicates: int
+    contradictory: int
     too_long: int
     kept: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Problem:
+    """A distinct prompt as its first row has it. contradiction: where another ground truth stands, and which."""
+
     where: str
     messages: Messages
     ground_truth: str
     source: str
     extra_info: dict[str, Any]
+    contradiction: str = ""
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: Any, *, max_prompt_length: int, key: str
+    files: Sequence[str], tokenizer: Any, *, max_prompt_length: int, max_contradictory: float, key: str
 ) -> tuple[list[Prompt], DataReport]:
-    """The distinct prompts of `files`, in file order, after the tokenizer's chat template.
+    """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template.
 
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
     `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
+    max_contradictory: the share of distinct prompts that may be left out because their ground truths disagree.
     key: the configuration key to name in errors. Raises ValueError for bad files, rows, and when no prompt is left.
     """
     if tokenizer.chat_template is None:
@@ -51,6 +60,26 @@ def load_prompts(
             "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
             "model or put a `chat_template.jinja` beside its tokenizer.json"
         )
+    rows, distinct = _distinct(files, key)
+    problems = _without_contradictions(distinct, max_contradictory, key)
+    texts = [_chat_text(tokenizer, problem) for problem in problems]
+    # The template has written every special token itself: a second BOS would shift what the model was trained on.
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
+    report = DataReport(
+        rows=rows,
+        duplicates=rows - len(distinct),
+        contradictory=len(distinct) - len(problems),
+        too_long=len(problems) - len(fitting),
+        kept=len(fitting),
+    )
+    if not fitting:
+        raise ValueError(_nothing_left(report, [len(tokens) for tokens in ids], max_prompt_length, key))
+    return [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)], report
+
+
+def _distinct(files: Sequence[str], key: str) -> tuple[int, list[_Problem]]:
+    """Returns the number of rows and the distinct prompts, in the order of their first rows."""
     if not files:
         raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
     rows = 0
@@ -64,25 +93,34 @@ def load_prompts(
         if in_file == 0:
             raise ValueError(f"`{key}`: {name} has no rows; give a file with columns {SCHEMA}")
         rows += in_file
-    problems = list(seen.values())
-    texts = [_chat_text(tokenizer, problem) for problem in problems]
-    # The template has written every special token itself: a second BOS would shift what the model was trained on.
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    lengths = [len(tokens) for tokens in ids]
-    fitting = [i for i, length in enumerate(lengths) if length <= max_prompt_length]
-    report = DataReport(
-        rows=rows, duplicates=rows - len(problems), too_long=len(problems) - len(fitting), kept=len(fitting)
-    )
-    if not fitting:
+    return rows, list(seen.values())
+
+
+def _without_contradictions(distinct: list[_Problem], allowed: float, key: str) -> list[_Problem]:
+    """Leaves out each prompt with ground truths that disagree: nothing says which of them is right."""
+    bad = [problem for problem in distinct if problem.contradiction]
+    if len(bad) > allowed * len(distinct):
         raise ValueError(
-            f"`{key}`: no prompt is left of {rows} rows: the {len(problems)} distinct ones have {min(lengths)} to "
-            f"{max(lengths)} tokens and `data.max_prompt_length` is {max_prompt_length}; raise it or give other files"
+            f"`{key}`: {len(bad)} of {len(distinct)} distinct prompts have ground truths that contradict each other, "
+            f"above the share `data.max_contradictory` ({allowed}); correct the files, or raise it to leave such "
+            f"prompts out; for example {bad[0].where} says {bad[0].ground_truth!r}, {bad[0].contradiction}"
         )
-    return [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)], report
+    return [problem for problem in distinct if not problem.contradiction]
+
+
+def _nothing_left(report: DataReport, lengths: list[int], max_prompt_length: int, key: str) -> str:
+    dropped = f"{report.contradictory} prompts have ground truths that contradict each other"
+    if not lengths:
+        return f"`{key}`: no prompt is left of {report.rows} rows: all {dropped}; correct the files or give others"
+    return (
+        f"`{key}`: no prompt is left of {report.rows} rows: {dropped + ', and ' if report.contradictory else ''}the "
+        f"{len(lengths)} {'other' if report.contradictory else 'distinct'} ones have {min(lengths)} to {max(lengths)} "
+        f"tokens and `data.max_prompt_length` is {max_prompt_length}; raise it or give other files"
+    )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """16 hex digits that differ when any prompt, its ground truth or the order of prompts differs."""
+    """Returns 16 hex digits that differ when any prompt, its ground truth or the order of prompts differs."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.source, prompt.text, prompt.ground_truth]).encode())
@@ -122,11 +160,13 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem]) -> N
         first = seen.get(messages)
         if first is None:
             seen[messages] = _Problem(row, messages, truth, *_source_and_extra(chunk.rest(i), row))
-        elif first.ground_truth != truth:
-            raise ValueError(
-                f"{row}: the same prompt as {first.where}, but `reward_model.ground_truth` is {truth!r} here and "
-                f"{first.ground_truth!r} there; remove one of the two"
-            )
+        elif truth != first.ground_truth and not first.contradiction and not _same(truth, first.ground_truth):
+            first.contradiction = f"{row} says {truth!r}"
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two ground truths differ in spelling alone, 34 and 34.0, as the reward functions read them."""
+    return agree(read_truth(one), read_truth(other))
 
 
 def _messages(value: Any, row: str) -> Messages:
@@ -166,7 +206,7 @@ def _source_and_extra(rest: dict[str, Any], row: str) -> tuple[str, dict[str, An
     if not isinstance(source, str) or not source:
         raise ValueError(f"{row}: column `data_source` must be text, not {shown(source)}; reward functions see it")
     if extra is not None and not isinstance(extra, dict):
-        raise ValueError(f"{row}: column `extra_info` must be a struct, not {shown(extra)}; remove it or mend it")
+        raise ValueError(f"{row}: column `extra_info` must be a struct, not {shown(extra)}; remove or correct it")
     return source, extra or {}
 
 
@@ -184,7 +224,7 @@ class PromptOrder:
         self._order: NDArray[np.int64] = np.arange(len(prompts))
 
     def draw(self, index: int) -> Draw:
-        """The visit number `index`, counted from 0 over the whole run."""
+        """Returns the visit number `index`, counted from 0 over the whole run."""
         epoch, position = divmod(index, len(self._prompts))
         if self._shuffle and epoch != self._epoch:
             # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.

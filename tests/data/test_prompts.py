@@ -64,7 +64,7 @@ def write_json(path: Path, rows: list[Any]) -> str:
 def load(
     name: str, tokenizer: PreTrainedTokenizerFast, max_prompt_length: int = 100
 ) -> tuple[list[Prompt], DataReport]:
-    return load_prompts([name], tokenizer, max_prompt_length=max_prompt_length, key=KEY)
+    return load_prompts([name], tokenizer, max_prompt_length=max_prompt_length, max_contradictory=0.1, key=KEY)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_every_format_gives_the_same_prompts(
 ) -> None:
     rows = [row("1+1"), row("2+2", "4"), row("1+1"), row("3" * 90, "0"), row("5+5", "10", data_source="other")] * 3
     prompts, report = load(write(tmp_path / name, rows), tokenizer, max_prompt_length=20)
-    assert report == DataReport(rows=15, duplicates=11, too_long=1, kept=3)
+    assert report == DataReport(rows=15, duplicates=11, contradictory=0, too_long=1, kept=3)
     assert [(p.id, p.source, p.ground_truth) for p in prompts] == [
         (0, "sums", "2"),
         (1, "sums", "4"),
@@ -111,15 +111,15 @@ def test_optional_columns_may_be_missing_or_empty(tmp_path: Path, tokenizer: Pre
 
 def test_duplicates_collapse_across_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     files = [write_jsonl(tmp_path / "a.jsonl", [row("1")]), write_parquet(tmp_path / "b.parquet", [row("1"), row("2")])]
-    prompts, report = load_prompts(files, tokenizer, max_prompt_length=100, key=KEY)
-    assert report == DataReport(rows=3, duplicates=1, too_long=0, kept=2)
+    prompts, report = load_prompts(files, tokenizer, max_prompt_length=100, max_contradictory=0.1, key=KEY)
+    assert report == DataReport(rows=3, duplicates=1, contradictory=0, too_long=0, kept=2)
     assert [prompt.id for prompt in prompts] == [0, 1]
 
 
 def test_a_file_longer_than_a_chunk_keeps_its_row_numbers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [row(str(i % 100)) for i in range(9000)]
     name = write_parquet(tmp_path / "a.parquet", rows)
-    assert load(name, tokenizer)[1] == DataReport(rows=9000, duplicates=8900, too_long=0, kept=100)
+    assert load(name, tokenizer)[1] == DataReport(rows=9000, duplicates=8900, contradictory=0, too_long=0, kept=100)
     with pytest.raises(ValueError, match=r"row 8999 \(counted from 0\).*ground_truth` is empty"):
         load(write_parquet(tmp_path / "b.parquet", rows[:-1] + [row("9", "")]), tokenizer)
 
@@ -143,7 +143,6 @@ BAD_ROWS = [
     pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
     pytest.param(row(data_source=None), "row 1 .*`data_source` must be text", id="source-none"),
     pytest.param(row(extra_info="x"), "row 1 .*`extra_info` must be a struct", id="extra-text"),
-    pytest.param(row("0+1", "5"), "row 1 .*same prompt as .*row 0 .*'5' here and '1' there", id="truths-differ"),
     pytest.param(row(prompt=...), "row 1 .*`prompt` is missing .found: data_source, ability", id="column-missing"),
     pytest.param([1], "row 1 .*must be an object", id="row-list"),
 ]
@@ -205,7 +204,7 @@ def test_a_folder_goes_through_datasets(
     folder.mkdir()
     write_parquet(folder / "train-00000.parquet", [row("1"), row("1"), row("2")])
     prompts, report = load(str(folder), tokenizer)
-    assert report == DataReport(rows=3, duplicates=1, too_long=0, kept=2)
+    assert report == DataReport(rows=3, duplicates=1, contradictory=0, too_long=0, kept=2)
     assert prompts[1].text == "<bos>u:2<end>a:"
     write_parquet(folder / "test-00000.parquet", [row("3")])
     with pytest.raises(ValueError, match="has the splits test, train; name one, as in .*/sums:test"):
