@@ -1,4 +1,7 @@
-"""What follows from the configuration for several roles at once: pure, so that the planner knows it too."""
+"""What follows from a configuration, each rule once: for the driver, the workers and the planner alike.
+
+In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure: it loads neither torch nor Ray.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,3 +21,13 @@ def resolve_transport(cfg: Config, device: str) -> str:
     if cfg.trainer.colocate:
         return "ipc"
     return "broadcast" if device == "cuda" else "object_store"
+
+
+def optimizer_steps(cfg: Config) -> int:
+    """Optimizer steps of one update: mini-batches times `actor.ppo_epochs`."""
+    return cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs
+
+
+def num_shards(cfg: Config) -> int:
+    """FSDP ranks that one copy of the parameters is sharded over: `actor.fsdp_size` with -1, all ranks, decided."""
+    return cfg.actor.num_workers if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size

@@ -63,7 +63,7 @@ class ActorPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """The compute of a run, composed in `main_ppo.build_pools`. sync_weights(version): the engines serve `version`."""
+    """The compute of a run, composed in `dapo.run.build_pools`. sync_weights(version): the engines serve `version`."""
 
     rollouts: RolloutPool
     rewards: RewardPool

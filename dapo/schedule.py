@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dapo.config.schema import Config
+from dapo.derived import optimizer_steps
 
 WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
 
@@ -50,8 +51,3 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
         return optim.lr * factor(step + 1)
 
     return rate
-
-
-def optimizer_steps(cfg: Config) -> int:
-    """Counts the optimizer steps of one update."""
-    return cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from dapo.config.schema import LR_SCHEDULERS, Config
-from dapo.schedule import learning_rates, optimizer_steps
+from dapo.derived import optimizer_steps
+from dapo.schedule import learning_rates
 
 LR = 1e-3
 NEEDED = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 4}}

@@ -22,19 +22,11 @@ from dapo.ablation.report import write_report
 from dapo.ablation.results import RUNGS, run_folder
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.main_ppo import (
-    EXIT_INTERRUPTED,
-    EXIT_RESUMABLE,
-    build_rollouts,
-    completed,
-    end,
-    engine_needs,
-    ray_cluster,
-    say,
-    train,
-)
+from dapo.preflight import preflight
+from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
+from dapo.run import build_rollouts, engine_needs, ray_cluster, train
 from dapo.state.checkpoint import CheckpointStore
-from dapo.state.run_dir import CHECKPOINTS, CONFIG, holds_steps
+from dapo.state.run_dir import CHECKPOINTS, CONFIG, claim_output_dir, holds_steps
 
 OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself
 # What a continued or finished run may have had otherwise: nothing of it moves a number of the report.
@@ -101,6 +93,7 @@ def ladder_runs(rungs: Sequence[str], seeds: Sequence[int], out: Path, overrides
     check_engine(runs)
     for run in runs:
         check_recorded(run)
+        preflight(run.cfg)
     return runs
 
 
@@ -153,7 +146,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 async def run_ladder(runs: Sequence[LadderRun]) -> None:
     """Trains what is not finished yet; without anything to train, neither Ray nor an engine starts."""
-    pending = [run for run in runs if completed(run.cfg, run.store()) is None]
+    pending = [run for run in runs if run.store().completed(run.cfg.trainer.total_steps) is None]
     if len(pending) < len(runs):
         say(f"{len(runs) - len(pending)} of {len(runs)} runs are finished already")
     if not pending:
@@ -165,7 +158,9 @@ async def run_ladder(runs: Sequence[LadderRun]) -> None:
             for run in pending:
                 place = f"rung {rungs.index(run.rung) + 1}/{len(rungs)} {run.rung}"
                 say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
-                await train(run.cfg, rollouts)
+                cfg = run.cfg
+                with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+                    await train(cfg, run_dir, run.store(), rollouts)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -18,9 +18,9 @@ import ray
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
+from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer

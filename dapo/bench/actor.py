@@ -23,7 +23,7 @@ import ray
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.main_ppo import make_paths_absolute, ray_cluster
+from dapo.run import make_paths_absolute, ray_cluster
 from dapo.tiny.random_model import make_random_model
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorPool, split_batch

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from dapo.bench.__main__ import SHAPES, bench_config
 from dapo.config.schema import Config
-from dapo.main_ppo import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
+from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
 from dapo.types import Prompt

@@ -3,7 +3,6 @@
 In: a `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
 
-import importlib.metadata
 from collections.abc import Callable, Iterator
 
 from dapo.config.algorithm import (
@@ -18,8 +17,6 @@ from dapo.config.placement_checks import placement
 from dapo.config.ranges import numbers
 from dapo.config.reward_model_checks import reward_model
 from dapo.config.schema import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
-from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
-from dapo.schedule import learning_rates
 
 DEVICES = ("auto", "cpu", "cuda")
 RESUME = ("auto", "never")
@@ -45,13 +42,11 @@ def validate(cfg: Config) -> None:
         _batch_shapes,
         _lengths,
         _objective,
-        _schedule,
         _engine_args,
         actor,
         placement,
-        _reward_functions,
+        _reward_waits,
         reward_model,
-        _torchvision,
     ]
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
@@ -162,42 +157,14 @@ def _objective(cfg: Config) -> Iterator[str]:
         )
 
 
-def _schedule(cfg: Config) -> Iterator[str]:
-    """transformers knows which arguments a schedule takes."""
-    if cfg.actor.optim.lr_scheduler in LR_SCHEDULERS and cfg.actor.ppo_mini_batch_size > 0:
-        try:
-            learning_rates(cfg)
-        except ValueError as error:
-            yield str(error)
-
-
 def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
 
 
-def _reward_functions(cfg: Config) -> Iterator[str]:
-    functions, limits = cfg.reward.functions, cfg.reward.limits
-    if not functions:
-        yield "`reward.functions` is empty; give at least one, such as {path: math}"
-    for index, spec in enumerate(functions):
-        try:
-            function = load(spec, index=index)
-        except ValueError as error:
-            yield str(error)
-            continue
-        if ready_name(spec.path):  # a person's function is called in child processes alone
-            yield from _known_answers(function, index)
-    try:
-        labels(functions)
-    except ValueError as error:
-        yield str(error)
-    if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
-        yield (
-            "`reward.functions` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens "
-            "once more; drop one of the two"
-        )
+def _reward_waits(cfg: Config) -> Iterator[str]:
+    limits = cfg.reward.limits
     if 2 * limits.cpu_s > limits.wall_s:
         yield (
             f"`reward.limits.wall_s` ({limits.wall_s:g}) must be at least twice `reward.limits.cpu_s` "
@@ -209,33 +176,4 @@ def _reward_functions(cfg: Config) -> Iterator[str]:
             f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be more than twice `reward.limits.wall_s` "
             f"({limits.wall_s:g}), or a worker passes for lost while responses take their time; raise the one or lower "
             "the other"
-        )
-
-
-def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
-    """Kwargs that do not go together show when a function is called."""
-    try:
-        for canary in function.canaries:
-            function.call(
-                data_source="canary",
-                solution_str=canary.solution_str,
-                ground_truth=canary.ground_truth,
-                extra_info=canary.extra_info,
-                **function.kwargs,
-            )
-    except ValueError as error:
-        yield f"`reward.functions[{index}].kwargs` ({function.kwargs}): {error}"
-
-
-def _torchvision(cfg: Config) -> Iterator[str]:
-    """A torchvision built for CUDA beside a CPU torch breaks `import transformers` with a riddle about nms."""
-    try:
-        vision = importlib.metadata.version("torchvision")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    torch_version = importlib.metadata.version("torch")
-    if "+cpu" in torch_version and "+cpu" not in vision:
-        yield (
-            f"torchvision {vision} is built for CUDA, but torch is {torch_version}; dapo needs no torchvision: "
-            "run `pip uninstall torchvision`"
         )

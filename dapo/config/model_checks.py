@@ -47,10 +47,9 @@ def outside(choices: Mapping[str, tuple[str, Sequence[str]]]) -> Iterator[str]:
 
 def _ranks(cfg: Config) -> Iterator[str]:
     ranks = cfg.actor.num_workers
-    sizes = {
-        "actor.ulysses_sequence_parallel_size": cfg.actor.ulysses_sequence_parallel_size,
-        "actor.fsdp_size": ranks if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size,
-    }
+    sizes = {"actor.ulysses_sequence_parallel_size": cfg.actor.ulysses_sequence_parallel_size}
+    if cfg.actor.fsdp_size != -1:  # -1 is all ranks
+        sizes["actor.fsdp_size"] = cfg.actor.fsdp_size
     for key, size in sizes.items():
         if size < 1 or ranks % size:
             divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)

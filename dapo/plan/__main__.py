@@ -15,11 +15,11 @@ from dapo.config.compose import compose
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.model_shape import ModelShape, read_config, shape_of
 from dapo.config.schema import Config
-from dapo.main_ppo import end, say
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
 from dapo.plan.report import report
+from dapo.report.console import end, say
 
 
 def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS, Config
-from dapo.derived import resolve_transport
+from dapo.derived import num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term
 
@@ -58,7 +58,7 @@ class ActorMemory:
     @property
     def shards(self) -> int:
         """Counts the ranks that one copy of the parameters is sharded over."""
-        return self.cfg.actor.num_workers if self.cfg.actor.fsdp_size == -1 else self.cfg.actor.fsdp_size
+        return num_shards(self.cfg)
 
     @property
     def trained(self) -> int:

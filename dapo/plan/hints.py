@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.schema import Config
+from dapo.derived import num_shards
 from dapo.plan.actor import device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.step import Step, mean_tokens
@@ -52,7 +53,7 @@ def _ranks(cfg: Config, step: Step) -> Iterator[str]:
 
 
 def _shards(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    shards = cfg.actor.num_workers if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size
+    shards = num_shards(cfg)
     rows = {
         "hidden size": shape.hidden_size,
         "intermediate size": shape.intermediate_size,

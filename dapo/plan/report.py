@@ -4,6 +4,7 @@ import textwrap
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.schema import Config
+from dapo.derived import optimizer_steps
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import room_for_actors
@@ -100,7 +101,7 @@ def _step(cfg: Config, shape: ModelShape) -> list[str]:
         "ONE STEP (assumed lengths: mean prompt "
         f"{prompt:,}, mean response {response:,} tokens, log-normal with sigma {cfg.plan.length_sigma:g})",
         f"  trains on {cfg.data.train_batch_size} prompts x {cfg.rollout.n} responses = {step.sequences:,} sequences, "
-        f"{short(step.trained_tokens)} tokens, in {step.optimizer_steps} optimizer steps",
+        f"{short(step.trained_tokens)} tokens, in {optimizer_steps(step.cfg)} optimizer steps",
         f"  generates {short(step.generated_tokens)} response tokens = {step.sequences:,} x {response:,} / "
         f"{step.kept_rate:g} (assumed share of mixed groups)",
         f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",

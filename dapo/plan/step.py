@@ -11,6 +11,7 @@ from functools import cached_property
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.schema import Config
+from dapo.derived import optimizer_steps
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
@@ -72,11 +73,6 @@ class Step:
     def kept_rate(self) -> float:
         """Returns the share of the generated groups that are trained on."""
         return self.cfg.plan.mixed_rate if self.cfg.filter_groups.enable else 1.0
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Counts the optimizer steps of one update."""
-        return self.cfg.data.train_batch_size // self.cfg.actor.ppo_mini_batch_size * self.cfg.actor.ppo_epochs
 
     @property
     def rank_groups(self) -> int:
@@ -159,7 +155,7 @@ class Step:
     def extra_passes(self) -> dict[str, float]:
         """Returns the FLOPs of forward passes without gradient, by what they compute."""
         kl, passes = self.cfg.algorithm.kl, {}
-        if self.optimizer_steps > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
+        if optimizer_steps(self.cfg) > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
             passes["old log-probabilities"] = self.forward_flops
         if kl.loss_coeff or kl.reward_coeff:
             passes["reference log-probabilities"] = self.forward_flops
@@ -190,7 +186,7 @@ class Step:
     def rounds(self) -> int:
         """Counts how often per update parameters are gathered: each micro-batch, or each optimizer step where they
         stay."""
-        return self.optimizer_steps * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
+        return optimizer_steps(self.cfg) * (self.packing.micro_batches if self.cfg.actor.reshard_after_forward else 1)
 
     @cached_property
     def passes(self) -> dict[str, tuple[float, float]]:

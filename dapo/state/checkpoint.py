@@ -95,6 +95,11 @@ class CheckpointStore:
             )
         return None
 
+    def completed(self, total_steps: int) -> Path | None:
+        """The newest whole checkpoint when it is of step `total_steps` or later; None while there is more to train."""
+        newest = self.latest()
+        return newest if newest is not None and step_of(newest) >= total_steps else None
+
     def _steps(self) -> list[Path]:
         if not self._root.is_dir():
             return []

@@ -58,6 +58,12 @@ class RunDirectory:
                 f"trained on ({recorded}); restore the files or the tokenizer, or give another `trainer.output_dir`"
             )
 
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Lets another process claim the directory."""
         self._lock.close()

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from importlib import metadata
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from dapo.config import checks as validate
 from dapo.config.compose import checked_overrides, compose, experiments, known_keys
 from dapo.config.schema import Config
 
@@ -157,16 +155,6 @@ CORRECTION = "algorithm.rollout_correction"
             id="unit",
         ),
         pytest.param(
-            ["actor.optim.lr_scheduler=cosine", "actor.optim.lr_scheduler_kwargs.num_cycels=1"],
-            ["`actor.optim.lr_scheduler_kwargs` ({'num_cycels': 1})", "(cosine)", "'num_cycels'"],
-            id="argument of the schedule",
-        ),
-        pytest.param(
-            ["actor.optim.lr_scheduler=cosine_with_min_lr"],
-            ["`actor.optim.lr_scheduler_kwargs` ({})", "(cosine_with_min_lr)", "min_lr"],
-            id="argument of the schedule missing",
-        ),
-        pytest.param(
             ["algorithm.kl.loss_coeff=-0.1"], ["`algorithm.kl.loss_coeff` (-0.1)", "0 or more"], id="negative KL"
         ),
         pytest.param(
@@ -229,15 +217,6 @@ def test_all_problems_come_at_once():
 def test_without_experiment_the_missing_values_are_named():
     with pytest.raises(ValueError, match="model.path"):
         compose([])
-
-
-def test_torchvision_built_for_cuda_beside_a_cpu_torch(monkeypatch):
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    monkeypatch.setattr(metadata, "version", versions.__getitem__)
-    (problem,) = validate._torchvision(Config())
-    assert "torchvision 0.28.0" in problem and "pip uninstall torchvision" in problem
-    versions["torchvision"] = "0.28.0+cpu"
-    assert list(validate._torchvision(Config())) == []
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from dapo.main_ppo import make_paths_absolute
 from dapo.plan.__main__ import plan
 from dapo.plan.actor import ActorMemory
 from dapo.plan.report import checkpoint_terms
+from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
 from tests.support.plain_reference import on_all, start_pool
 from workers.actor import RankWork

@@ -9,9 +9,9 @@ import pytest
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
-from dapo.main_ppo import run_steps
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
+from dapo.run import run_steps
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, SamplingSettings, response_seed

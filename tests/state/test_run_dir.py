@@ -165,9 +165,9 @@ def test_other_prompts_are_refused_once_there_are_steps(tmp_path: Path) -> None:
 WARN = """
 import sys
 import dapo.state.checkpoint, dapo.main_ppo
-async def train(cfg):
+def launch(cfg):
     dapo.state.checkpoint.log.warning("skipping a broken checkpoint")
-dapo.main_ppo.train = train
+dapo.main_ppo.launch = launch
 sys.argv[1:] = ["+experiment=dapo_tiny"]
 dapo.main_ppo.main()
 """

@@ -1,0 +1,220 @@
+"""One run, from a claimed output directory to stopped processes: the only module that composes the pools.
+
+    Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Trainer.run ─▶ stopped
+
+However a run ends (last step, Ctrl-C, a signal, a failure anywhere), what was trained is saved and every process ends.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
+from dapo.data.prompts import fingerprint, load_prompts
+from dapo.derived import resolve_transport
+from dapo.pools import Pools
+from dapo.preflight import preflight
+from dapo.report.console import say, warn
+from dapo.report.log import MetricsLogger
+from dapo.state.checkpoint import CheckpointStore
+from dapo.state.run_dir import RunDirectory
+from dapo.trainer import Trainer
+from dapo.types import Prompt
+from workers.actor import ActorPool
+from workers.cluster import Placement, connect, engine_args, resolve_device, reward_model_device
+from workers.reward import RewardPool
+from workers.reward_model import RewardModelPool
+from workers.rollout import RolloutPool
+from workers.weight_sync import WeightSync
+
+STOP_GRACE_S = 3.0
+
+
+async def train(
+    cfg: Config, run_dir: RunDirectory, store: CheckpointStore, rollouts: RolloutPool | None = None
+) -> None:
+    """Trains up to `trainer.total_steps`.
+
+    rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
+
+    Raises:
+        ValueError, RuntimeError: what is wrong with the input, or what failed, with the remedy.
+    """
+    began = time.monotonic()
+    make_paths_absolute(cfg)
+    preflight(cfg)
+    loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
+    with ray_cluster(cfg) if rollouts is None else nullcontext():
+        prompts, held_out = await loading
+        run_dir.check_data(fingerprint(prompts))
+        async with build_pools(cfg, rollouts) as pools:
+            say(f"ready after {time.monotonic() - began:.0f} s")
+            logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
+            await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger, say=say), logger)
+
+
+async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
+    """Trains; however that ends, what was trained is saved."""
+    try:
+        await trainer.run()
+    except BaseException:
+        if trainer.unsaved:
+            await save_what_was_trained(trainer)
+        raise
+    finally:
+        logger.close()
+
+
+async def save_what_was_trained(trainer: Trainer) -> None:
+    """The last act of a failed or interrupted run. A failure here is told and does not hide the first one."""
+    try:
+        await trainer.save()
+        say(f"saved step {trainer.version}")
+    except Exception as error:
+        warn(f"step {trainer.version} could not be saved: {error}")
+
+
+def make_paths_absolute(cfg: Config) -> None:
+    """Remote workers run in a directory of Ray's, where a relative path means nothing."""
+    cfg.model.path = resolve_path(cfg.model.path)
+    for spec in cfg.reward.functions:
+        if spec.path.endswith(".py"):
+            spec.path = str(Path(spec.path).expanduser().absolute())
+
+
+def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts. Raises ValueError: see `dapo.data.load_prompts`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    loaded = []
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        prompts: list[Prompt] = []
+        if files:
+            prompts, report = load_prompts(
+                files,
+                tokenizer,
+                max_prompt_length=cfg.data.max_prompt_length,
+                max_contradictory=cfg.data.max_contradictory,
+                key=key,
+            )
+            say(
+                f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
+                f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
+            )
+        loaded.append(prompts)
+    return loaded[0], loaded[1]
+
+
+@contextmanager
+def ray_cluster(cfg: Config) -> Iterator[None]:
+    """Joins or starts Ray, and leaves or ends it."""
+    # The waits on Ray that a failure or signal cancels would else be told one by one at exit, each with a traceback.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    try:
+        cancel_on_signals()
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
+    """Starts all workers at the same time, and stops them at the end.
+
+    rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
+    actors' weights, whatever they served before.
+    """
+    device = resolve_device(cfg.trainer.device)
+    placement = Placement(cfg, device)
+    engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
+    actors = ActorPool(cfg, device, placement.actors())
+    rewards = RewardPool(
+        placement.rewards(),
+        cfg.reward,
+        max_response_length=cfg.data.max_response_length,
+        model=_create_reward_model(cfg, placement, device) if cfg.reward.model.path else None,
+        warn=warn,
+    )
+
+    async def start_engines() -> None:
+        if rollouts is None:
+            await engines.start(cfg.model.path, engine_args(cfg, device))
+
+    async def start_others() -> None:
+        ready, _ = await asyncio.gather(rewards.start(cfg.rollout.start_timeout_s), actors.start())
+        say(ready)
+
+    try:
+        if cfg.trainer.colocate:  # an engine measures what memory is free; actors that load meanwhile would mislead it
+            await start_engines()
+            await start_others()
+        else:
+            await asyncio.gather(start_engines(), start_others())
+        sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg, device))
+        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
+    finally:
+        actors.close()
+        rewards.stop()
+        if rollouts is None:
+            await engines.stop(STOP_GRACE_S)
+
+
+@asynccontextmanager
+async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
+    """The engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
+
+    Raises:
+        ValueError: on GPUs, which one placement group per run hands to engines and actors together.
+    """
+    device = resolve_device(cfg.trainer.device)
+    if device != "cpu":
+        raise ValueError(
+            f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "
+            "run each configuration on its own with dapo.main_ppo"
+        )
+    engines = _create_rollouts(cfg, Placement(cfg, device))
+    try:
+        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, device))
+        yield engines
+    finally:
+        await engines.stop(STOP_GRACE_S)
+
+
+def engine_needs(cfg: Config) -> dict[str, Any]:
+    """What `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
+
+    vLLM's seed is not among it: every response is a request with a seed of its own.
+    """
+    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
+    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
+    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
+    return {"model.path": resolve_path(cfg.model.path), **rollout, **arguments}
+
+
+def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
+    return RolloutPool(
+        placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
+    )
+
+
+def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:
+    return RewardModelPool(cfg.reward.model, placement.reward_model(), device=reward_model_device(cfg, device))
+
+
+def cancel_on_signals() -> None:
+    """SIGTERM and SIGUSR1 cancel the run, as Ctrl-C does; after `ray.init`, which installs a handler of its own."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
