@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
-ENTRY_POINTS = {"dapo.main_ppo", "dapo.bench", "dapo.bench.rewards", "dapo.bench.actor", "dapo.bench.sync"}
+ENTRY_POINTS = {"dapo.run", "dapo.bench", "dapo.bench.rewards", "dapo.bench.actor", "dapo.bench.sync"}
 ROLES = {"workers.rollout", "workers.reward", "workers.reward_model", "workers.actor"}
 BANNED = {"eval", "exec", "sympify", "parse_expr"}  # as calls; `model.eval()` of torch is another
 VLLM_ALLOWED = {"workers.rollout", "workers.weights.receiver"}
