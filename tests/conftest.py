@@ -2,9 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:  # it loads Ray
+    from tests.support.runs import Runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,3 +29,13 @@ def ray_cluster() -> Iterator[None]:
     connect("local", worker_logs=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def runs(ray_cluster: None) -> Iterator["Runs"]:
+    """Runs in the test's process."""
+    from tests.support.runs import Runs
+
+    made = Runs()
+    yield made
+    made.close()

@@ -1,6 +1,5 @@
-"""The real program over data that gives few usable groups or none: the budget, its message, what is left on disk."""
+"""Real runs over data that gives few usable groups or none: the budget, its message, what is left on disk."""
 
-import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,25 +11,23 @@ from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
 from dapo.sampling.saved import FILE, DriverState
 from dapo.state.checkpoint import verify
-from tests.end_to_end.test_program import START_S, checkpoint, command
+from tests.support.runs import Runs, checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 BATCH, N = 4, 4
 BUDGET = 16
-SMALL = ("data.gen_batch_size=8", "filter_groups.max_num_gen_batches=2", "eval.before_train=false")
+FEW = ("data.gen_batch_size=8", "actor.num_workers=1", "filter_groups.max_num_gen_batches=2", "eval.before_train=false")
 
 
-def run(tmp_path: Path, verdict: str, *overrides: str) -> subprocess.CompletedProcess:
-    """The program with a reward function of its own, whose body is `verdict`."""
+def overrides(tmp_path: Path, verdict: str) -> tuple[str, ...]:
+    """A reward function of its own, whose body is `verdict`, and a small budget."""
     reward = tmp_path / "reward.py"
     arguments = "data_source, solution_str, ground_truth, extra_info=None"
     reward.write_text(
         f"from itertools import count\n\nturn = count()\n\n\ndef compute_score({arguments}):\n    {verdict}\n"
     )
-    functions = f"reward.functions=[{{path:{reward},name:compute_score}}]"
-    line = command(tmp_path / "run", "", *SMALL, functions, *overrides)
-    return subprocess.run(line, capture_output=True, text=True, timeout=START_S)
+    return (*FEW, f"reward.functions=[{{path:{reward},name:compute_score}}]")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +49,14 @@ def run(tmp_path: Path, verdict: str, *overrides: str) -> subprocess.CompletedPr
         ),
     ],
 )
-def test_ends_within_the_budget_with_a_message_and_a_checkpoint(tmp_path, verdict, rates, pass_rates, remedy):
-    done = run(tmp_path, verdict)
-    assert done.returncode == 1
-    message = done.stderr.strip()
-    assert message.startswith(f"dapo: {BUDGET} draws for one update, and 0 of the {BATCH} usable groups that it needs")
-    assert len(message.splitlines()) <= 3 and "Traceback" not in message
+def test_ends_within_the_budget_with_a_message_and_a_checkpoint(
+    runs: Runs, tmp_path, verdict, rates, pass_rates, remedy
+):
+    with pytest.raises(RuntimeError) as ended:
+        runs.small(tmp_path / "run", *overrides(tmp_path, verdict))
+    message = str(ended.value)
+    assert message.startswith(f"{BUDGET} draws for one update, and 0 of the {BATCH} usable groups that it needs")
+    assert len(message.splitlines()) <= 3
     for part in (rates, pass_rates, remedy, "`filter_groups.max_num_gen_batches`", "`filter_groups.on_budget="):
         assert part in message
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [], "nothing was trained"
@@ -69,19 +68,18 @@ def test_ends_within_the_budget_with_a_message_and_a_checkpoint(tmp_path, verdic
     assert sorted(pq.read_table(saved / FILE)["draw"].to_pylist()) == [i for i in range(BUDGET) for _ in range(N)]
 
 
-def test_a_partial_batch_is_trained_on_where_asked_for(tmp_path):
+def test_a_partial_batch_is_trained_on_where_asked_for(runs: Runs, tmp_path):
     """Eight prompts, of which one is mixed: each budget passes through two epochs and finds it twice."""
     rows = pq.read_table(resolve_path("pkg://dapo.tiny/data/train.parquet")).slice(0, 8)
     pq.write_table(rows, tmp_path / "train.parquet")
     truths = [row["ground_truth"] for row in rows["reward_model"].to_pylist()]
     assert len(set(truths)) == 8
-    done = run(
-        tmp_path,
-        f"return 1 if ground_truth == {truths[3]!r} and next(turn) % 2 else -1",
+    runs.small(
+        tmp_path / "run",
+        *overrides(tmp_path, f"return 1 if ground_truth == {truths[3]!r} and next(turn) % 2 else -1"),
         f"data.train_files=[{tmp_path / 'train.parquet'}]",
         *("filter_groups.on_budget=train_partial", "trainer.total_steps=2"),
     )
-    assert done.returncode == 0, done.stderr
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

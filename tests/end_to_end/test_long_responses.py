@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dapo.tiny.random_model import make_random_model
-from tests.end_to_end.test_program import command
+from tests.support.runs import command
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
 

@@ -1,4 +1,4 @@
-"""The real program with LoRA: real engines sample from merged weights, a stopped run goes on from its adapters."""
+"""Real runs with LoRA: real engines sample from merged weights, a stopped run goes on from its adapters."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dapo.config.paths import resolve_path
-from tests.end_to_end.test_program import checkpoint, metrics, run, val_file  # noqa: F401  # a fixture
+from tests.support.runs import Runs, checkpoint, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -15,10 +15,12 @@ LORA = ("model.lora.rank=4", "model.lora.alpha=16", "actor.optim.lr=2e-3")
 BOUND = 1e-4
 
 
-def test_engines_follow_the_adapters_and_a_run_goes_on(tmp_path: Path, val_file: str) -> None:  # noqa: F811
-    run(tmp_path, val_file, "trainer.total_steps=2", *LORA)
-    out = run(tmp_path, val_file, "trainer.total_steps=4", "weight_sync.transport=broadcast", *LORA)
-    assert "resuming from" in out
+def test_engines_follow_the_adapters_and_a_run_goes_on(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.small(tmp_path, "trainer.total_steps=2", *LORA)
+    runs.small(tmp_path, "trainer.total_steps=4", "weight_sync.transport=broadcast", *LORA)
+    assert "resuming from" in capsys.readouterr().out
     steps = [line for line in metrics(tmp_path) if "actor/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert all(line["parity/max_abs_logprob_diff"] <= BOUND for line in steps)

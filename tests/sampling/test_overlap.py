@@ -8,11 +8,9 @@ import math
 import os
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -21,7 +19,7 @@ from dapo.report.log import read_metrics
 from dapo.sampling.draws import DROPPED, LOST, TRAINED, BufferState
 from dapo.sampling.saved import FILE, DriverState
 from dapo.tiny.random_model import make_random_model
-from tests.end_to_end.test_program import START_S, checkpoint, command, finish
+from tests.support.runs import START_S, checkpoint, command, finish, start_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -76,24 +74,6 @@ class Run:
     ended: Saved
 
 
-def stop_at_line(line: list[str], beginning: str) -> int:
-    """Starts the program, sends SIGTERM when it prints such a line, and gives its exit code."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_S
-        assert process.stdout is not None
-        for told in process.stdout:
-            assert time.monotonic() < deadline
-            if told.startswith(beginning):
-                children = psutil.Process(process.pid).children(recursive=True)
-                os.kill(process.pid, signal.SIGTERM)
-                return finish(process, children)[0]
-        raise AssertionError(process.communicate()[1])
-    finally:
-        process.kill()
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("overlap")
@@ -103,7 +83,11 @@ def run(tmp_path_factory) -> Run:
     model = make_random_model(folder / "model")
     functions = f"reward.functions=[{{path:{reward},name:compute_score}}]"
     line = command(output_dir, str(held_out), *OVERLAP, f"model.path={model}", functions)
-    returncode = stop_at_line(line, f"eval · step {STOP_AT} ")  # what was in flight at the weight sync has ended
+    process, children = start_program(
+        line, f"eval · step {STOP_AT} "
+    )  # what was in flight at the weight sync has ended
+    os.kill(process.pid, signal.SIGTERM)
+    returncode, _ = finish(process, children)
     *earlier, stopped = [Saved.of(path) for path in sorted((output_dir / "checkpoints").glob("step_*"))]
     assert stopped.name == checkpoint(output_dir).name
     second = subprocess.run(line, capture_output=True, text=True, timeout=START_S)

@@ -1,0 +1,43 @@
+"""How the real program ends: Ctrl-C and dead workers. SIGTERM: tests/sampling/test_overlap.py."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.runs import checkpoint, command, finish, start_program
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def start(output_dir: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A program after its second step, and all processes below it."""
+    endless = ("trainer.total_steps=1000", "eval.every=0", "eval.before_train=false", "checkpoint.every=0")
+    return start_program(command(output_dir, "", *endless), "step 2/")
+
+
+def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
+    process, children = start(tmp_path / "run")
+    os.kill(process.pid, signal.SIGINT)
+    returncode, err = finish(process, children)
+    assert returncode == 130, err
+    assert checkpoint(tmp_path / "run").name >= "step_000002"
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [pytest.param("EngineCore", True, id="engine"), pytest.param("ActorWorker", False, id="actor rank")],
+)
+def test_a_dead_worker_ends_the_run_with_one_message(tmp_path: Path, name: str, saved: bool) -> None:
+    """What was trained is saved as long as all actor ranks live; a dead rank took its shards with it."""
+    process, children = start(tmp_path / "run")
+    victim = next(child for child in children if name in " ".join(child.cmdline()))
+    victim.kill()
+    returncode, err = finish(process, children)
+    assert returncode == 1
+    assert name[:5].lower() in err.lower()
+    assert (tmp_path / "run" / "checkpoints" / "LATEST").exists() == saved
+    assert saved or "could not be saved" in err

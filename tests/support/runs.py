@@ -1,0 +1,121 @@
+"""Small runs of the tiny experiment: as a program, and in the test's own process on engines that outlive a run."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dapo.config.compose import compose
+from dapo.config.schema import Config
+
+STOP_S = 60  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
+START_S = 240
+TINY = "dapo_tiny"
+
+# Two epochs of two shuffled mini-batches, a schedule per optimizer step, a reference policy: what could make a resumed
+# run another one than the whole run.
+OBJECTIVE = (
+    *("actor.ppo_epochs=2", "actor.optim.lr_scheduler=inverse_sqrt", "actor.optim.lr_scheduler_unit=optimizer_step"),
+    *("algorithm.kl.reward_coeff=0.01", "algorithm.entropy_coeff=0.001", "algorithm.rollout_correction.mode=truncate"),
+)
+SMALL = (
+    *("data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "rollout.n=4", "eval.n=1", "eval.every=2"),
+    *("actor.max_tokens_per_gpu=256", "checkpoint.every=2"),
+    *OBJECTIVE,
+)
+
+
+def command(output_dir: Path, val_file: str, *overrides: str) -> list[str]:
+    return [
+        *(sys.executable, "-u", "-m", "dapo.main_ppo", f"+experiment={TINY}", f"trainer.output_dir={output_dir}"),
+        *(*SMALL, f"data.val_files=[{val_file}]", *overrides),
+    ]
+
+
+def run_program(output_dir: Path, val_file: str, *overrides: str) -> str:
+    """What the program printed."""
+    done = subprocess.run(command(output_dir, val_file, *overrides), capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _heed_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, and so would every process below these tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start_program(line: list[str], until: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A running program that has printed a line with this beginning, and all processes below it."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        line, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=_heed_ctrl_c
+    )
+    deadline = time.monotonic() + START_S
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed.startswith(until):
+            return process, psutil.Process(process.pid).children(recursive=True)
+        assert time.monotonic() < deadline
+    raise AssertionError(process.communicate()[1])
+
+
+def finish(process: subprocess.Popen[str], children: list[psutil.Process]) -> tuple[int, str]:
+    """Exit code and messages of a program that was told to stop; it and everything below it must be gone in time."""
+    began = time.monotonic()
+    try:
+        _, err = process.communicate(timeout=STOP_S)
+    finally:
+        process.kill()
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    _, left = psutil.wait_procs(children, timeout=STOP_S)
+    assert not left, f"left behind: {[child.cmdline()[:3] for child in left]}"
+    assert len(err.strip().splitlines()) <= 3 and "Traceback" not in err, err
+    return process.returncode, err
+
+
+class Runs:
+    """Runs in this process. Ray and the engines are up already; everything else is the run's own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.Runner()  # engines live in one event loop
+        self._stop = AsyncExitStack()
+        self._engines: dict[str, Any] = {}  # by what they were started with
+
+    def small(self, output_dir: Path, *overrides: str) -> Path:
+        """The run that the program makes of `command`, without evaluation."""
+        return self.train(compose([*SMALL, f"trainer.output_dir={output_dir}", "data.val_files=[]", *overrides], TINY))
+
+    def train(self, cfg: Config) -> Path:
+        """Returns the directory of the run. Raises what the program ends with as a message."""
+        from dapo.main_ppo import build_rollouts, engine_needs, train
+
+        async def whole() -> None:
+            needs = repr(engine_needs(cfg))
+            if needs not in self._engines:
+                self._engines[needs] = await self._stop.enter_async_context(build_rollouts(cfg))
+            await train(cfg, self._engines[needs])
+
+        self._loop.run(whole())
+        return Path(cfg.trainer.output_dir)
+
+    def close(self) -> None:
+        self._loop.run(self._stop.aclose())
+        self._loop.close()
+
+
+def checkpoint(output_dir: Path) -> Path:
+    """The newest one."""
+    return output_dir / "checkpoints" / (output_dir / "checkpoints" / "LATEST").read_text().strip()
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on timing."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(("perf/", "ledger/"))} for line in lines]
