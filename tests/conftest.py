@@ -1,8 +1,10 @@
-"""Shared by all tests: thread counts for two cores, the same generated examples in every run, one Ray per process."""
+"""Shared by all tests: thread counts for two cores, the same generated examples in every run, one Ray per process, and
+the order in which files are dealt to processes.
+"""
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -17,6 +19,22 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # What a test says must not depend on chance. HYPOTHESIS_PROFILE=default draws new examples.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.support.dealing import long_ones_first
+
+        items[:] = long_ones_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.support.dealing import GroupedFiles
+
+    return GroupedFiles(config, log)
 
 
 @pytest.fixture(scope="session")

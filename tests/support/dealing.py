@@ -1,0 +1,61 @@
+"""In which order files go to the processes of pytest-xdist: long ones first, and together what shares a slow start."""
+
+from collections.abc import Iterable
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+# One process takes all files of a group, one after the other: they use the same engines, or the same actor ranks.
+GROUPS = {
+    "engines": (
+        "tests/end_to_end/test_program.py",
+        "tests/end_to_end/test_learning.py",
+        "tests/end_to_end/test_budget.py",
+        "tests/end_to_end/test_lora.py",
+    ),
+    "ranks": (
+        "tests/workers/training/test_parity.py",
+        "tests/workers/training/test_invariance.py",
+        "tests/workers/training/test_update.py",
+        "tests/workers/training/test_fsdp.py",
+        "tests/workers/training/test_lora.py",
+        "tests/workers/test_actor.py",
+        "tests/plan/test_measured.py",
+    ),
+}
+LONGEST = (  # beside the groups
+    "tests/sampling/test_overlap.py",
+    "tests/workers/test_rollout.py",
+    "tests/end_to_end/test_endings.py",
+    "tests/ablation/test_ablation.py",
+)
+GROUP_OF = {file: name for name, files in GROUPS.items() for file in files}
+ORDER = [*(file for files in GROUPS.values() for file in files), *LONGEST]
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def long_ones_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Groups, the longest files, other files that start processes (`ray`), the rest; within a file nothing moves."""
+    items = list(items)
+    starting = {file_of(item.nodeid) for item in items if item.get_closest_marker("ray")}
+    place = {file: number for number, file in enumerate(ORDER)}
+
+    def key(item: pytest.Item) -> tuple[int, bool, str]:
+        file = file_of(item.nodeid)
+        return place.get(file, len(place)), file not in starting, file
+
+    return sorted(items, key=key)
+
+
+class GroupedFiles(LoadFileScheduling):
+    """Deals out whole files, or whole groups of them, in the order of collection."""
+
+    def __init__(self, config: pytest.Config, log: object = None) -> None:
+        config.option.loadscopereorder = False  # by the number of tests, which says little about their seconds
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return GROUP_OF.get(file_of(nodeid), file_of(nodeid))
