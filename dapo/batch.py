@@ -15,8 +15,6 @@ from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
 
-TRUNCATED = "length"  # the engine's finish reason of a response that ran into the cap
-
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
     """Deals whole groups to the mini-batches; with `actor.shuffle` by a permutation that run seed and version give.
@@ -59,7 +57,7 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
 def filtered(group: Group, cfg: Config) -> list[bool]:
     """Says which responses overlong filtering takes out of the loss."""
     enable = cfg.reward.overlong_filtering.enable
-    return [enable and response.finish_reason == TRUNCATED for response in group.responses]
+    return [enable and response.truncated for response in group.responses]
 
 
 def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequence, ...]:

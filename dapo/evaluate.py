@@ -12,27 +12,30 @@ import numpy as np
 
 from dapo.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
-from dapo.sampling.stream import SamplingSettings, scored_group
-from dapo.types import Draw, Group, Prompt
+from dapo.sampling.stream import ended_unasked, response_seed, scored_group
+from dapo.types import Cut, Draw, Group, Prompt, Sampling
 
 
 async def evaluate(
     prompts: Sequence[Prompt],
     rollouts: RolloutPool,
     rewards: RewardPool,
-    settings: SamplingSettings,
+    sampling: Sampling,
     *,
     seed: int,
     clock: PhaseClock,
 ) -> dict[str, float]:
     """`eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`; unscorable left out."""
-    at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // settings.n))
+    at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // sampling.n))
 
     async def one(prompt: Prompt) -> Group:
         async with at_once:
-            sampling = settings.at(seed, "eval", prompt.id)
-            draw = Draw(index=prompt.id, epoch=0, prompt=prompt)
-            return await scored_group(draw, f"eval-{prompt.id}", sampling, rollouts, rewards, clock)
+            seeds = [response_seed(seed, "eval", prompt.id, sample) for sample in range(sampling.n)]
+            responses = rollouts.generate(f"eval-{prompt.id}", prompt.token_ids, sampling, seeds)
+            group = await scored_group(Draw(index=prompt.id, prompt=prompt), responses, rewards, clock)
+            if isinstance(group, Cut):
+                raise ended_unasked(f"eval-{prompt.id}")
+            return group
 
     groups = await asyncio.gather(*[one(prompt) for prompt in prompts])
     return summarize(groups)
@@ -42,13 +45,12 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     """Accuracy, response length and truncation of evaluated groups."""
     by_source: dict[str, list[float]] = {}
     for group in groups:
-        scored = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
-        by_source.setdefault(group.draw.prompt.source, []).extend(scored)
+        by_source.setdefault(group.draw.prompt.source, []).extend(group.accuracies)
     responses = [response for group in groups for response in group.responses]
     metrics = {
         "eval/accuracy": _mean([accuracy for scored in by_source.values() for accuracy in scored]),
         "eval/response_length_mean": _mean([len(response.token_ids) for response in responses]),
-        "eval/truncated": _mean([response.finish_reason == "length" for response in responses]),
+        "eval/truncated": _mean([response.truncated for response in responses]),
         "eval/samples": float(len(responses)),
     }
     if len(by_source) > 1:

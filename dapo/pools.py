@@ -3,7 +3,7 @@
 `workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,17 +22,15 @@ class RolloutPool(Protocol):
         """Groups of n responses that may start now without waiting long for an engine."""
         ...
 
-    def notify(self, freed: Callable[[], None]) -> None:
-        """From now on calls `freed`, and only that, whenever responses have ended and there may be room for more."""
+    def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`."""
         ...
 
-    async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
-    ) -> tuple[Response, ...]:
-        """n responses to one prompt. Calls `ended`, and only that, with the number of each response that has ended."""
+    async def abort(self, keys: list[str]) -> None:
+        """Ends the named groups; their unfinished responses come as far as they are, marked as aborted."""
         ...
-
-    async def abort(self, keys: list[str]) -> None: ...
 
 
 class RewardPool(Protocol):

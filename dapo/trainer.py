@@ -24,7 +24,7 @@ from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.saved import DriverState, write_groups
-from dapo.sampling.stream import GroupStream, SamplingSettings
+from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, Prompt, TrainBatch
 
@@ -61,7 +61,7 @@ class Trainer:
             self._buffer,
             pools.rollouts,
             pools.rewards,
-            SamplingSettings.of(cfg.rollout, cfg.data.max_response_length),
+            sampling_of(cfg.rollout, cfg.data.max_response_length),
             seed=cfg.trainer.seed,
             clock=self.clock,
         )
@@ -89,7 +89,7 @@ class Trainer:
     async def step(self) -> dict[str, float]:
         """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
         self.clock.lap()
-        collected = await self._stream.collect(self.version)
+        collected = await self._stream.collect()
         if self._cfg.algorithm.kl.reward_coeff:
             collected = await self._penalize_kl(collected)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
@@ -115,7 +115,7 @@ class Trainer:
         self._buffer.trained()
         with self.clock("sync"):
             await self._pools.sync_weights(self.version)
-        self._buffer.version = self.version
+        self._buffer.serving(self.version)
         return metrics
 
     def _is_due(self, every: int, at_end: bool) -> bool:
@@ -126,14 +126,14 @@ class Trainer:
     async def _evaluate(self) -> None:
         if not self._held_out:
             return
-        settings = SamplingSettings.of(self._cfg.eval, self._cfg.data.max_response_length)
+        sampling = sampling_of(self._cfg.eval, self._cfg.data.max_response_length)
         engines, rewards, seed = self._pools.rollouts, self._pools.rewards, self._cfg.trainer.seed
-        metrics = await evaluate(self._held_out, engines, rewards, settings, seed=seed, clock=self.clock)
+        metrics = await evaluate(self._held_out, engines, rewards, sampling, seed=seed, clock=self.clock)
         self._logger.log(self.version, metrics)
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
-        metrics = step_metrics(collected, batch, update, self.clock.lap(), self._stream.aborted_tokens, self._buffer)
+        metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())
         self._logger.log(self.version, metrics)
         for index in range(self._cfg.logging.samples):
             self._logger.text(self.version, f"sample/{index}", sample_text(collected, index))

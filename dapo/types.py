@@ -1,9 +1,10 @@
-"""The records that flow through a step, in the order in which they are made (DESIGN section 2).
+"""The records that flow through a step, in the order in which they are made.
 
 Every record is frozen; a later stage has a later type. Token arrays are numpy, because a step of 512 x 16 responses
 pickles several times faster as arrays than as lists.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +38,19 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """One visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run."""
+    """One visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run (in an
+    evaluation it is the prompt's id)."""
 
     index: int
-    epoch: int
     prompt: Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the engine samples one group. Made by the stream and by evaluation, consumed by `workers.rollout`.
+    """How the engines sample. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`, which is also
+    given a seed per response.
 
-    n: responses per prompt. seeds: one per response (`dapo.sampling.stream.response_seed`). max_tokens: cap of a
-    response.
+    n: responses per prompt. max_tokens: cap of a response.
     """
 
     n: int
@@ -57,7 +58,6 @@ class Sampling:
     top_p: float
     top_k: int
     max_tokens: int
-    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Response:
     """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
 
     token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
-    finish_reason: the engine's: "stop", or "length" when the answer was truncated. seconds: from request to end.
+    finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off.
     """
 
     token_ids: Int32Array
@@ -82,7 +82,16 @@ class Response:
     text: str
     finish_reason: str
     policy_versions: tuple[VersionSpan, ...]
-    seconds: float
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response ran into the cap."""
+        return self.finish_reason == "length"
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the engine was told to end the response, or ended."""
+        return self.finish_reason == "abort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +123,32 @@ class Group:
     scores: tuple[Score, ...]
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each response."""
+        return tuple(len(response.token_ids) for response in self.responses)
+
+    @property
     def num_tokens(self) -> int:
         """Generated tokens of the group."""
-        return sum(len(response.token_ids) for response in self.responses)
+        return sum(self.lengths)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """The accuracies of the scorable responses."""
+        return [score.accuracy for score in self.scores if not math.isnan(score.accuracy)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A group that was cut off, or that nobody wanted any more when its responses had ended. Made by
+    `dapo.sampling.stream`. lengths: tokens of each response, as far as it was generated."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of the group."""
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +156,9 @@ class Collected:
     """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
-    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream; the caller ends
-    those that still run. unfinished: those of them whose responses were not all there; the caller tells
-    `OversamplingBuffer.aborted` what they had generated. lost: groups of returned draws, as far as they were generated.
+    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream, which ends those that
+    still run. unfinished: those of them whose responses were not all there. lost: groups of returned draws, as far as
+    they were generated; the stream adds the unfinished ones. lost_tokens: of all returned draws.
     """
 
     drawn: tuple[Group, ...]
@@ -134,7 +166,8 @@ class Collected:
     outcomes: Counter[str]
     returned: tuple[int, ...]
     unfinished: frozenset[int]
-    lost: tuple[Group, ...] = ()
+    lost: tuple[Group | Cut, ...] = ()
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,13 @@
-"""vLLM engines as Ray actors and their driver-side pool (DESIGN section 8).
+"""vLLM engines as Ray actors and their driver-side pool.
 
-In: one prompt and a `Sampling` per group. Out: n `Response` records with the engine's own log-probabilities. Each
-response is one engine request with its own seed, so that a result depends on neither batch, order nor restart.
+In: one prompt, a `Sampling` and n seeds per group. Out: n `Response` records with the engine's own log-probabilities.
+Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,15 @@ class RolloutWorker:
         )
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
     ) -> AsyncIterator[list[tuple[int, Response]]]:
-        """n responses to one prompt [P], with their numbers, as they end; those that end together come together.
+        """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
 
         After `abort(key)` the unfinished ones come with reason "abort".
         """
         self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
         token_ids = prompt.tolist()
-        requests = zip(self._running[key], sampling.seeds, strict=True)
+        requests = zip(self._running[key], seeds, strict=True)
         tasks = {
             asyncio.ensure_future(self._generate_one(name, token_ids, sampling, seed)): sample
             for sample, (name, seed) in enumerate(requests)
@@ -91,7 +91,6 @@ class RolloutWorker:
             detokenize=False,  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        began = time.monotonic()
         async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
             completion = output.outputs[0]
         return Response(
@@ -103,7 +102,6 @@ class RolloutWorker:
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in completion.weight_versions or ()
             ),
-            seconds=time.monotonic() - began,
         )
 
     async def abort(self, keys: list[str]) -> None:
@@ -156,14 +154,14 @@ class RolloutWorker:
         await self._engine.finish_weight_update(weight_version=str(version))
         await self._engine.resume_generation()
 
-    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
+    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling, Sequence[int]]]) -> float:
         """Seconds that the bare engine takes for these groups at once: the floor that `dapo.bench` compares with."""
         began = time.monotonic()
         await asyncio.gather(
             *[
                 self._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, seed)
-                for i, (prompt, sampling) in enumerate(requests)
-                for sample, seed in enumerate(sampling.seeds)
+                for i, (prompt, sampling, seeds) in enumerate(requests)
+                for sample, seed in enumerate(seeds)
             ]
         )
         return time.monotonic() - began
@@ -185,7 +183,6 @@ class RolloutPool:
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._fleet = FleetCapacity([])
-        self._freed: Callable[[], None] = lambda: None
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing any more
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
@@ -204,33 +201,26 @@ class RolloutPool:
         """Groups of n responses that may start now, so that all engines are full and each has a group waiting."""
         return max(0, (self.capacity + len(self._workers) * n - sum(self._load)) // n)
 
-    def notify(self, freed: Callable[[], None]) -> None:
-        """From now on calls `freed`, and only that, whenever responses have ended."""
-        self._freed = freed
-
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
-    ) -> tuple[Response, ...]:
-        """n responses to one prompt; `key` names the group for `abort`. Calls `ended` with each that has ended."""
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`."""
         if self._refused:
             raise RemoteError(self._refused)
         home = self._load.index(min(self._load))
         running = sampling.n
         self._load[home] += running
         self._home[key] = home
-        responses: list[Response | None] = [None] * sampling.n
         try:
-            parts = self._workers[home].generate.options(num_returns="streaming").remote(key, prompt, sampling)
+            parts = self._workers[home].generate.options(num_returns="streaming").remote(key, prompt, sampling, seeds)
             what = f"group {key} from engine {home}"
             async for part in wait_for_stream(parts, self._timeout_s, what, "rollout.timeout_s"):
-                for sample, response in part:
-                    responses[sample] = response
-                    ended(sample, response)
-                    self._fleet.observe(len(prompt), len(response.token_ids))
                 running -= len(part)
                 self._load[home] -= len(part)
-                self._freed()
-            return tuple(response for response in responses if response is not None)
+                for _, response in part:
+                    self._fleet.observe(len(prompt), len(response.token_ids))
+                for each in part:
+                    yield each
         finally:
             self._load[home] -= running
             del self._home[key]
@@ -255,7 +245,7 @@ class RolloutPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
 
-    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling]]) -> float:
+    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling, Sequence[int]]]) -> float:
         """The floor of generation: the requests dealt out to the engines at once; the slowest engine's seconds."""
         refs = [w.generate_alone.remote(requests[i :: len(self._workers)]) for i, w in enumerate(self._workers)]
         return max(await wait(refs, self._timeout_s, "the engines alone (benchmark)", "rollout.timeout_s"))

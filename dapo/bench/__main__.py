@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,13 @@ class RecordingRollouts:
 
     def __init__(self, pool: RolloutPool) -> None:
         self._pool = pool
-        self.requests: dict[str, tuple[Int32Array, Sampling]] = {}
+        self.requests: dict[str, tuple[Int32Array, Sampling, Sequence[int]]] = {}
 
-    async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
-    ) -> tuple[Response, ...]:
-        self.requests[key] = (prompt, sampling)
-        return await self._pool.generate(key, prompt, sampling, ended)
+    def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
+        self.requests[key] = (prompt, sampling, seeds)
+        return self._pool.generate(key, prompt, sampling, seeds)
 
     async def abort(self, keys: list[str]) -> None:
         """The step did not need these: they do not belong to its floor."""

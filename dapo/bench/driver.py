@@ -45,7 +45,6 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
             text=" " * (4 * tokens) + str(sample),
             finish_reason="stop",
             policy_versions=(VersionSpan(version=0, start=0, end=tokens),),
-            seconds=0.0,
         )
         for sample in range(n)
     )
@@ -60,7 +59,7 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
         )
         for s in range(n)
     )
-    return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=responses, scores=scores)
+    return Group(draw=Draw(index=index, prompt=prompt), responses=responses, scores=scores)
 
 
 def collect(cfg: Config, tokens: int) -> tuple[OversamplingBuffer, Collected, float]:
@@ -69,7 +68,7 @@ def collect(cfg: Config, tokens: int) -> tuple[OversamplingBuffer, Collected, fl
     buffer = OversamplingBuffer.of(cfg)
     spent = 0.0
     began = time.monotonic()
-    buffer.open(0)
+    buffer.open()
     while not buffer.full:
         draws = buffer.take(64)
         spent += time.monotonic() - began
@@ -96,7 +95,7 @@ def main() -> None:
     batch: TrainBatch = build_batch(collected.groups, cfg, version=0)
     batch_s = time.monotonic() - began
     began = time.monotonic()
-    step_metrics(collected, batch, UPDATE, {}, 0, buffer)
+    step_metrics(collected, batch, UPDATE, {}, buffer.metrics())
     metrics_s = time.monotonic() - began
     drawn, trained = len(collected.drawn), len(collected.groups)
     print(

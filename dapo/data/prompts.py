@@ -230,4 +230,4 @@ class PromptOrder:
             # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.
             generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
             self._order, self._epoch = generator.permutation(len(self._prompts)), epoch
-        return Draw(index=index, epoch=epoch, prompt=self._prompts[self._order[position]])
+        return Draw(index=index, prompt=self._prompts[self._order[position]])

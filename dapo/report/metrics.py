@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from dapo.types import Collected, Group, TrainBatch, TrainSequence
+from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
 
@@ -22,19 +21,17 @@ def step_metrics(
     batch: TrainBatch,
     update: dict[str, float],
     seconds: dict[str, float],
-    aborted_tokens: int,
-    buffer: OversamplingBuffer,
+    totals: dict[str, float],
 ) -> dict[str, float]:
-    """All metrics of one step; `actor/*` and `parity/*` come from the actors as they are."""
+    """Returns all metrics of one step; `actor/*` and `parity/*` come from the actors, `totals` from the buffer."""
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
-    generated = drawn + aborted_tokens
+    generated = drawn + collected.lost_tokens
     outcomes = collected.outcomes
     counts = {
         "buffer/drawn": len(collected.drawn),
         "buffer/trained": len(collected.groups),
         **{f"buffer/{name}": outcomes[name] for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)},
-        "buffer/usable_rate": buffer.rate.value,
         "buffer/length_ks": length_distance(collected.groups, collected.drawn),
         "buffer/trained_tokens": trained,
         "buffer/dropped_tokens": drawn - trained,
@@ -43,13 +40,13 @@ def step_metrics(
     perf |= {
         "perf/returned_draws": len(collected.returned),
         "perf/length_ks": length_distance(collected.groups, (*collected.drawn, *collected.lost)),
-        "perf/aborted_tokens": aborted_tokens,
+        "perf/aborted_tokens": collected.lost_tokens,
         "perf/goodput": trained / generated,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
     }
     trained_on = _batch_metrics(collected.groups, batch)
-    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **buffer.draws.metrics()}
+    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **totals}
     return {name: float(value) for name, value in values.items()}
 
 
@@ -57,9 +54,9 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
     """Of every group up to the last one needed, trained on or not."""
     scores = [score for group in drawn for score in group.scores]
     responses = [response for group in drawn for response in group.responses]
-    lengths = np.array([len(response.token_ids) for response in responses])
+    lengths = np.array([length for group in drawn for length in group.lengths])
     rewards = [score.reward for score in scores if not math.isnan(score.reward)]
-    accuracies = [score.accuracy for score in scores if not math.isnan(score.accuracy)]
+    accuracies = [accuracy for group in drawn for accuracy in group.accuracies]
     failures = Counter(score.failure for score in scores if score.failure)
     return {
         "rollout/accuracy": float(np.mean(accuracies)) if accuracies else math.nan,
@@ -67,7 +64,7 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_min": float(lengths.min()),
         "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
+        "rollout/truncated": float(np.mean([response.truncated for response in responses])),
         **_means([score.parts | score.metrics for score in scores]),
         **{f"reward/failed_{failure}": count / len(scores) for failure, count in failures.items()},
     }
@@ -87,12 +84,9 @@ def _mean_without_nan(values: Sequence[float]) -> float:
     return float(np.mean(known)) if known else math.nan
 
 
-def length_distance(trained: Sequence[Group], generated: Sequence[Group]) -> float:
+def length_distance(trained: Sequence[Group], generated: Sequence[Group | Cut]) -> float:
     """Two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: what selection does to them."""
-    one, other = (
-        np.sort([len(response.token_ids) for group in groups for response in group.responses])
-        for groups in (trained, generated)
-    )
+    one, other = (np.sort([length for group in groups for length in group.lengths]) for groups in (trained, generated))
     at = np.union1d(one, other)
     shares = [np.searchsorted(lengths, at, side="right") / len(lengths) for lengths in (one, other)]
     return float(np.abs(shares[0] - shares[1]).max())
@@ -146,6 +140,7 @@ def sample_text(collected: Collected, index: int) -> str:
     return (
         f"**prompt**\n{_fenced(group.draw.prompt.text)}\n\n**answer**\n{_fenced(response.text)}\n\n"
         f"**accuracy** {score.accuracy:g} · **reward** {score.reward:g} · **truth** {group.draw.prompt.ground_truth}"
+        f"{f' · **read as** {score.prediction}' if score.prediction else ''}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The budget of draws for one update: what they gave, and an error that helps when it is spent (DESIGN section 4).
+"""The budget of draws for one update: what they gave, and an error that helps when it is spent.
 
 In: the outcome and pass rate of every scored group of a step. Out: a message with rates, a histogram of pass rates, and
 what to change.
@@ -60,8 +60,7 @@ class Budget:
     def add(self, group: Group, outcome: str) -> None:
         """A scored group."""
         self._outcomes[outcome] += 1
-        accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
-        if accuracies:
+        if accuracies := group.accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
 
     def _explain(self, *, usable: int, wanted: int) -> str:

@@ -58,7 +58,7 @@ class OversamplingBuffer:
         self._total_steps = total_steps
         self.rate = UsableRate(certain=not filter_groups)
         self.draws = Draws()
-        self.version = 0  # of the policy that the engines serve; set after each weight sync
+        self.version = 0  # of the policy that the engines serve
         self.collecting = False
         self._update = 0  # policy version that the next batch is trained from
         self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
@@ -84,10 +84,13 @@ class OversamplingBuffer:
             total_steps=cfg.trainer.total_steps,
         )
 
-    def open(self, version: int) -> None:
-        """Starts to collect for the update from policy `version`, which the engines serve from now on."""
-        assert not self.draws.at(State.TRAINING), "open() before the closed batch was trained on"
+    def serving(self, version: int) -> None:
+        """Notes that the engines serve policy `version` from now on, and that the next update starts from it."""
         self.version = self._update = version
+
+    def open(self) -> None:
+        """Starts to collect for the next update."""
+        assert not self.draws.at(State.TRAINING), "open() before the closed batch was trained on"
         self.collecting = True
         self._wanted = self._batch
         self._budget.open(stale=self._stale)
@@ -182,6 +185,7 @@ class OversamplingBuffer:
             returned=tuple(late),
             unfinished=frozenset(index for index, draw in late.items() if draw.state is State.IN_GENERATION),
             lost=tuple(draw.group for draw in late.values() if draw.group is not None),
+            lost_tokens=sum(draw.tokens for draw in late.values()),
         )
         self.draws.send_back(late, self._why_back)
         self._stale = len(late) if self._max_staleness else 0
@@ -217,13 +221,17 @@ class OversamplingBuffer:
         """Counts what the unfinished ones of the returned draws had generated, once the engines have ended them."""
         self.draws.tokens[self._why_back] += tokens
 
+    def metrics(self) -> dict[str, float]:
+        """Returns the estimated share of usable draws, and the totals of the whole run."""
+        return {"buffer/usable_rate": self.rate.value, **self.draws.metrics()}
+
     def state(self) -> BufferState:
         """Returns what a checkpoint needs besides `held`. Draws in flight are as if they had gone back."""
         return self.draws.state(self.rate.state())
 
     def restore(self, state: BufferState, held: Collection[tuple[Group, int]], *, version: int) -> None:
         """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again."""
-        self.version = self._update = version
+        self.serving(version)
         self.rate.restore(state.rate)
         self.draws.restore(state, held)
         for group, _ in held:

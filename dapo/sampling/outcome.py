@@ -1,7 +1,5 @@
 """What a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
 
-import math
-
 from dapo.types import Group
 
 MIXED = "mixed"
@@ -15,7 +13,7 @@ def classify(group: Group, min_scored: int = 2) -> str:
 
     Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
     """
-    accuracies = [score.accuracy for score in group.scores if not math.isnan(score.accuracy)]
+    accuracies = group.accuracies
     if len(accuracies) < min_scored:
         return UNSCORABLE
     if min(accuracies) != max(accuracies):

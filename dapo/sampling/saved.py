@@ -30,7 +30,6 @@ _SCHEMA = pa.schema(
         "text": pa.large_string(),
         "finish_reason": pa.string(),
         "policy_versions": pa.string(),  # JSON
-        "seconds": pa.float64(),
         "score": pa.string(),  # JSON
     }
 )
@@ -80,7 +79,6 @@ def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
         [response.text for response in responses],
         [response.finish_reason for response in responses],
         [json.dumps([asdict(span) for span in response.policy_versions]) for response in responses],
-        [response.seconds for response in responses],
         [json.dumps(asdict(score)) for _, _, _, score in rows],
     ]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
@@ -107,7 +105,6 @@ def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Grou
                 text=row["text"],
                 finish_reason=row["finish_reason"],
                 policy_versions=spans,
-                seconds=row["seconds"],
             )
         )
         scores.append(Score(**json.loads(row["score"])))

@@ -1,16 +1,28 @@
-"""The stream: draws go out to the engines, scored groups come back into the buffer (DESIGN sections 3 and 4).
+"""The stream: draws go out to the engines, scored groups come back into the buffer.
 
-In: prompts in their counter-based order, two pools, a buffer. Out: one `Collected` per step. Responses flow one at
-a time: each is scored when it ends, its group is kept when all are, and the buffer refills at once; there is no
-generation barrier.
+There is no generation barrier: a response is scored when it ends, its group is kept when all have their scores, and the
+buffer refills at once. What runs concurrently, all on one event loop:
+
+|                     | consumes               | produces                  | waits for         | unblocked by         |
+|---------------------|------------------------|---------------------------|-------------------|----------------------|
+| pump                | ended groups, room     | a task per draw that      | `_wake`           | a response or group  |
+|                     |                        | `buffer.take` gives       |                   | that ends; `collect` |
+| `scored_group`, one | responses of one draw  | calls for verdicts, then  | its responses,    | engine, reward       |
+| per draw            |                        | a `Group` or a `Cut`      | then its verdicts | workers, `_abort`    |
+| `collect`, by the   | what `buffer.close`    | `Collected`, one per step | a full batch      | the pump, or its end |
+| trainer             | gives                  |                           |                   |                      |
+| `_abort`, at the    | draws that go back     | their `Cut`s, counted     | the unfinished    | the engines, within  |
+| end of `collect`    |                        |                           | ones to end       | `rollout.timeout_s`  |
+
+A response of an evaluation that ends wakes nobody: the next group of the stream's own, or `collect`, does.
 """
 
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from dapo.clock import PhaseClock
@@ -19,87 +31,66 @@ from dapo.data.prompts import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.saved import read_groups
-from dapo.types import Collected, Draw, Group, Response, Sampling, Score
+from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score
 
 CLOSE_GRACE_S = 5.0
 
+Responses = AsyncGenerator[tuple[int, Response]]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingSettings:
-    """What all groups of a stream or of an evaluation share; see `Sampling`."""
 
-    n: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-
-    @classmethod
-    def of(cls, section: RolloutConfig | EvalConfig, max_tokens: int) -> "SamplingSettings":
-        """From `cfg.rollout` or `cfg.eval`, which name these settings alike."""
-        return cls(
-            n=section.n,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            max_tokens=max_tokens,
-        )
-
-    def at(self, *seed_words: int | str) -> Sampling:
-        """The sampling of one group: a seed per response, derived from the words."""
-        seeds = tuple(response_seed(*seed_words, sample) for sample in range(self.n))
-        return Sampling(
-            n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_tokens=self.max_tokens,
-            seeds=seeds,
-        )
+def sampling_of(section: RolloutConfig | EvalConfig, max_tokens: int) -> Sampling:
+    """Returns what `cfg.rollout` or `cfg.eval`, which name these settings alike, say about sampling."""
+    return Sampling(
+        n=section.n,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        max_tokens=max_tokens,
+    )
 
 
 def response_seed(*words: int | str) -> int:
-    """A 63-bit sampling seed from run seed, draw, policy version and sample: the same for a retry, new for all else."""
+    """Returns a 63-bit sampling seed from run seed, draw, policy version and sample: the same for a retry, new for all
+    else."""
     image = "/".join(str(word) for word in words).encode()
     return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "big") >> 1
 
 
 async def scored_group(
-    draw: Draw,
-    key: str,
-    sampling: Sampling,
-    rollouts: RolloutPool,
-    rewards: RewardPool,
-    clock: PhaseClock,
-    still_wanted: Callable[[int], bool] = lambda tokens: True,
-) -> Group:
-    """Generates one group and scores each response as it ends. When all have ended it tells the number of tokens and
-    asks whether the group is still wanted; one that is not comes back without scores, as an aborted one does."""
+    draw: Draw, responses: Responses, rewards: RewardPool, clock: PhaseClock, wanted: Callable[[], bool] = lambda: True
+) -> Group | Cut:
+    """Scores each response as it ends. Returns a Cut when one was aborted, or when the group is not wanted any more at
+    the end of its generation: nobody waits for its verdicts then."""
+    ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
-
-    def ended(sample: int, response: Response) -> None:
-        if response.finish_reason != "abort":
-            verdicts[sample] = asyncio.ensure_future(rewards.score(draw.prompt, sample, response))
-
     try:
         with clock("generation"):
-            responses = await rollouts.generate(key, draw.prompt.token_ids, sampling, ended)
-        aborted = len(verdicts) < len(responses)
-        if aborted or not still_wanted(sum(len(response.token_ids) for response in responses)):
-            return Group(draw=draw, responses=responses, scores=())
+            async with aclosing(responses):
+                async for sample, response in responses:
+                    ended[sample] = response
+                    if not response.aborted:
+                        verdicts[sample] = asyncio.ensure_future(rewards.score(draw.prompt, sample, response))
+        in_order = tuple(ended[sample] for sample in sorted(ended))
+        if len(verdicts) < len(ended) or not wanted():
+            return Cut(lengths=tuple(len(response.token_ids) for response in in_order))
         with clock("reward"):
-            scores = await asyncio.gather(*[verdicts[sample] for sample in range(len(responses))])
-        return Group(draw=draw, responses=responses, scores=tuple(scores))
+            scores = await asyncio.gather(*[verdicts[sample] for sample in sorted(verdicts)])
+        return Group(draw=draw, responses=in_order, scores=tuple(scores))
     finally:
         for verdict in verdicts.values():
             verdict.cancel()
 
 
+def ended_unasked(key: str) -> RuntimeError:
+    """Returns the error of a Cut that nobody asked for."""
+    return RuntimeError(f"an engine ended group {key} unasked; its log may say why")
+
+
 class GroupStream:
     """Keeps as many draws in flight as the buffer asks for.
 
-    One task, the pump, starts draws and takes in what finishes; it lives as long as the stream and also runs while the
-    actors update. At staleness 0 the buffer asks for nothing then, and the engines rest.
+    The pump lives as long as the stream and also runs while the actors update. At staleness 0 the buffer asks for
+    nothing then, and the engines rest.
     """
 
     def __init__(
@@ -108,7 +99,7 @@ class GroupStream:
         buffer: OversamplingBuffer,
         rollouts: RolloutPool,
         rewards: RewardPool,
-        settings: SamplingSettings,
+        sampling: Sampling,
         *,
         seed: int,
         clock: PhaseClock,
@@ -117,32 +108,23 @@ class GroupStream:
         self._order = order
         self._rollouts = rollouts
         self._rewards = rewards
-        self._settings = settings
+        self._sampling = sampling
         self._seed = seed
         self._clock = clock
-        self._aborted_before = 0
-        self._running: dict[asyncio.Task[Group], tuple[int, str]] = {}  # draw and key of each
-        self._keys: dict[int, str] = {}  # of the draws in flight; one that went back may be in flight again
-        self._finished: deque[asyncio.Task[Group]] = deque()
+        self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, which names one start of a draw
+        self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
-        rollouts.notify(self._wake.set)
 
-    @property
-    def aborted_tokens(self) -> int:
-        """Generated in the last step for draws that went back to the stream; depends on timing."""
-        return self.buffer.draws.lost_tokens - self._aborted_before
-
-    async def collect(self, version: int) -> Collected:
-        """A full batch for the update from policy `version`, which the engines serve.
+    async def collect(self) -> Collected:
+        """Returns a full batch for the next update.
 
         Raises:
             BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise, also because they score known
             answers wrong.
         """
-        self._aborted_before = self.buffer.draws.lost_tokens
-        self.buffer.open(version)
+        self.buffer.open()
         self._full.clear()
         self._wake.set()
         if self._pump is None:
@@ -172,7 +154,7 @@ class GroupStream:
     async def close(self) -> None:
         """Ends the pump and what is in flight; the buffer keeps what had finished.
 
-        The engines may be what failed: their part in it is given `CLOSE_GRACE_S` and its failure is not told.
+        The engines may be what failed: they have `CLOSE_GRACE_S` to end their part, and their failure is not reported.
         """
         if self._pump is not None:
             self._pump.cancel()
@@ -180,17 +162,17 @@ class GroupStream:
             self._pump = None
         if self._running:
             with suppress(Exception):
-                await asyncio.wait_for(self._rollouts.abort(list(self._keys.values())), CLOSE_GRACE_S)
-        for task in self._running:
+                await asyncio.wait_for(self._rollouts.abort(list(self._running)), CLOSE_GRACE_S)
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._running.clear()
-        self._keys.clear()
 
     async def _run(self) -> None:
         """The pump."""
         while True:
-            for index in self.buffer.take(self._rollouts.room(self._settings.n)):
+            for index in self.buffer.take(self._rollouts.room(self._sampling.n)):
                 self._start(index)
             if self.buffer.collecting and self.buffer.full:
                 self._full.set()
@@ -198,59 +180,59 @@ class GroupStream:
             await self._wake.wait()
             self._wake.clear()
             while self._finished:
-                task = self._finished.popleft()
-                if task not in self._running:  # its draw went back to the stream
+                key = self._finished.popleft()
+                if key not in self._running:  # its draw went back to the stream
                     continue
-                index, key = self._running.pop(task)
-                del self._keys[index]
-                group = task.result()
-                if not group.scores:
-                    raise RuntimeError(f"an engine ended group {key} unasked; its log may say why")
+                group = self._running.pop(key)[1].result()
+                if isinstance(group, Cut):
+                    raise ended_unasked(key)
                 self.buffer.add(group)
 
     def _start(self, index: int) -> None:
-        key = self._keys[index] = f"v{self.buffer.version}-d{index}"
-        task = asyncio.create_task(self._group(index, key, self.buffer.version))
-        self._running[task] = (index, key)
-        task.add_done_callback(self._finish)
+        version = self.buffer.version
+        key, draw = f"v{version}-d{index}", self._order.draw(index)
+        seeds = [response_seed(self._seed, index, version, sample) for sample in range(self._sampling.n)]
+        responses = self._rollouts.generate(key, draw.prompt.token_ids, self._sampling, seeds)
+        watched = self._watched(index, key, responses)
+        group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running)
+        task = asyncio.create_task(group)
+        self._running[key] = (index, task)
+        task.add_done_callback(lambda _: self._finish(key))
 
-    def _finish(self, task: asyncio.Task[Group]) -> None:
-        self._finished.append(task)
+    def _finish(self, key: str) -> None:
+        self._finished.append(key)
         self._wake.set()
 
-    async def _group(self, index: int, key: str, version: int) -> Group:
-        return await scored_group(
-            self._order.draw(index),
-            key,
-            self._settings.at(self._seed, index, version),
-            self._rollouts,
-            self._rewards,
-            self._clock,
-            lambda tokens: self._generated(index, key, tokens),
-        )
-
-    def _generated(self, index: int, key: str, tokens: int) -> bool:
-        """Whether the group is still wanted."""
-        if self._keys.get(index) != key:
-            return False
-        self.buffer.generated(index, tokens)
-        return True
+    async def _watched(self, index: int, key: str, responses: Responses) -> Responses:
+        """Hands the responses on; tells the pump of each, for there may be room now, and the buffer of the last."""
+        tokens = 0
+        async with aclosing(responses):
+            async for sample, response in responses:
+                tokens += len(response.token_ids)
+                self._wake.set()
+                yield sample, response
+        if key in self._running:
+            self.buffer.generated(index, tokens)
 
     async def _abort(self, collected: Collected) -> Collected:
         """Ends the draws that went back to the stream and counts what they had generated."""
-        gone = {task: place for task, place in self._running.items() if place[0] in collected.returned}
-        for task, (index, _) in gone.items():
-            del self._running[task], self._keys[index]
-            if index not in collected.unfinished:
+        returned = set(collected.returned)
+        gone = {key: place for key, place in self._running.items() if place[0] in returned}
+        unfinished: dict[str, asyncio.Task[Group | Cut]] = {}
+        for key, (index, task) in gone.items():
+            del self._running[key]
+            if index in collected.unfinished:
+                unfinished[key] = task
+            else:
                 task.cancel()  # nobody waits for its verdict
-        unfinished = {task: key for task, (index, key) in gone.items() if index in collected.unfinished}
         if not unfinished:
             return collected
         try:
-            await self._rollouts.abort(list(unfinished.values()))
-            cut = await asyncio.gather(*unfinished)
+            await self._rollouts.abort(list(unfinished))
+            cut = await asyncio.gather(*unfinished.values())
         finally:
-            for task in unfinished:  # where the abort failed
+            for task in unfinished.values():  # where the abort failed
                 task.cancel()
-        self.buffer.aborted(sum(group.num_tokens for group in cut))
-        return replace(collected, lost=(*collected.lost, *cut))
+        tokens = sum(group.num_tokens for group in cut)
+        self.buffer.aborted(tokens)
+        return replace(collected, lost=(*collected.lost, *cut), lost_tokens=collected.lost_tokens + tokens)

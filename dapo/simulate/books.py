@@ -138,7 +138,7 @@ class Simulation:
         attempt = self.attempts[index]
         prompt = Prompt(id=index, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
         scores = (RIGHT,) * attempt.correct + (WRONG,) * (len(attempt.lengths) - attempt.correct)
-        return Group(draw=Draw(index=index, epoch=0, prompt=prompt), responses=(), scores=scores)
+        return Group(draw=Draw(index=index, prompt=prompt), responses=(), scores=scores)
 
     def closed(self, trained: Sequence[int]) -> None:
         """Records that a batch is complete."""

@@ -21,7 +21,7 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
     )
     oracles = []
     update_end = math.inf
-    buffer.open(0)
+    buffer.open()
     while run.steps < scenario.steps:
         for index in buffer.take(run.room()):
             run.start(index)
@@ -29,7 +29,8 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             run.let_time_pass(update_end)
             run.updated()
             buffer.trained()
-            buffer.open(run.version)
+            buffer.serving(run.version)
+            buffer.open()
             update_end = math.inf
             continue
         finished = run.step()

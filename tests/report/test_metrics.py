@@ -13,7 +13,7 @@ from dapo.config.schema import Config
 from dapo.report.metrics import step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import classify
-from dapo.types import Collected, Group, Response, Score, VersionSpan
+from dapo.types import Collected, Cut, Group, Response, Score, VersionSpan
 from tests.support.fakes import make_group, make_response
 
 NAN = math.nan
@@ -66,7 +66,8 @@ def ks(left: list[int], right: list[int]) -> float:
 def make_buffer() -> OversamplingBuffer:
     buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=8)
     buffer.rate.restore([0.4, 1.0])
-    buffer.open(VERSION)
+    buffer.serving(VERSION)
+    buffer.open()
     buffer.take()
     for index, tokens in ((0, 40), (1, 60)):
         buffer.draws.generated(index, tokens)
@@ -183,14 +184,15 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
         outcomes=Counter(classify(group) for group in drawn),
         returned=(7, 8, 9),
         unfinished=frozenset({8}),
-        lost=(cut_off,),
+        lost=(Cut(lengths=cut_off.lengths),),
+        lost_tokens=sum(lost),
     )
     batch = build_batch(trained, cfg, version=VERSION)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
     expected = brute_force(
         drawn, trained, advantages, stale_tokens(trained, filtering), crossed(trained, filtering), lost
     )
-    metrics = step_metrics(collected, batch, UPDATE, SECONDS, sum(lost), make_buffer())
+    metrics = step_metrics(collected, batch, UPDATE, SECONDS, make_buffer().metrics())
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     assert all(type(value) is float for value in metrics.values())
@@ -206,7 +208,7 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     cfg = Config()
     cfg.reward.overlong_filtering.enable = True
     collected = Collected(drawn=(group,), groups=(group,), outcomes=Counter(), returned=(), unfinished=frozenset())
-    metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, 0, make_buffer())
+    metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, make_buffer().metrics())
     assert math.isnan(metrics["rollout/accuracy"]) is unscorable
     assert math.isnan(metrics["batch/reward_mean"]) is unscorable
     assert math.isnan(metrics["batch/advantage_mean"])

@@ -137,17 +137,19 @@ def finish(buffer: OversamplingBuffer, indices: list[int], accuracies: list[floa
 def test_what_went_back_before_the_update_is_told_as_a_share_of_its_draws(ahead):
     buffer = OversamplingBuffer(train_batch_size=2, max_in_flight=40, max_draws=40, max_staleness=1)
     buffer.rate.restore([1e6, 2e7])  # rare: many are started ahead
-    buffer.open(0)
+    buffer.open()
     first = buffer.take(2 + ahead)
     finish(buffer, first[:2], [1.0, 0.0])
     buffer.close()
     buffer.trained()
-    buffer.open(1)
+    buffer.serving(1)
+    buffer.open()
     finish(buffer, first[2:4], [1.0, 0.0])
     returned = buffer.close().returned
     assert len(returned) == ahead - 2
     buffer.trained()
-    buffer.open(2)
+    buffer.serving(2)
+    buffer.open()
     with pytest.raises(BudgetExhausted) as error:
         for _ in range(50):
             finish(buffer, buffer.take(7), [0.0, 0.0])
@@ -157,11 +159,12 @@ def test_what_went_back_before_the_update_is_told_as_a_share_of_its_draws(ahead)
 def test_at_staleness_0_nothing_is_called_stale():
     """What goes back at the end of a step is surplus."""
     buffer = OversamplingBuffer(train_batch_size=2, max_in_flight=6, max_draws=6)
-    buffer.open(0)
+    buffer.open()
     finish(buffer, buffer.take()[:2], [1.0, 0.0])
     assert buffer.close().returned
     buffer.trained()
-    buffer.open(1)
+    buffer.serving(1)
+    buffer.open()
     with pytest.raises(BudgetExhausted, match="stale 0%"):
         for _ in range(4):
             finish(buffer, buffer.take(), [0.0, 0.0])

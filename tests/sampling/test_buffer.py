@@ -26,7 +26,8 @@ def finish(buffer: OversamplingBuffer, index: int, accuracies: list[float]) -> N
 
 def run_step(buffer: OversamplingBuffer, verdicts, order: random.Random, version: int = 0) -> Collected:
     """Drives one step; draws complete in random order. verdicts: accuracies by draw index."""
-    buffer.open(version)
+    buffer.serving(version)
+    buffer.open()
     running: list[int] = []
     while not buffer.full:
         running += buffer.take()
@@ -77,7 +78,7 @@ def test_keeps_the_first_mixed_groups_in_draw_order_whatever_finishes_first():
 
 def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
     buffer = make_buffer(batch=2, max_in_flight=4, admission=COMPLETION)
-    buffer.open(0)
+    buffer.open()
     assert buffer.take() == [0, 1, 2, 3]
     finish(buffer, 3, [1.0, 0.0])
     finish(buffer, 1, [1.0, 0.0])
@@ -85,7 +86,8 @@ def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
     buffer.trained()
     assert [group.draw.index for group in collected.groups] == [1, 3]
     assert collected.returned == (0, 2)
-    buffer.open(1)
+    buffer.serving(1)
+    buffer.open()
     assert buffer.take()[:2] == [0, 2]
 
 
@@ -101,7 +103,7 @@ def test_consecutive_steps_skip_no_draw():
 
 def test_in_flight_never_exceeds_its_bound_and_refills_at_once():
     buffer = make_buffer(batch=8, max_in_flight=10)
-    buffer.open(0)
+    buffer.open()
     running = list(buffer.take())
     assert len(running) == 10
     for index in list(running):
@@ -112,7 +114,7 @@ def test_in_flight_never_exceeds_its_bound_and_refills_at_once():
 
 def test_without_filter_every_scorable_group_is_trained_on_and_nothing_is_oversampled():
     buffer = make_buffer(filter_groups=False)
-    buffer.open(0)
+    buffer.open()
     assert buffer.take() == [0, 1, 2, 3]
     for index, accuracies in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]):
         finish(buffer, index, accuracies)
@@ -120,7 +122,7 @@ def test_without_filter_every_scorable_group_is_trained_on_and_nothing_is_oversa
 
 
 def draw_until_the_budget_ends(buffer: OversamplingBuffer, verdicts) -> int:
-    buffer.open(0)
+    buffer.open()
     taken = 0
     while not buffer.full:
         for index in buffer.take():
@@ -155,7 +157,7 @@ def test_accepted_groups_survive_a_stop():
         draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0])
     again = make_buffer(batch=3, max_in_flight=6)
     again.restore(buffer.state(), buffer.held(), version=0)
-    again.open(0)
+    again.open()
     running = again.take()
     assert running and running[0] == 12, "nothing is drawn twice"
     finish(again, 12, [1.0, 0.0])
@@ -165,13 +167,13 @@ def test_accepted_groups_survive_a_stop():
 def test_a_gap_in_the_draw_order_is_closed_after_a_stop():
     """What is held beyond the gap would fill the batch, but its turn comes after the draw that was in flight."""
     buffer = make_buffer(batch=2, max_in_flight=4, max_draws=4)
-    buffer.open(0)
+    buffer.open()
     assert buffer.take() == [0, 1, 2, 3]
     for index in (1, 2, 3):
         finish(buffer, index, [1.0, 0.0])
     again = make_buffer(batch=2, max_in_flight=4, max_draws=4)
     again.restore(buffer.state(), buffer.held(), version=0)
-    again.open(0)
+    again.open()
     assert again.take() == [0] and not again.full
     finish(again, 0, [1.0, 1.0])
     assert [group.draw.index for group in again.close().groups] == [1, 2]
@@ -179,14 +181,14 @@ def test_a_gap_in_the_draw_order_is_closed_after_a_stop():
 
 def test_a_batch_is_kept_until_it_was_trained_on():
     buffer = make_buffer(batch=2, max_in_flight=4)
-    buffer.open(0)
+    buffer.open()
     for index in buffer.take():
         finish(buffer, index, [1.0, 0.0] if index else [0.0, 0.0])
     collected = buffer.close()
     assert buffer.draws.counts["trained"] == 0
     again = make_buffer(batch=2, max_in_flight=4)
     again.restore(buffer.state(), buffer.held(), version=0)
-    again.open(0)
+    again.open()
     assert again.full and [g.draw.index for g in again.close().groups] == [g.draw.index for g in collected.groups]
     again.trained()
     assert again.draws.counts["trained"] == 2 and again.held() == []
@@ -196,7 +198,8 @@ def test_nothing_is_generated_for_updates_after_the_last():
     buffer = make_buffer(batch=4, max_in_flight=100, max_staleness=1, total_steps=2, filter_groups=False)
     counts = []
     for version in range(2):
-        buffer.open(version)
+        buffer.serving(version)
+        buffer.open()
         taken = buffer.take()
         for index in taken:
             finish(buffer, index, [1.0, 0.0])

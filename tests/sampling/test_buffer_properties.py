@@ -188,13 +188,14 @@ def test_with_an_exact_rate_and_steady_timing_hardly_any_group_becomes_stale(sta
     rng = random.Random(f"{staleness}/{rate}")
     running: deque[tuple[int, int]] = deque()  # (time of its end, draw)
     started = returned = version = now = opens = 0
-    buffer.open(0)
+    buffer.open()
     while version < 40:
         now += 1
         if now == opens:
             assert buffer.in_flight + len(buffer.held()) > 64, "the update was not used to generate"
             buffer.trained()
-            buffer.open(version)
+            buffer.serving(version)
+            buffer.open()
         buffer.rate.restore([rate * 1e12, 1e12])
         batch = buffer.take(room=20)
         started += len(batch)

@@ -7,8 +7,8 @@ import pytest
 from dapo.clock import PhaseClock
 from dapo.evaluate import evaluate
 from dapo.sampling import stream as stream_module
-from dapo.sampling.stream import SamplingSettings, response_seed
-from dapo.types import Collected
+from dapo.sampling.stream import response_seed
+from dapo.types import Collected, Sampling
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt
 from tests.support.faulty_pools import (
     SEED,
@@ -19,6 +19,7 @@ from tests.support.faulty_pools import (
     NarrowRollouts,
     SpanRollouts,
     StubbornRollouts,
+    collect,
     drawn,
     make_stream,
     resumed,
@@ -68,7 +69,7 @@ def test_an_abort_that_fails_at_the_end_of_a_step_leaves_nothing_running():
 
     async def fail_and_close() -> None:
         with pytest.raises(RuntimeError, match="abort broke"):
-            await stream.collect(0)
+            await stream.collect()
         await stream.close()
 
     run(fail_and_close())
@@ -90,7 +91,7 @@ def test_close_needs_no_answer_of_the_engines(abort, monkeypatch):
     stream = make_stream(rollouts)
 
     async def close_in_flight() -> None:
-        collecting = asyncio.create_task(stream.collect(0))
+        collecting = asyncio.create_task(stream.collect())
         await turns(10)
         assert stream.buffer.in_flight == 12
         await stream.close()
@@ -106,12 +107,12 @@ def test_what_aborted_groups_had_generated_is_counted():
     stream = make_stream(rollouts)
 
     async def one_step() -> None:
-        collected = await stream.collect(0)
+        collected = await stream.collect()
         assert len(collected.unfinished) == 8 and len(collected.lost) == 8
+        assert collected.lost_tokens == stream.buffer.draws.tokens["surplus"] == 8 * N * 2
         await stream.close()
 
     run(one_step())
-    assert stream.aborted_tokens == stream.buffer.draws.tokens["surplus"] == 8 * N * 2
 
 
 @pytest.mark.parametrize(("done", "staleness"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
@@ -122,7 +123,7 @@ def test_close_may_come_at_any_time_and_twice(done, staleness):
     async def close_twice() -> None:
         if done:
             await steps(stream, range(done - 1))
-            waiting = asyncio.create_task(stream.collect(done - 1))
+            waiting = asyncio.create_task(collect(stream, done - 1))
             await turns(4)
             assert stream.buffer.in_flight > 0
         await stream.close()
@@ -165,7 +166,7 @@ def test_a_late_result_of_a_draw_that_went_back_never_enters_the_buffer():
     async def many_steps() -> None:
         nonlocal returned
         for version in range(60):
-            collected = await stream.collect(version)
+            collected = await collect(stream, version)
             returned += len(collected.returned)
             assert came_in_time(collected, version)
             stream.buffer.trained()
@@ -183,7 +184,7 @@ def test_weights_that_change_in_flight_give_tokens_of_several_versions_within_th
 
     async def many_steps() -> None:
         for version in range(20):
-            collected = await stream.collect(version)
+            collected = await collect(stream, version)
             for group in collected.groups:
                 ages = tuple(version - span.version for span in group.responses[0].policy_versions)
                 assert all(0 <= age <= 1 for age in ages)
@@ -192,7 +193,7 @@ def test_weights_that_change_in_flight_give_tokens_of_several_versions_within_th
             stream.buffer.trained()
             rollouts.version = version + 1
             await turns(2)
-            stream.buffer.version = version + 1
+            stream.buffer.serving(version + 1)
         await stream.close()
 
     run(many_steps())
@@ -207,7 +208,7 @@ def test_a_collect_that_is_cancelled_at_any_turn_loses_no_draw(staleness):
     async def cancelled(seed: int, after: int) -> list[list[int]]:
         rollouts = FakeRollouts(seed=seed, max_turns=30)
         stream = make_stream(rollouts, BrokenRewards(some_mixed), staleness=staleness)
-        task = asyncio.create_task(stream.collect(0))
+        task = asyncio.create_task(stream.collect())
         await turns(after)
         task.cancel()
         await asyncio.wait([task])
@@ -215,13 +216,13 @@ def test_a_collect_that_is_cancelled_at_any_turn_loses_no_draw(staleness):
             first = [drawn(task.result())]
         elif stream.buffer.collecting:
             ways.add("waiting")
-            first = [drawn(await stream.collect(0))]
+            first = [drawn(await stream.collect())]
         else:
             ways.add("closed")
             await stream.close()
             await turns(40)
             stream = resumed(stream, BrokenRewards(some_mixed), version=0, staleness=staleness)
-            first = [drawn(await stream.collect(0))]
+            first = [drawn(await stream.collect())]
         stream.buffer.trained()
         rest = await steps(stream, range(1, 3))
         await stream.close()
@@ -238,7 +239,7 @@ def test_a_collect_that_is_cancelled_at_any_turn_loses_no_draw(staleness):
 def test_evaluation_and_the_pump_share_the_engines(staleness):
     """Neither starves the other, budgets are not charged for the wait, and no evaluated group enters the buffer."""
     held_out = [make_prompt(100 + number) for number in range(30)]
-    settings = SamplingSettings(n=2, temperature=1.0, top_p=0.7, top_k=-1, max_tokens=32)
+    settings = Sampling(n=2, temperature=1.0, top_p=0.7, top_k=-1, max_tokens=32)
 
     async def evaluated(rollouts) -> dict[str, float]:
         rewards = FakeRewards(lambda prompt, sample, response: float(response.text[-1] in "02468"))
@@ -247,8 +248,8 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
     async def together() -> tuple[list[list[int]], dict[str, float]]:
         rollouts = NarrowRollouts(max_turns=9)
         stream = make_stream(rollouts, staleness=staleness, max_draws=24)
-        metrics, used = await asyncio.gather(evaluated(rollouts), steps(stream, range(2)))
-        await evaluated(rollouts)  # while the pump runs ahead, or rests
+        used = await steps(stream, range(2))
+        metrics = await evaluated(rollouts)  # while the pump runs ahead, or rests
         used += await steps(stream, range(2, 5))
         await stream.close()
         return used, metrics
@@ -275,13 +276,13 @@ def test_a_failure_while_nobody_collects_is_told_by_the_next_collect():
     stream = make_stream(FakeRollouts(seed=3, max_turns=200), rewards, staleness=1)
 
     async def fail_during_the_update() -> None:
-        await stream.collect(0)
+        await stream.collect()
         assert stream.buffer.in_flight > 0
         rewards.at = 1
         await turns(250)
         stream.buffer.trained()
         with pytest.raises(RuntimeError, match="score broke"):
-            await stream.collect(1)
+            await collect(stream, 1)
         await stream.close()
 
     run(fail_during_the_update())
@@ -292,9 +293,9 @@ def test_a_group_that_an_engine_ends_unasked_is_an_error_with_its_name():
     rollouts._stop.add("v0-d2")
     stream = make_stream(rollouts)
 
-    async def collect() -> None:
+    async def fail() -> None:
         with pytest.raises(RuntimeError, match="v0-d2"):
-            await stream.collect(0)
+            await stream.collect()
         await stream.close()
 
-    run(collect())
+    run(fail())

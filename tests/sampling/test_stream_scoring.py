@@ -6,11 +6,11 @@ import pytest
 
 from dapo.clock import PhaseClock
 from dapo.sampling.stream import scored_group
-from dapo.types import Draw
+from dapo.types import Cut, Draw
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 from tests.support.faulty_pools import SETTINGS, BrokenRewards, make_stream, run, some_mixed, steps
 
-DRAW = Draw(index=0, epoch=0, prompt=make_prompt(1))
+DRAW = Draw(index=0, prompt=make_prompt(1))
 
 
 class StaircaseRollouts(FakeRollouts):
@@ -21,16 +21,13 @@ class StaircaseRollouts(FakeRollouts):
         self.scored = asyncio.Event()
         self.aborted_responses = aborted
 
-    async def generate(self, key, prompt, sampling, ended):
-        responses = []
-        for sample in range(sampling.n):
-            reason = "abort" if sample >= sampling.n - self.aborted_responses else "stop"
-            responses.append(make_response(3 + sample, reason))
+    async def generate(self, key, prompt, sampling, seeds):
+        for sample in reversed(range(sampling.n)):
+            reason = "abort" if sample < self.aborted_responses else "stop"
             self.scored.clear()
-            ended(sample, responses[-1])
+            yield sample, make_response(3 + sample, reason)
             if reason == "stop":
                 await self.scored.wait()
-        return tuple(responses)
 
 
 class SignallingRewards(FakeRewards):
@@ -44,9 +41,9 @@ class SignallingRewards(FakeRewards):
         return await super().score(prompt, sample, response)
 
 
-async def group_of(rollouts, rewards, still_wanted=lambda tokens: True):
-    settings = SETTINGS.at(0)
-    return await scored_group(DRAW, "key", settings, rollouts, rewards, PhaseClock(), still_wanted)
+async def group_of(rollouts, rewards, wanted=lambda: True):
+    responses = rollouts.generate("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n))
+    return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted)
 
 
 def test_scoring_starts_when_a_response_ends():
@@ -56,27 +53,28 @@ def test_scoring_starts_when_a_response_ends():
         return await group_of(rollouts, rewards), rewards.seen
 
     group, seen = run(body())
-    assert seen == [(sample, 3 + sample) for sample in range(SETTINGS.n)]
+    assert seen == [(sample, 3 + sample) for sample in reversed(range(SETTINGS.n))]
+    assert [len(response.token_ids) for response in group.responses] == [3 + sample for sample in range(SETTINGS.n)]
     assert [score.accuracy for score in group.scores] == [some_mixed(DRAW.prompt, s, None) for s in range(SETTINGS.n)]
 
 
-def test_an_aborted_group_has_no_scores_though_some_were_made():
+def test_an_aborted_group_is_cut_though_some_scores_were_made():
     async def body():
         rollouts = StaircaseRollouts(aborted=2)
         rewards = SignallingRewards(rollouts)
         return await group_of(rollouts, rewards), rewards.seen
 
     group, seen = run(body())
-    assert group.scores == () and len(group.responses) == SETTINGS.n
+    assert group == Cut(lengths=tuple(3 + sample for sample in range(SETTINGS.n))) and group.num_tokens == 18
     assert len(seen) == SETTINGS.n - 2
 
 
 def test_a_group_that_is_not_wanted_leaves_no_verdict_running():
     async def body():
         rollouts = FakeRollouts()
-        return await group_of(rollouts, BrokenRewards(silent=[1]), lambda tokens: False)
+        return await group_of(rollouts, BrokenRewards(silent=[1]), lambda: False)
 
-    assert run(body()).scores == ()
+    assert isinstance(run(body()), Cut)
 
 
 def test_no_batch_is_handed_out_when_known_answers_fail():
@@ -94,7 +92,7 @@ def test_no_batch_is_handed_out_when_known_answers_fail():
         try:
             await steps(stream, range(0, 2))
             with pytest.raises(RuntimeError, match="known answers"):
-                await stream.collect(2)
+                await stream.collect()
             return stream.buffer.held()
         finally:
             await stream.close()
@@ -107,15 +105,16 @@ def test_no_batch_is_handed_out_when_known_answers_fail():
 )
 def test_close_ends_everything_whatever_the_engines_raise(error):
     class Failing(FakeRollouts):
-        async def generate(self, key, prompt, sampling, ended):
+        async def generate(self, key, prompt, sampling, seeds):
             await asyncio.Event().wait()
+            yield
 
         async def abort(self, keys):
             raise error
 
     async def body():
         stream = make_stream(Failing())
-        collecting = asyncio.ensure_future(stream.collect(0))
+        collecting = asyncio.ensure_future(stream.collect())
         await asyncio.sleep(0.01)
         collecting.cancel()
         await asyncio.wait([collecting])

@@ -58,7 +58,7 @@ class World:
     def open(self) -> None:
         self.drawn_now = 0
         self.serving = self.version
-        self.buffer.open(self.version)
+        self.buffer.open()
 
     def at(self, *places: str) -> list[int]:
         return sorted(index for index, place in self.where.items() if place in places)
@@ -147,6 +147,7 @@ class World:
         assert max(self.version - self.since[index] for index in trained) <= self.staleness
         assert collected.outcomes == Counter(self.outcome(index) for index in used)
         assert list(collected.returned) == back
+        assert collected.lost_tokens == sum(self.size.get(index, 0) for index in back)
         assert collected.unfinished == {index for index in back if self.where[index] == IN_GENERATION}
         assert all(self.where[index] == BUFFERED for index in used), "used up twice"
         reason = STALE if self.staleness else SURPLUS
@@ -190,7 +191,7 @@ class World:
             self.buffer.trained()
         elif self.serving < self.version:
             self.serving = self.version
-            self.buffer.version = self.version
+            self.buffer.serving(self.version)
         elif not self.buffer.collecting:
             self.open()
 
@@ -202,7 +203,7 @@ class World:
             write_groups(self.directory, held)
             state.write(self.directory)
             state = DriverState.read(self.directory)
-            held = read_groups(self.directory, lambda index: Draw(index=index, epoch=0, prompt=make_prompt(index)))
+            held = read_groups(self.directory, lambda index: Draw(index=index, prompt=make_prompt(index)))
         self.options |= changes
         self.buffer = OversamplingBuffer(**self.options)
         self.buffer.restore(state.buffer, held, version=state.version)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
@@ -38,7 +38,6 @@ def make_response(length: int = 4, finish_reason: str = "stop", text: str = "", 
         text=text,
         finish_reason=finish_reason,
         policy_versions=(VersionSpan(version=version, start=0, end=length),),
-        seconds=0.0,
     )
 
 
@@ -50,21 +49,14 @@ def make_score(accuracy: float, reward: float | None = None) -> Score:
 def make_group(index: int, accuracies: Sequence[float], rewards: Sequence[float] | None = None) -> Group:
     values: Sequence[float | None] = rewards if rewards is not None else [None] * len(accuracies)
     return Group(
-        draw=Draw(index=index, epoch=0, prompt=make_prompt(index)),
+        draw=Draw(index=index, prompt=make_prompt(index)),
         responses=tuple(make_response(4 + sample) for sample in range(len(accuracies))),
         scores=tuple(make_score(a, r) for a, r in zip(accuracies, values, strict=True)),
     )
 
 
-def told(ended: Callable[[int, Response], None], responses: Sequence[Response]) -> tuple[Response, ...]:
-    """The responses, each told of as an engine does."""
-    for sample, response in enumerate(responses):
-        ended(sample, response)
-    return tuple(responses)
-
-
 class FakeRollouts:
-    """Answers after a random number of event-loop turns; an aborted group returns what it has."""
+    """Answers after a random number of event-loop turns; an aborted group ends as far as it is."""
 
     capacity = 64
 
@@ -76,24 +68,24 @@ class FakeRollouts:
         self._max_turns = max_turns
         self._stop: set[str] = set()
 
-    def notify(self, freed: Callable[[], None]) -> None:
-        """There is always room."""
-
     def room(self, n: int) -> int:
         return self.capacity
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, ended: Callable[[int, Response], None]
-    ) -> tuple[Response, ...]:
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
         self.seen.append(key)
+        responses = None
         for _ in range(self._random.randint(1, self._max_turns)):
             await asyncio.sleep(0)
             if key in self._stop:
-                return tuple(make_response(2, "abort") for _ in range(sampling.n))
+                responses = [make_response(2, "abort")] * sampling.n
+                break
         # A response depends on its seed alone, as the engine's does.
-        return told(
-            ended, [make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in sampling.seeds]
-        )
+        for each in enumerate(
+            responses or [make_response(3 + seed % 7, text=str(seed), version=self.version) for seed in seeds]
+        ):
+            yield each
 
     async def abort(self, keys: list[str]) -> None:
         self.aborted += keys

@@ -1,22 +1,24 @@
 """In-process pools that fail, keep silent, answer late or have little room, and streams around them (tests only)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from dapo.clock import PhaseClock
 from dapo.data.prompts import PromptOrder
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.stream import GroupStream, SamplingSettings
+from dapo.sampling.stream import GroupStream
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
-from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response, told
+from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 
 N = 4  # responses of a group
 T = TypeVar("T")
-Ended = Callable[[int, Response], None]
+Seeds = Sequence[int]
+Responses = AsyncGenerator[tuple[int, Response]]
 SEED = 7
 PROMPTS = [make_prompt(number) for number in range(40)]
-SETTINGS = SamplingSettings(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
+SETTINGS = Sampling(n=N, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
 PATIENCE_S = 10.0  # nothing here takes one
 
 
@@ -36,9 +38,10 @@ class BrokenRollouts(FakeRollouts):
         if self.fuse[method] == 0:
             raise RuntimeError(f"{method} broke")
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
         self.count("generate")
-        return await super().generate(key, prompt, sampling, ended)
+        async for each in super().generate(key, prompt, sampling, seeds):
+            yield each
 
     async def abort(self, keys: list[str]) -> None:
         self.count("abort")
@@ -67,12 +70,11 @@ class EndlessRollouts(BrokenRollouts):
 
     first = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
-        if int(key.partition("-d")[2]) < self.first:
-            return await super().generate(key, prompt, sampling, ended)
-        while key not in self._stop:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+        while int(key.partition("-d")[2]) >= self.first and key not in self._stop:
             await asyncio.sleep(0)
-        return tuple(make_response(2, "abort") for _ in range(sampling.n))
+        async for each in super().generate(key, prompt, sampling, seeds):
+            yield each
 
 
 class StubbornRollouts(FakeRollouts):
@@ -83,13 +85,13 @@ class StubbornRollouts(FakeRollouts):
         self.running: list[str] = []
         self.twice = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
         draw = key.partition("-")[2]
         self.twice += draw in self.running
         self.running.append(draw)
-        responses = await super().generate(key, prompt, sampling, ended)
+        async for each in super().generate(key, prompt, sampling, seeds):
+            yield each
         self.running.remove(draw)
-        return responses
 
     async def abort(self, keys: list[str]) -> None:
         self.aborted += keys
@@ -98,53 +100,43 @@ class StubbornRollouts(FakeRollouts):
 class SpanRollouts(FakeRollouts):
     """A token per turn, each of the version that is served then."""
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
         versions: list[int] = []
         for _ in range(self._random.randint(1, self._max_turns)):
             versions.append(self.version)
             await asyncio.sleep(0)
             if key in self._stop:
-                return tuple(make_response(len(versions), "abort") for _ in range(sampling.n))
+                break
         spans = tuple(
             VersionSpan(version=v, start=versions.index(v), end=versions.index(v) + versions.count(v))
             for v in sorted(set(versions))
         )
-        whole = make_response(len(versions))
-        one = Response(
-            token_ids=whole.token_ids,
-            rollout_logprobs=whole.rollout_logprobs,
-            text="",
-            finish_reason="stop",
-            policy_versions=spans,
-            seconds=0.0,
-        )
-        return told(ended, [one] * sampling.n)
+        whole = make_response(len(versions), "abort" if key in self._stop else "stop")
+        for sample in range(sampling.n):
+            yield sample, replace(whole, policy_versions=spans)
 
 
 class NarrowRollouts(FakeRollouts):
-    """Engines for `capacity` responses, which tell when one has ended."""
+    """Engines for `capacity` responses."""
 
     capacity = 3 * N
     running = 0
     most = 0
 
-    def freed(self) -> None:
-        """Nobody listens yet."""
-
-    def notify(self, freed: Callable[[], None]) -> None:
-        self.freed = freed  # type: ignore[method-assign]
-
     def room(self, n: int) -> int:
         return max(0, (self.capacity - self.running) // n)
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, ended: Ended) -> tuple[Response, ...]:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
         self.running += sampling.n
         self.most = max(self.most, self.running)
+        left = sampling.n
         try:
-            return await super().generate(key, prompt, sampling, ended)
+            async for each in super().generate(key, prompt, sampling, seeds):
+                left -= 1
+                self.running -= 1
+                yield each
         finally:
-            self.running -= sampling.n
-            self.freed()
+            self.running -= left
 
 
 def make_stream(rollouts, rewards=None, *, staleness: int = 0, batch: int = 4, max_draws: int = 0) -> GroupStream:
@@ -184,12 +176,18 @@ def drawn(collected: Collected) -> list[int]:
     return [group.draw.index for group in collected.drawn]
 
 
+async def collect(stream: GroupStream, version: int) -> Collected:
+    """Collects for the update from policy `version`, which the engines serve."""
+    stream.buffer.serving(version)
+    return await stream.collect()
+
+
 async def steps(stream: GroupStream, versions: range, update_turns: int = 0) -> list[list[int]]:
     """What each step uses up; the updates take some turns."""
     used = []
     for version in versions:
-        used.append(drawn(await stream.collect(version)))
+        used.append(drawn(await collect(stream, version)))
         await turns(update_turns)
         stream.buffer.trained()
-        stream.buffer.version = version + 1
+        stream.buffer.serving(version + 1)
     return used

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +26,22 @@ VERSION_1 = 1
 LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
 
 
-def sampling(first_seed: int, n: int = 4, max_tokens: int = 48) -> Sampling:
-    seeds = tuple(range(first_seed, first_seed + n))
-    return Sampling(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens, seeds=seeds)
+def sampling(n: int = 4, max_tokens: int = 48) -> Sampling:
+    return Sampling(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+
+
+async def group_of(
+    pool, key: str, first_seed: int, n: int = 4, max_tokens: int = 48, ended: Callable[[], None] = lambda: None
+) -> list[Response]:
+    """The responses of one group in the order of their seeds; `ended` is called after each that comes."""
+    found: dict[int, Response] = {}
+    seeds = range(first_seed, first_seed + n)
+    async for sample, response in pool.generate(key, PROMPT, sampling(n, max_tokens), seeds):
+        assert sample not in found
+        found[sample] = response
+        ended()
+    assert sorted(found) == list(range(n))
+    return [found[sample] for sample in range(n)]
 
 
 def make_config(path: str, engines: int) -> Config:
@@ -88,26 +103,17 @@ def change(parameter, generator, scale: float, shift: float) -> None:
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator) + shift)
 
 
-def ended(sample: int, response: Response) -> None:
-    """Nobody scores here."""
-
-
-async def on_every_engine(pool, count: int, first_seed: int, ended=ended):
+async def on_every_engine(pool, count: int, first_seed: int):
     """One group per engine: the least-loaded rule deals them out."""
-    groups = await asyncio.gather(
-        *[pool.generate(f"g{first_seed}-{i}", PROMPT, sampling(first_seed), ended) for i in range(count)]
-    )
+    groups = await asyncio.gather(*[group_of(pool, f"g{first_seed}-{i}", first_seed) for i in range(count)])
     return [response for group in groups for response in group]
 
 
 def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop):
     pool, model, count = engines
     assert pool.capacity == 64 * count
-    told = []
-    responses = loop.run(on_every_engine(pool, count, 10, lambda sample, response: told.append((sample, response))))
+    responses = loop.run(on_every_engine(pool, count, 10))
     assert len(responses) == 4 * count
-    assert sorted(sample for sample, _ in told) == sorted([0, 1, 2, 3] * count)
-    assert {id(response) for _, response in told} == {id(response) for response in responses}
     for response in responses:
         length = len(response.token_ids)
         assert length == len(response.rollout_logprobs) > 0
@@ -118,11 +124,11 @@ def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop)
 
 def test_a_seed_gives_the_same_response_on_a_busy_engine_and_alone(engines, loop):
     pool, _, _ = engines
-    alone = loop.run(pool.generate("alone", PROMPT, sampling(500), ended))
+    alone = loop.run(group_of(pool, "alone", 500))
 
     async def busy():
-        others = [pool.generate(f"other{i}", PROMPT, sampling(1000 + 10 * i), ended) for i in range(8)]
-        return (await asyncio.gather(pool.generate("busy", PROMPT, sampling(500), ended), *others))[0]
+        others = [group_of(pool, f"other{i}", 1000 + 10 * i) for i in range(8)]
+        return (await asyncio.gather(group_of(pool, "busy", 500), *others))[0]
 
     again = loop.run(busy())
     for first, second in zip(alone, again, strict=True):
@@ -130,11 +136,10 @@ def test_a_seed_gives_the_same_response_on_a_busy_engine_and_alone(engines, loop
         np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
 
 
-async def when_few_are_left(pool, generating, left: int, then):
-    """What `generating` gives; `then()` runs as soon as at most `left` responses are still running."""
+async def when_few_are_left(pool, generating: Callable[[Callable[[], None]], Any], left: int, then):
+    """What `generating` gives, which reports each end; `then()` runs once at most `left` responses are running."""
     empty, few = pool.room(1), asyncio.Event()
-    pool.notify(lambda: few.set() if pool.room(1) >= empty - left else None)
-    running = asyncio.ensure_future(generating)
+    running = asyncio.ensure_future(generating(lambda: few.set() if pool.room(1) >= empty - left else None))
     await asyncio.wait_for(few.wait(), 60)
     await then()
     return await running
@@ -147,9 +152,10 @@ def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop)
     rooms: list[int] = []
 
     async def two_groups():
-        pool.notify(lambda: rooms.append(pool.room(1)))
         groups = [
-            asyncio.ensure_future(pool.generate(f"room{i}", PROMPT, sampling(2000 + 10 * i, 8, LONG), ended))
+            asyncio.ensure_future(
+                group_of(pool, f"room{i}", 2000 + 10 * i, 8, LONG, lambda: rooms.append(pool.room(1)))
+            )
             for i in range(2)
         ]
         await asyncio.sleep(0)
@@ -157,22 +163,25 @@ def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop)
         return await asyncio.gather(*groups)
 
     assert [len(group) for group in loop.run(two_groups())] == [8, 8]
-    assert rooms == sorted(set(rooms)), "told whenever there is more room, and only then"
+    assert len(rooms) == 16 and rooms == sorted(rooms), "there is more room when a response ends, and never less"
     assert empty - 16 < rooms[0] < empty - 8 and rooms[-1] == empty
-    assert len(rooms) > 4, "responses end one by one"
+    assert len(set(rooms)) > 4, "responses end one by one"
 
 
 def test_an_abort_while_responses_stream_in_returns_all_of_them(engines, loop):
     pool, model, _ = engines
-    empty, asked = pool.room(1), sampling(3000, 16, LONG)
-    group = pool.generate("gone", PROMPT, asked, ended)
+    empty = pool.room(1)
+
+    def group(ended):
+        return group_of(pool, "gone", 3000, 16, LONG, ended)
+
     responses = loop.run(when_few_are_left(pool, group, 15, lambda: pool.abort(["gone"])))
     reasons = [response.finish_reason for response in responses]
     assert len(responses) == 16 and set(reasons) == {"stop", "abort"}
     assert pool.room(1) == empty
     assert all(len(response.token_ids) == len(response.rollout_logprobs) for response in responses)
     assert largest_difference(model, [response for response in responses if len(response.token_ids)]) <= 1e-4
-    whole = loop.run(pool.generate("whole", PROMPT, asked, ended))
+    whole = loop.run(group_of(pool, "whole", 3000, 16, LONG))
     for cut, full in zip(responses, whole, strict=True):  # in the order of the seeds, whatever ended first
         np.testing.assert_array_equal(cut.token_ids, full.token_ids[: len(cut.token_ids)])
 
@@ -182,7 +191,7 @@ def test_an_abort_reaches_requests_that_the_engine_does_not_know_yet(engines, lo
 
     async def at_once():
         keys = [f"early{i}" for i in range(2 * count)]
-        groups = [asyncio.ensure_future(pool.generate(key, PROMPT, sampling(3500, 4, LONG), ended)) for key in keys]
+        groups = [asyncio.ensure_future(group_of(pool, key, 3500, 4, LONG)) for key in keys]
         await asyncio.sleep(0)
         await pool.abort(keys)
         return [group.done() for group in groups], await asyncio.gather(*groups)
@@ -203,11 +212,12 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
         change(parameter, generator, 0.02, 0.0)
     sync = local_sync(pool, model)
 
-    async def on_all():
-        each = [pool.generate(f"flight{i}", PROMPT, sampling(4000 + 100 * i, 32, LONG), ended) for i in range(count)]
-        return await asyncio.gather(*each)
+    async def on_all(ended):
+        return await asyncio.gather(
+            *[group_of(pool, f"flight{i}", 4000 + 100 * i, 32, LONG, ended) for i in range(count)]
+        )
 
-    update = when_few_are_left(pool, on_all(), 24 * count, lambda: sync(VERSION_1))
+    update = when_few_are_left(pool, on_all, 24 * count, lambda: sync(VERSION_1))
     for group in loop.run(update):
         crossed = [response for response in group if len(response.policy_versions) == 2]
         assert len(crossed) >= 8, "the update came when most of the group had ended"
@@ -285,6 +295,6 @@ def test_a_sync_that_fails_midway_is_told_and_nothing_is_served(engines, loop):
 
 async def is_silent(pool, seconds: float) -> bool:
     """Whether the first engine gives no response within `seconds`."""
-    ref = pool._workers[0].generate_alone.remote([(PROMPT, sampling(1, 1, 4))])
+    ref = pool._workers[0].generate_alone.remote([(PROMPT, sampling(1, 4), [1])])
     done, _ = await asyncio.wait([asyncio.ensure_future(asyncio.wrap_future(ref.future()))], timeout=seconds)
     return not done

@@ -199,7 +199,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
 @pytest.mark.timeout(600)
 def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster, tmp_path):
     from dapo.tiny.random_model import make_random_model
-    from tests.workers.test_rollout import PROMPT, change, ended, largest_difference, sampling
+    from tests.workers.test_rollout import change, group_of, largest_difference
     from tests.workers.test_rollout import make_config as engine_config
     from workers.cluster import Placement, engine_args
     from workers.rollout import RolloutPool
@@ -218,7 +218,7 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
                 for parameter in model.parameters():
                     change(parameter, generator, 0.2, 0.05)
                 await local_sync(pool, model, transport, 100_000)(version)
-                responses = await pool.generate(transport, PROMPT, sampling(10), ended)
+                responses = await group_of(pool, transport, 10)
                 assert largest_difference(model, responses) <= 1e-4, transport
                 assert {span.version for response in responses for span in response.policy_versions} == {version}
         finally:

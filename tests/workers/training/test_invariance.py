@@ -72,7 +72,7 @@ def groups(model_dir: Path) -> list[Group]:
             responses.append(_response(model, prompt_ids, ids, truncated, rng))
             reward = float(rng.normal())
             scores.append(Score(accuracy=reward, reward=reward, parts={}, metrics={}, prediction="", failure=""))
-        draw = Draw(index=index, epoch=0, prompt=prompt)
+        draw = Draw(index=index, prompt=prompt)
         made.append(Group(draw=draw, responses=tuple(responses), scores=tuple(scores)))
     return made
 
@@ -95,7 +95,6 @@ def _response(model: Any, prompt: Any, ids: Any, truncated: bool, rng: np.random
         text="",
         finish_reason="length" if truncated else "stop",
         policy_versions=(VersionSpan(version=0, start=0, end=len(ids)),),
-        seconds=0.0,
     )
 
 
