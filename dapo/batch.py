@@ -54,6 +54,14 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
     return [row[: len(group.responses)].tolist() for row, group in zip(advantages, groups, strict=True)]
 
 
+def has_signal(group: Group, cfg: Config) -> bool:
+    """Returns whether overlong filtering leaves a response in the loss that has an advantage other than 0."""
+    if not cfg.reward.overlong_filtering.enable:
+        return True
+    (advantages,) = advantages_of([group], cfg)
+    return any(advantage and not out for advantage, out in zip(advantages, filtered(group, cfg), strict=True))
+
+
 def filtered(group: Group, cfg: Config) -> list[bool]:
     """Says which responses overlong filtering takes out of the loss."""
     enable = cfg.reward.overlong_filtering.enable

@@ -11,10 +11,9 @@ policy version is the number of completed updates; it names checkpoints and labe
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from dapo.batch import build_batch, penalize_kl, reference_batch
+from dapo.batch import build_batch, has_signal, penalize_kl, reference_batch
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
@@ -23,8 +22,8 @@ from dapo.pools import Pools
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.saved import DriverState, write_groups
 from dapo.sampling.stream import GroupStream, sampling_of
+from dapo.saving import Saver
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, Prompt, TrainBatch
 
@@ -50,13 +49,12 @@ class Trainer:
         self._cfg = cfg
         self._pools = pools
         self._held_out = held_out
-        self._store = store
         self._logger = logger
         self._say = say
-        self._saved_version = 0
-        self._buffer = OversamplingBuffer.of(cfg)
+        self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
+        self._saver = Saver(store, pools.actors, self._buffer, hf_export=cfg.checkpoint.hf_export)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
-        self._stream = GroupStream(
+        self.stream = GroupStream(
             self._order,
             self._buffer,
             pools.rollouts,
@@ -77,19 +75,12 @@ class Trainer:
             if self.unsaved:
                 await _finish(self.save())
         finally:
-            await self._stream.close()
-
-    async def __aenter__(self) -> "Trainer":
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        """Ends what still generates; whatever had finished stays in the buffer."""
-        await self._stream.close()
+            await self.stream.close()
 
     async def step(self) -> dict[str, float]:
         """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
         self.clock.lap()
-        collected = await self._stream.collect()
+        collected = await self.stream.collect()
         if self._cfg.algorithm.kl.reward_coeff:
             collected = await self._penalize_kl(collected)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
@@ -142,27 +133,16 @@ class Trainer:
 
     @property
     def unsaved(self) -> bool:
-        """Whether steps were trained, or groups collected, since the last checkpoint."""
-        return self.version > self._saved_version or bool(self._buffer.held())
+        """Whether steps were trained, or groups collected, that no checkpoint holds."""
+        return self._saver.is_behind(self.version)
 
     async def save(self) -> None:
         """Writes a checkpoint of the current version, while generation may go on."""
-        held, state = self._buffer.held(), DriverState(version=self.version, buffer=self._buffer.state())
-        async with self._store.writing(self.version) as directory:
-            await self._pools.actors.save(str(directory / "actor"))
-            if self._cfg.checkpoint.hf_export:
-                await self._pools.actors.export_hf(str(directory / "hf"))
-            await asyncio.to_thread(write_groups, directory, held)
-            state.write(directory)
-        self._saved_version = self.version
+        await self._saver.save(self.version)
 
     async def _resume(self) -> None:
-        directory: Path | None = self._store.latest()
-        if directory is not None:
-            state = DriverState.read(directory)
-            await self._pools.actors.load(str(directory / "actor"))
-            self.version = self._saved_version = state.version
-            self._buffer.restore(state.buffer, await self._stream.rescored(directory), version=self.version)
+        if (found := await self._saver.resume(self._order.draw, self._pools.rewards)) is not None:
+            self.version, directory = found
             self._say(f"resuming from {directory}")
         self._logger.resume(self.version)
         # Always, even at version 0: a broken sync shows before any GPU hour is spent.

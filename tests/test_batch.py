@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.batch import advantages_of, build_batch
+from dapo.batch import advantages_of, build_batch, has_signal
 from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.config.schema import Config
 from dapo.evaluate import summarize
@@ -126,6 +126,28 @@ def test_filtered_responses_stay_in_the_baseline_unless_told_otherwise(in_baseli
         expected += [value for sample, value in enumerate(row) if sample not in CUT[i]]
     assert [s.advantage for s in minibatch] == pytest.approx(expected)
     assert (minibatch[0].advantage == 0.0) is not in_baseline  # one of two is left: nothing to compare it with
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "cut", "in_baseline", "expected"),
+    [
+        pytest.param([1.0, 0.0], [], True, True, id="none truncated"),
+        pytest.param([1.0, 0.0], [0, 1], True, False, id="all truncated"),
+        pytest.param([1.0, 0.0], [1], True, True, id="one is left, with its advantage over the other"),
+        pytest.param([1.0, 0.0], [1], False, False, id="one is left, alone in its baseline"),
+        pytest.param([1.0, 1.0, 0.0], [2], True, True, id="equal ones are left, above the baseline"),
+        pytest.param([1.0, 1.0, 0.0], [2], False, False, id="equal ones are left"),
+        pytest.param([1.0, 0.0, 0.0], [2], False, True, id="different ones are left"),
+        pytest.param([1.0, 0.0, 0.5], [0, 1], True, False, id="the one that is left is the mean"),
+    ],
+)
+def test_a_group_has_a_signal_when_a_response_in_the_loss_has_an_advantage(accuracies, cut, in_baseline, expected):
+    group, cfg = truncated(make_group(0, accuracies), *cut), filtering(in_baseline=in_baseline)
+    assert has_signal(group, cfg) == expected
+    sequences = build_batch([group], cfg, version=0).minibatches[0]
+    assert any(sequence.advantage for sequence in sequences) == expected
+    cfg.reward.overlong_filtering.enable = False
+    assert has_signal(group, cfg)
 
 
 def test_in_baseline_means_nothing_without_filtering():

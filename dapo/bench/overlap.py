@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from copy import deepcopy
 from pathlib import Path
 
@@ -57,7 +58,8 @@ async def one_round(
     store = CheckpointStore(directory / "checkpoints", keep=1)
     trainer = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     groups, began, records = 0.0, 0.0, []
-    async with trainer:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(trainer.stream.close)
         await pools.sync_weights(0)
         for step in range(steps + WARM_UP):
             if step == WARM_UP:

@@ -7,7 +7,7 @@ what to change.
 import math
 from collections import Counter
 
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE
 from dapo.types import Group
 
 REMEDIES = {
@@ -15,6 +15,8 @@ REMEDIES = {
     ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
     "responses by hand, take easier prompts or a stronger model",
     UNSCORABLE: "the reward function gives no verdict: look at its errors and at `filter_groups.min_scored`",
+    OVERLONG: "what tells right from wrong is truncated and out of the loss: raise `data.max_response_length`, or set "
+    "`reward.overlong_filtering.enable=false`",
 }
 BINS = 4  # of pass rates strictly between 0 and 1
 
@@ -40,6 +42,7 @@ class Budget:
         self.drawn = 0
         self.stale = stale
         self._outcomes: Counter[str] = Counter()
+        self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
 
     @property
@@ -57,9 +60,10 @@ class Budget:
             return usable
         raise BudgetExhausted(self._explain(usable=usable, wanted=wanted))
 
-    def add(self, group: Group, outcome: str) -> None:
-        """A scored group."""
+    def add(self, group: Group, outcome: str, fate: str) -> None:
+        """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""
         self._outcomes[outcome] += 1
+        self._fates[fate] += 1
         if accuracies := group.accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
 
@@ -67,7 +71,7 @@ class Budget:
         scored = max(1, self._outcomes.total())
         names = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
         shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in names)
-        most = max(REMEDIES, key=lambda name: self._outcomes[name])
+        most = max(REMEDIES, key=lambda name: self._fates[name])
         return (
             f"{self.drawn} draws for one update, and {usable} of the {wanted} usable groups that it needs: {shares}, "
             f"stale {self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"

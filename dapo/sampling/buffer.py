@@ -9,13 +9,13 @@ draw is stands in `dapo.sampling.draws` alone; how many draws to start is a ques
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.demand import Supply, UsableRate
-from dapo.sampling.draws import STALE, SURPLUS, BufferState, Draws, State
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, classify
+from dapo.sampling.draws import STALE, SURPLUS, TRAINED, BufferState, Draws, State
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classify
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
@@ -45,12 +45,14 @@ class OversamplingBuffer:
         on_budget: str = "fail",
         max_staleness: int = 0,
         total_steps: int = 0,
+        has_signal: Callable[[Group], bool] = lambda group: True,
     ) -> None:
         """max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or `train_partial` with
         what there is. filter_groups false keeps every group that can be scored. total_steps: updates of the run, for
-        which alone is generated ahead; 0 = no end."""
+        which alone is generated ahead; 0 = no end. has_signal: whether a mixed group leaves something to train on."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
+        self._filter, self._has_signal = filter_groups, has_signal
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
         self._min_scored = min_scored
         self._in_order = admission == DRAW_ORDER
@@ -69,8 +71,8 @@ class OversamplingBuffer:
         self._why_back = SURPLUS if max_staleness == 0 else STALE
 
     @classmethod
-    def of(cls, cfg: Config) -> "OversamplingBuffer":
-        """From `data` and `filter_groups`."""
+    def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
+        """Makes one from `data` and `filter_groups`."""
         filtering = cfg.filter_groups
         return cls(
             train_batch_size=cfg.data.train_batch_size,
@@ -82,6 +84,7 @@ class OversamplingBuffer:
             on_budget=filtering.on_budget,
             max_staleness=filtering.max_staleness,
             total_steps=cfg.trainer.total_steps,
+            has_signal=has_signal,
         )
 
     def serving(self, version: int) -> None:
@@ -99,7 +102,7 @@ class OversamplingBuffer:
     @property
     def in_flight(self) -> int:
         """Draws started and not scored."""
-        return self.draws.in_flight
+        return self.draws.counts[State.IN_GENERATION] + self.draws.counts[State.IN_REWARD]
 
     def take(self, room: int | None = None) -> list[int]:
         """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
@@ -139,19 +142,23 @@ class OversamplingBuffer:
         """Takes the scored group of a draw that `take` gave out; ignores one that went back to the stream."""
         if not self._runs(group.draw.index):
             return
-        outcome = self._keep(group)
-        self._budget.add(group, outcome)
-        self.rate.observe(outcome in self._usable)
+        outcome, fate = self._keep(group)
+        self._budget.add(group, outcome, fate)
+        self.rate.observe(fate == TRAINED)
         self._advance()
 
     def _runs(self, index: int) -> bool:
         draw = self.draws.live.get(index)
         return draw is not None and draw.state in (State.IN_GENERATION, State.IN_REWARD)
 
-    def _keep(self, group: Group) -> str:
+    def _keep(self, group: Group) -> tuple[str, str]:
+        """Returns the outcome, by accuracy (Eq. 11), and what will become of the group in an update."""
         outcome = classify(group, self._min_scored)
-        self.draws.scored(group, outcome, usable=outcome in self._usable)
-        return outcome
+        fate = TRAINED if outcome in self._usable else outcome
+        if self._filter and fate == TRAINED and not self._has_signal(group):
+            fate = OVERLONG
+        self.draws.scored(group, outcome, fate)
+        return outcome, fate
 
     def _advance(self) -> None:
         """Moves the frontier over what is scored, at most to the end of a batch."""
@@ -159,7 +166,7 @@ class OversamplingBuffer:
             draw = self.draws.live.get(self._frontier)
             if draw is None or draw.state is not State.BUFFERED:
                 return
-            self._ready += draw.usable
+            self._ready += draw.fate == TRAINED
             self._frontier += 1
 
     @property
@@ -177,10 +184,10 @@ class OversamplingBuffer:
         self._update += 1
         used = self.draws.train(self._used_up())
         late = {index: self.draws.live[index] for index in self._late()}
-        drawn = [(draw.group, draw.usable) for draw in used if draw.group is not None]
+        drawn = [(draw.group, draw.fate) for draw in used if draw.group is not None]
         collected = Collected(
             drawn=tuple(group for group, _ in drawn),
-            groups=tuple(group for group, usable in drawn if usable),
+            groups=tuple(group for group, fate in drawn if fate == TRAINED),
             outcomes=Counter(draw.outcome for draw in used),
             returned=tuple(late),
             unfinished=frozenset(index for index, draw in late.items() if draw.state is State.IN_GENERATION),
@@ -203,7 +210,7 @@ class OversamplingBuffer:
         scored = self.draws.at(State.BUFFERED)
         if self._in_order:
             return sorted(index for index in scored if index < self._frontier)
-        usable = [index for index in scored if self.draws.live[index].usable]
+        usable = [index for index in scored if self.draws.live[index].fate == TRAINED]
         return sorted(set(scored) - set(usable[self._wanted :]))
 
     def _late(self) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any
 
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, UNSCORABLE
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, OVERLONG, UNSCORABLE
 from dapo.types import Group
 
 
@@ -29,7 +29,7 @@ class State(StrEnum):
 
 
 TRAINED = "trained"
-DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE)
+DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE, OVERLONG)
 SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
 STALE = "stale"  # too old for the next update
 STOPPED = "stopped"  # between generation and verdict when the run stopped
@@ -39,14 +39,14 @@ LOST = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the s
 @dataclass(slots=True)
 class LiveDraw:
     """A draw that has not ended. started: policy version at its last start. tokens: of all its responses, once they are
-    there. group, outcome, usable: once it has its scores."""
+    there. group, outcome, fate: once it has its scores; how it will end if an update uses it up."""
 
     started: int
     state: State
     tokens: int = 0
     group: Group | None = None
     outcome: str = ""
-    usable: bool = False
+    fate: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,19 +92,9 @@ class Draws:
         return self.counts.total()
 
     @property
-    def in_flight(self) -> int:
-        """Draws started and not scored."""
-        return self.counts[State.IN_GENERATION] + self.counts[State.IN_REWARD]
-
-    @property
     def generated_tokens(self) -> int:
         """Tokens of every response that has ended."""
         return self.tokens.total() + sum(draw.tokens for draw in self.live.values())
-
-    @property
-    def lost_tokens(self) -> int:
-        """Tokens of draws that went back to the stream."""
-        return sum(self.tokens[reason] for reason in LOST)
 
     def at(self, *states: State) -> list[int]:
         """Returns the draws in these states."""
@@ -138,10 +128,10 @@ class Draws:
         self._move(index, State.IN_REWARD, State.IN_GENERATION)
         self.live[index].tokens = tokens
 
-    def scored(self, group: Group, outcome: str, *, usable: bool) -> None:
-        """Keeps the group of a draw, from now on the last in the order of verdicts."""
+    def scored(self, group: Group, outcome: str, fate: str) -> None:
+        """Keeps the group of a draw, from now on the last in the order of verdicts. fate: TRAINED or one of DROPPED."""
         draw = self.live[group.draw.index] = self.live.pop(group.draw.index)
-        draw.group, draw.outcome, draw.usable = group, outcome, usable
+        draw.group, draw.outcome, draw.fate = group, outcome, fate
         self._move(group.draw.index, State.BUFFERED, State.IN_REWARD)
 
     def train(self, indices: Iterable[int]) -> list[LiveDraw]:
@@ -152,10 +142,9 @@ class Draws:
         """Ends the draws that the update used up."""
         for index in self.at(State.TRAINING):
             draw = self.live.pop(index)
-            fate = TRAINED if draw.usable else draw.outcome
             self.counts[State.TRAINING] -= 1
-            self.counts[fate] += 1
-            self.tokens[fate] += draw.tokens
+            self.counts[draw.fate] += 1
+            self.tokens[draw.fate] += draw.tokens
 
     def send_back(self, indices: Iterable[int], reason: str) -> None:
         """Lets draws start again; the tokens of their groups are lost for `reason`."""
@@ -201,7 +190,7 @@ class Draws:
     def _move(self, index: int, to: State, *allowed: State) -> LiveDraw:
         draw = self.live[index]
         assert draw.state in allowed, f"draw {index}: {draw.state} -> {to}"
-        self.usable += draw.usable * ((to is State.BUFFERED) - (draw.state is State.BUFFERED))
+        self.usable += (draw.fate == TRAINED) * ((to is State.BUFFERED) - (draw.state is State.BUFFERED))
         self.counts[draw.state] -= 1
         self.counts[to] += 1
         draw.state = to

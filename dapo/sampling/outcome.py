@@ -6,6 +6,7 @@ MIXED = "mixed"
 ALL_CORRECT = "all_correct"
 ALL_WRONG = "all_wrong"
 UNSCORABLE = "unscorable"
+OVERLONG = "overlong"  # a mixed group of which overlong filtering leaves nothing to train on: a reason to drop it
 
 
 def classify(group: Group, min_scored: int = 2) -> str:

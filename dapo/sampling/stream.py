@@ -23,14 +23,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from dapo.clock import PhaseClock
 from dapo.config.schema import EvalConfig, RolloutConfig
 from dapo.data.prompts import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.saved import read_groups
 from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score
 
 CLOSE_GRACE_S = 5.0
@@ -138,18 +136,6 @@ class GroupStream:
             return await self._abort(self.buffer.close())
         finally:
             full.cancel()
-
-    async def rescored(self, checkpoint: Path) -> list[tuple[Group, int]]:
-        """The groups of a checkpoint, scored anew: verdicts are cheap, and the old ones may be why the run stopped."""
-
-        async def score(group: Group) -> Group:
-            prompt, responses = group.draw.prompt, enumerate(group.responses)
-            scores = await asyncio.gather(*[self._rewards.score(prompt, k, response) for k, response in responses])
-            return replace(group, scores=tuple(scores))
-
-        held = read_groups(checkpoint, self._order.draw)
-        groups = await asyncio.gather(*[score(group) for group, _ in held])
-        return [(group, started) for group, (_, started) in zip(groups, held, strict=True)]
 
     async def close(self) -> None:
         """Ends the pump and what is in flight; the buffer keeps what had finished.

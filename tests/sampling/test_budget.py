@@ -7,7 +7,7 @@ import pytest
 
 from dapo.sampling.budget import REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE, classify
 from tests.support.fakes import make_group
 
 NAN = math.nan
@@ -19,7 +19,7 @@ def budget_of(*groups: list[float], drawn: int = 0, **options) -> Budget:
     budget.drawn = drawn or len(groups)
     for index, accuracies in enumerate(groups):
         group = make_group(index, accuracies)
-        budget.add(group, classify(group))
+        budget.add(group, classify(group), classify(group))
     return budget
 
 
@@ -96,6 +96,15 @@ def test_the_remedy_is_that_of_the_largest_share(groups, reason):
     assert [name for name, remedy in REMEDIES.items() if remedy in message] == [reason]
     for key in ("filter_groups.max_num_gen_batches", "data.train_batch_size", "filter_groups.on_budget=train_partial"):
         assert key in message
+
+
+def test_groups_that_overlong_filtering_empties_count_as_mixed_and_have_a_remedy_of_their_own():
+    budget = budget_of(right(16), right(16))
+    for index in range(3):
+        budget.add(make_group(index, right(8)), MIXED, OVERLONG)
+    message = message_of(budget, usable=0, wanted=16)
+    assert share(message, "mixed") == 60 and share(message, "all correct") == 40
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [OVERLONG]
 
 
 def test_without_a_scored_group_there_are_rates_all_the_same():

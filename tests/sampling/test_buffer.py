@@ -207,3 +207,33 @@ def test_nothing_is_generated_for_updates_after_the_last():
         buffer.trained()
         counts.append((len(taken), len(buffer.take())))
     assert counts == [(8, 0), (0, 0)]
+
+
+def test_a_mixed_group_that_leaves_nothing_to_train_on_is_replaced_and_reported_as_mixed():
+    buffer = make_buffer(batch=2, max_in_flight=4, has_signal=lambda group: group.draw.index != 1)
+    buffer.open()
+    for index in buffer.take():
+        finish(buffer, index, [1.0, 0.0])
+    collected = buffer.close()
+    assert [group.draw.index for group in collected.groups] == [0, 2]
+    assert [group.draw.index for group in collected.drawn] == [0, 1, 2] and collected.outcomes == {MIXED: 3}
+    assert buffer.rate.state() == [0.5 * (0.5 + 2), 0.5 * (1 + 3)]
+    buffer.trained()
+    metrics = buffer.metrics()
+    assert (metrics["ledger/draws_trained"], metrics["ledger/draws_overlong"]) == (2, 1)
+    assert metrics["ledger/dropped_overlong"] > 0
+
+
+def test_without_filter_a_group_without_signal_is_trained_on():
+    buffer = make_buffer(batch=2, filter_groups=False, has_signal=lambda group: False)
+    buffer.open()
+    for index in buffer.take():
+        finish(buffer, index, [1.0, 0.0])
+    assert len(buffer.close().groups) == 2
+
+
+def test_a_budget_that_overlong_filtering_spent_says_so():
+    buffer = make_buffer(batch=2, max_in_flight=4, max_draws=4, has_signal=lambda group: False)
+    with pytest.raises(BudgetExhausted, match="mixed 75%, all correct 25%") as error:
+        draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index else [1.0, 1.0])
+    assert "data.max_response_length" in str(error.value) and "too easy" not in str(error.value)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from dapo.sampling.draws import DROPPED, LOST, STALE, STOPPED, SURPLUS, TRAINED, BufferState, Draws, State
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.outcome import MIXED
 from tests.support.fakes import make_group
 
 ENDED = "ended"
@@ -15,7 +15,7 @@ TOKENS = make_group(0, [1.0, 0.0]).num_tokens
 
 
 def score(draws: Draws, index: int, outcome: str = MIXED) -> None:
-    draws.scored(make_group(index, [1.0, 0.0]), outcome, usable=outcome == MIXED)
+    draws.scored(make_group(index, [1.0, 0.0]), outcome, TRAINED if outcome == MIXED else outcome)
 
 
 ACTIONS = {
@@ -97,13 +97,12 @@ def test_tokens_follow_their_draw(state, action, tokens):
     draws = table_at(state)
     ACTIONS[action](draws)
     assert +draws.tokens == tokens and draws.generated_tokens == TOKENS
-    assert draws.lost_tokens == tokens.get(STALE, 0)
 
 
 def test_a_draw_without_all_responses_has_no_tokens_to_lose():
     draws = table_at(State.IN_GENERATION)
     draws.send_back([0], SURPLUS)
-    assert draws.generated_tokens == draws.lost_tokens == 0
+    assert draws.generated_tokens == draws.tokens.total() == 0
 
 
 @pytest.mark.parametrize("outcome", [MIXED, *DROPPED])
@@ -176,7 +175,7 @@ def restored(draws: Draws) -> Draws:
     state = BufferState.parse(json.loads(json.dumps(asdict(draws.state([1.0, 2.0])))))
     again.restore(state, draws.held())
     for group, _ in draws.held():
-        again.scored(group, MIXED, usable=True)
+        again.scored(group, MIXED, TRAINED)
     return again
 
 
@@ -210,7 +209,7 @@ def test_the_shares_of_all_generated_tokens_sum_to_one(settle):
         draws.generated(index, tokens)
         if end < 0.2 and not settle:
             continue
-        score(draws, index, rng.choice([ALL_CORRECT, ALL_WRONG, UNSCORABLE]) if end < 0.6 else MIXED)
+        score(draws, index, rng.choice(DROPPED) if end < 0.6 else MIXED)
         if end < 0.4:
             draws.send_back([index], rng.choice(LOST))
         elif end < 0.9 or settle:
@@ -219,7 +218,7 @@ def test_the_shares_of_all_generated_tokens_sum_to_one(settle):
     metrics = draws.metrics()
     shares = {name: value for name, value in metrics.items() if "goodput" in name or "dropped_" in name}
     shares |= {name: value for name, value in metrics.items() if "wasted_" in name}
-    assert len(shares) == 7 and all(value > 0 for name, value in shares.items())
+    assert len(shares) == 8 and all(value > 0 for name, value in shares.items())
     waiting = sum(draw.tokens for draw in draws.live.values()) / metrics["ledger/tokens_generated"]
     assert sum(shares.values()) + waiting == pytest.approx(1.0)
     assert (waiting == 0) == settle

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -134,8 +135,8 @@ def tiny_config(**trainer) -> Config:
     return cfg
 
 
-def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None):
-    rollouts, actors = FakeRollouts(), FakeActors()
+def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None):
+    rollouts, actors = rollouts or FakeRollouts(), FakeActors()
     tmp_path.mkdir(exist_ok=True)
 
     async def sync(version: int) -> None:
@@ -148,6 +149,28 @@ def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None):
     logger = MetricsLogger(tmp_path, tensorboard=False)
     trainer = Trainer(cfg, pools, PROMPTS, PROMPTS[:5], store, logger, say=lambda line: None)
     return trainer, actors
+
+
+class CutOffRollouts(FakeRollouts):
+    """Every response of an odd draw runs into the cap."""
+
+    async def generate(self, key, prompt, sampling, seeds):
+        reason = "length" if int(key.partition("-d")[2]) % 2 else "stop"
+        async for sample, response in super().generate(key, prompt, sampling, seeds):
+            yield sample, replace(response, finish_reason=reason)
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_a_group_that_overlong_filtering_empties_takes_no_place_in_the_batch(tmp_path, enable):
+    cfg = tiny_config(total_steps=3)
+    cfg.reward.overlong_filtering.enable = enable
+    cfg.eval.every, cfg.eval.before_train, cfg.eval.after_train = 0, False, False
+    trainer, actors = make_trainer(tmp_path, cfg, rollouts=CutOffRollouts())
+    asyncio.run(trainer.run())
+    sizes = [sum(len(minibatch) for minibatch in batch.minibatches) for batch in actors.batches]
+    assert sizes == [cfg.data.train_batch_size * cfg.rollout.n] * 3
+    trained = [line["buffer/mixed"] - line["buffer/trained"] for line in lines(tmp_path)]
+    assert (sum(trained) > 0) == enable
 
 
 def lines(tmp_path) -> list[dict]:

@@ -228,7 +228,7 @@ class World:
         assert {index: draw.state for index, draw in draws.live.items()} == places
         assert {index: draw.tokens for index, draw in draws.live.items()} == {i: self.size.get(i, 0) for i in places}
         assert +draws.counts == Counter(places.values()) + Counter(ended.values())
-        assert draws.drawn == len(self.where) and draws.in_flight == len(self.at(IN_GENERATION, IN_REWARD))
+        assert draws.drawn == len(self.where) and self.buffer.in_flight == len(self.at(IN_GENERATION, IN_REWARD))
         tokens = Counter(self.lost)
         for index, fate in ended.items():
             tokens[fate] += self.size[index]
