@@ -1,4 +1,4 @@
-"""What the algorithm needs of the compute: three protocols and one callable (DESIGN section 1).
+"""What the algorithm needs of the compute: three protocols and one callable.
 
 `workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
 """

@@ -52,7 +52,7 @@ class OversamplingBuffer:
         which alone is generated ahead; 0 = no end. has_signal: whether a mixed group leaves something to train on."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
-        self._filter, self._has_signal = filter_groups, has_signal
+        self._has_signal = has_signal if filter_groups else lambda group: True
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
         self._min_scored = min_scored
         self._in_order = admission == DRAW_ORDER
@@ -155,7 +155,7 @@ class OversamplingBuffer:
         """Returns the outcome, by accuracy (Eq. 11), and what will become of the group in an update."""
         outcome = classify(group, self._min_scored)
         fate = TRAINED if outcome in self._usable else outcome
-        if self._filter and fate == TRAINED and not self._has_signal(group):
+        if fate == TRAINED and not self._has_signal(group):
             fate = OVERLONG
         self.draws.scored(group, outcome, fate)
         return outcome, fate

@@ -93,7 +93,7 @@ class Draws:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of every response that has ended."""
+        """Tokens of every group that was generated to its end or cut off."""
         return self.tokens.total() + sum(draw.tokens for draw in self.live.values())
 
     def at(self, *states: State) -> list[int]:
@@ -115,12 +115,8 @@ class Draws:
         """Starts the next draws at policy `version`: the lowest of those that went back, then new ones."""
         waiting = sorted(self.at(State.TO_RETRY))[:count] if self.counts[State.TO_RETRY] else []
         new = range(self.drawn, self.drawn + count - len(waiting))
-        for index in waiting:
-            self._move(index, State.IN_GENERATION, State.TO_RETRY)
-            self.live[index].started = version
-        for index in new:
-            self.live[index] = LiveDraw(version, State.IN_GENERATION)
-        self.counts[State.IN_GENERATION] += len(new)
+        self.live |= {index: LiveDraw(version, State.IN_GENERATION) for index in (*waiting, *new)}
+        self.counts.update({State.TO_RETRY: -len(waiting), State.IN_GENERATION: count})
         return [*waiting, *new]
 
     def generated(self, index: int, tokens: int) -> None:

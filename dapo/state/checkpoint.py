@@ -1,4 +1,4 @@
-"""Checkpoints: one directory per step, complete or not there at all (DESIGN section 9).
+"""Checkpoints: one directory per step, complete or not there at all.
 
 In: a step and whatever the caller and the actors write into the directory they are given. Out: the newest directory
 whose every byte is as written. A step is written beside its place, hashed into `manifest.json`, renamed, and only then

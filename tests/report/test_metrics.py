@@ -10,7 +10,7 @@ import pytest
 
 from dapo.batch import build_batch
 from dapo.config.schema import Config
-from dapo.report.metrics import step_metrics
+from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import classify
 from dapo.types import Collected, Cut, Group, Response, Score, VersionSpan
@@ -213,3 +213,19 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     assert math.isnan(metrics["batch/reward_mean"]) is unscorable
     assert math.isnan(metrics["batch/advantage_mean"])
     assert metrics["batch/filtered"] == 1.0 and metrics["rollout/truncated"] == 1.0
+
+
+@pytest.mark.parametrize("prediction", ["", "7"])
+def test_a_sample_shows_what_was_asked_answered_and_read(prediction):
+    group = make_group(4, [1.0, 0.0])
+    response = dataclasses.replace(group.responses[0], text="so ``` it is 7" + "!" * 3000)
+    score = dataclasses.replace(group.scores[0], prediction=prediction)
+    group = dataclasses.replace(group, responses=(response, group.responses[1]), scores=(score, group.scores[1]))
+    others = [make_group(index, [1.0, 0.0]) for index in range(4)]
+    groups = (*others, group)
+    collected = Collected(drawn=groups, groups=groups, outcomes=Counter(), returned=(), unfinished=frozenset())
+    text = sample_text(collected, 9)
+    assert text.startswith("**prompt**\n```\n4\n```") and text.count("```") == 4 and "!" * 1000 in text
+    assert len(text) < 2300
+    read = " · **read as** 7" if prediction else ""
+    assert text.endswith(f"**accuracy** 1 · **reward** 1 · **truth** 4{read}")

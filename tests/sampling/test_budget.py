@@ -1,4 +1,4 @@
-"""The error of a spent budget: rates, histogram, remedy and share of stale draws (DESIGN section 4)."""
+"""The error of a spent budget: rates, histogram, remedy and share of stale draws."""
 
 import math
 import re
