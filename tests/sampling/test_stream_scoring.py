@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from dapo.clock import PhaseClock
+from dapo.evaluate import evaluate
 from dapo.sampling.stream import scored_group
 from dapo.types import Cut, Draw
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
@@ -75,6 +76,17 @@ def test_a_group_that_is_not_wanted_leaves_no_verdict_running():
         return await group_of(rollouts, BrokenRewards(silent=[1]), lambda: False)
 
     assert isinstance(run(body()), Cut)
+
+
+def test_an_evaluated_group_that_an_engine_ends_unasked_is_an_error_and_no_metric():
+    async def body():
+        rollouts = FakeRollouts()
+        rollouts._stop.add("eval-3")
+        held_out = [make_prompt(number) for number in range(5)]
+        await evaluate(held_out, rollouts, FakeRewards(some_mixed), SETTINGS, seed=0, clock=PhaseClock())
+
+    with pytest.raises(RuntimeError, match="group eval-3 unasked"):
+        asyncio.run(body())
 
 
 def test_no_batch_is_handed_out_when_known_answers_fail():
