@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import psutil
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from dapo.state.checkpoint import CheckpointStore
+from dapo.state.run_dir import claim_output_dir
 
 STOP_S = 60  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
 START_S = 240
@@ -94,13 +97,15 @@ class Runs:
 
     def train(self, cfg: Config) -> Path:
         """Returns the directory of the run. Raises what the program ends with as a message."""
-        from dapo.main_ppo import build_rollouts, engine_needs, train
+        from dapo.run import build_rollouts, engine_needs, train
 
         async def whole() -> None:
             needs = repr(engine_needs(cfg))
             if needs not in self._engines:
                 self._engines[needs] = await self._stop.enter_async_context(build_rollouts(cfg))
-            await train(cfg, self._engines[needs])
+            with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+                store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
+                await train(cfg, run_dir, store, self._engines[needs])
 
         self._loop.run(whole())
         return Path(cfg.trainer.output_dir)
