@@ -19,8 +19,9 @@ from dapo.ablation import __main__ as ablation
 from dapo.ablation.__main__ import chosen_rungs, ladder_runs, parse
 from dapo.ablation.report import table, write_report
 from dapo.ablation.results import RUNGS, T_975, Curve, estimate, read_ladder, read_run, run_folder
-from dapo.config.compose import experiments
+from dapo.config.compose import compose, experiments
 from dapo.config.paths import resolve_path
+from tests.support.runs import Runs, metrics
 
 
 def write_run(out: Path, rung: str, seed: int, accuracies: list[float | None], total_steps: int | None = None) -> None:
@@ -266,16 +267,10 @@ def run_program(module: str, arguments: list[str], log: Path) -> tuple[str, dict
     return log.read_text(), seen
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on timing."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(("perf/", "ledger/"))} for line in lines]
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_two_rungs_on_one_engine(tmp_path: Path, overrides: list[str]) -> None:
-    """The second run equals, in every metric, the same run on an engine of its own; done again, nothing starts."""
+def test_two_rungs_on_one_engine(runs: Runs, tmp_path: Path, overrides: list[str]) -> None:
+    """The second run equals, in every metric, the same run on another engine; done again, nothing starts."""
     arguments = ["--seeds", "1", "--rungs", "grpo", "overlong_filtering", "--out", str(tmp_path / "out"), *overrides]
     output, seen = run_program("dapo.ablation", arguments, tmp_path / "ladder.log")
     assert "rung 1/2 grpo · seed 1 · run 1/2" in output and "rung 2/2 overlong_filtering · seed 1 · run 2/2" in output
@@ -289,9 +284,8 @@ def test_two_rungs_on_one_engine(tmp_path: Path, overrides: list[str]) -> None:
         assert first[1][name] == second[1][name], name
     assert second[1]["parity/max_abs_logprob_diff"] <= 1e-4
 
-    alone = tmp_path / "alone"
-    own = ["+experiment=ablation/overlong_filtering", "trainer.seed=1", f"trainer.output_dir={alone}", *overrides]
-    run_program("dapo.main_ppo", own, tmp_path / "alone.log")
+    own = [*overrides, "trainer.seed=1", f"trainer.output_dir={tmp_path / 'alone'}"]
+    alone = runs.train(compose(own, "ablation/overlong_filtering"))
     assert metrics(alone) == second
 
     again, seen = run_program("dapo.ablation", arguments, tmp_path / "again.log")

@@ -89,7 +89,8 @@ class Runs:
     def __init__(self) -> None:
         self._loop = asyncio.Runner()  # engines live in one event loop
         self._stop = AsyncExitStack()
-        self._engines: dict[str, Any] = {}  # by what they were started with
+        self._engines: Any = None
+        self._needs: dict[str, Any] = {}  # what they were started with
 
     def small(self, output_dir: Path, *overrides: str) -> Path:
         """The run that the program makes of `command`, without evaluation."""
@@ -100,12 +101,12 @@ class Runs:
         from dapo.run import build_rollouts, engine_needs, train
 
         async def whole() -> None:
-            needs = repr(engine_needs(cfg))
-            if needs not in self._engines:
-                self._engines[needs] = await self._stop.enter_async_context(build_rollouts(cfg))
+            if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte
+                await self._stop.aclose()
+                self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
             with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
                 store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
-                await train(cfg, run_dir, store, self._engines[needs])
+                await train(cfg, run_dir, store, self._engines)
 
         self._loop.run(whole())
         return Path(cfg.trainer.output_dir)
