@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from dapo.config.schema import LR_SCHEDULERS, Config
+from dapo.config.actor import LR_SCHEDULERS
+from dapo.config.schema import Config
 from dapo.derived import optimizer_steps
 from dapo.schedule import learning_rates
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from dapo.config.schema import WeightSyncConfig
+from dapo.config.actor import WeightSyncConfig
 from workers.remote import RemoteError, together
 from workers.weights.bucket import Bucket, Endpoint
 

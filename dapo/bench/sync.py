@@ -18,8 +18,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from dapo.config.actor import TRANSPORTS
 from dapo.config.checks import validate
-from dapo.config.schema import TRANSPORTS, Config
+from dapo.config.schema import Config
 from dapo.derived import resolve_transport
 from dapo.tiny.random_model import make_random_model
 from workers.actor import ActorPool

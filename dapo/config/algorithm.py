@@ -1,9 +1,11 @@
-"""Typed configuration of the objective: the section `algorithm` of `dapo.config`, and the choices it offers.
+"""The section `algorithm` of the configuration: advantage, loss, KL penalty, correction for older policies.
 
-Every default is the paper's (arXiv 2503.14476); what the paper does without is off. This module imports no torch.
+Every default is the paper's (arXiv 2503.14476); what the paper does without is off.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from dapo.config.fields import at_least, key, one_of, positive, section, share
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -16,67 +18,130 @@ POLICY_LOSSES = ("clip", "gspo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTION_MODES = ("none", "truncate", "mask")
 CORRECTION_LEVELS = ("token", "sequence")
+ACTOR = "actor_rollout_ref.actor"  # of verl's names
 
 
 @dataclass(slots=True)
 class AdvantageConfig:
-    """normalize_by_std: divide by the group's standard deviation (Eq. 9); false is Dr. GRPO.
+    """Group-relative advantages (Eq. 9) compare a response with the others of its prompt."""
 
-    whiten: scale the advantages of the whole batch, whose mean is 0, to standard deviation 1 (ddof 0).
-    """
-
-    normalize_by_std: bool = True
-    whiten: bool = False
+    normalize_by_std: bool = key(
+        True,
+        "divide by the standard deviation of the group (Eq. 9); false is Dr. GRPO",
+        verl="algorithm.norm_adv_by_std_in_grpo",
+        trl="scale_rewards",
+    )
+    whiten: bool = key(
+        False, "scale the advantages of the whole batch, whose mean is 0, to standard deviation 1 (ddof 0)"
+    )
 
 
 @dataclass(slots=True)
 class KLConfig:
-    """A penalty on the distance to the reference policy, the model of `model.path`; it is loaded only if one of the
-    coefficients is not 0, and only one may be. estimator: one of `KL_ESTIMATORS`.
+    """A penalty holds the policy near the reference, the model of `model.path`, which is loaded only if one of the
+    coefficients is not 0; only one may be."""
 
-    loss_coeff: factor of the term in the loss. reward_coeff: factor of what is taken off a response's reward, the sum
-    over its tokens, before advantages are computed.
-    """
-
-    estimator: str = "k3"
-    loss_coeff: float = 0.0
-    reward_coeff: float = 0.0
+    estimator: str = one_of(
+        KL_ESTIMATORS,
+        "k3",
+        "estimator of the distance per token: log-ratio, half its square, or ratio - 1 - log-ratio",
+        verl=f"{ACTOR}.kl_loss_type, algorithm.kl_penalty",
+    )
+    loss_coeff: float = at_least(
+        0, 0.0, "factor of the distance as a term of the loss", verl=f"{ACTOR}.kl_loss_coef", trl="beta"
+    )
+    reward_coeff: float = at_least(
+        0,
+        0.0,
+        "factor of the distance, summed over a response's tokens, that is taken off its reward before advantages are "
+        "computed",
+        verl="algorithm.kl_ctrl.kl_coef",
+    )
 
 
 @dataclass(slots=True)
 class RolloutCorrectionConfig:
-    """For tokens sampled by another policy than the one that trains: each token's loss times a detached weight made of
-    exp(old - rollout log-probability), per token or over the whole response (`level`).
+    """Where another policy sampled a token than the one that trains, a detached weight made of
+    exp(old - rollout log-probability) corrects its loss."""
 
-    mode: `none`; `truncate` caps the weight at `upper` (truncated importance sampling); `mask` gives 0 to a weight
-    outside [lower, upper]. use_rollout_logprobs: take the engine's log-probabilities for the old ones instead of
-    recomputing them; then there is nothing to correct, mode must be none, and of several mini-batches only the first is
-    compared with the engines before it trains. max_mean_stale_logprob_diff: bound on the mean of |log-probability of
-    the actors - of the engines| over tokens of older policies, in nats; above it the run stops. For tokens of the
-    current policy, see `weight_sync.max_mean_logprob_diff`.
-    """
-
-    mode: str = "none"
-    level: str = "token"
-    upper: float = 2.0
-    lower: float = 0.5
-    use_rollout_logprobs: bool = False
-    max_mean_stale_logprob_diff: float = 0.5
+    mode: str = one_of(
+        CORRECTION_MODES,
+        "none",
+        "`truncate` caps the weight at `upper` (truncated importance sampling), `mask` gives 0 to a weight outside "
+        "[`lower`, `upper`]",
+        verl="algorithm.rollout_correction",
+        trl="vllm_importance_sampling_mode",
+    )
+    level: str = one_of(
+        CORRECTION_LEVELS,
+        "token",
+        "one weight per token, or the product over the whole response",
+        verl="algorithm.rollout_correction.rollout_is",
+        trl="vllm_importance_sampling_mode",
+    )
+    upper: float = positive(
+        2.0,
+        "cap of the weight, or upper end of what `mask` keeps",
+        verl="algorithm.rollout_correction.rollout_is_threshold",
+        trl="vllm_importance_sampling_cap",
+    )
+    lower: float = positive(0.5, "lower end of what `mask` keeps")
+    use_rollout_logprobs: bool = key(
+        False,
+        "take the engine's log-probabilities for the old ones instead of computing them again; then there is nothing "
+        "to correct, `mode` must be none, and of several mini-batches only the first is compared with the engines "
+        "before it trains",
+        verl="algorithm.rollout_correction.bypass_mode",
+    )
+    max_mean_stale_logprob_diff: float = positive(
+        0.5,
+        "bound on the mean of |log-probability of the actors - of the engines| over tokens of older policies, in nats; "
+        "above it the run stops (tokens of the current policy: `weight_sync.max_mean_logprob_diff`)",
+    )
 
 
 @dataclass(slots=True)
 class AlgorithmConfig:
-    """policy_loss: `clip` (clip-higher with dual clip, Eqs. 8-10; clip_ratio_c bounds the dual clip), `gspo` (one ratio
-    per response, arXiv 2507.18071: clip_ratio_low 3e-4, clip_ratio_high 4e-4) or `cispo` (detached clipped ratio as a
-    weight, arXiv 2506.13585). loss_agg_mode: one of `LOSS_AGG_MODES`. entropy_coeff: factor of the entropy bonus.
-    """
+    """The objective turns rewards into advantages and advantages into a loss (Eqs. 8-12)."""
 
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    policy_loss: str = "clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    clip_ratio_c: float = 10.0
-    loss_agg_mode: str = "token-mean"
-    kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coeff: float = 0.0
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    advantage: AdvantageConfig = section(AdvantageConfig)
+    policy_loss: str = one_of(
+        POLICY_LOSSES,
+        "clip",
+        "`clip`: clip-higher with dual clip (Eqs. 8-10); `gspo`: one ratio per response (arXiv 2507.18071, bounds 3e-4 "
+        "and 4e-4); `cispo`: the detached clipped ratio as a weight (arXiv 2506.13585)",
+        verl=f"{ACTOR}.policy_loss.loss_mode",
+        trl="importance_sampling_level, loss_type",
+    )
+    clip_ratio_low: float = share(
+        0.2,
+        "the ratio is clipped below at 1 - this",
+        "; 0.2 is the published value (1, no lower bound, suits cispo)",
+        verl=f"{ACTOR}.clip_ratio_low",
+        trl="epsilon",
+    )
+    clip_ratio_high: float = positive(
+        0.28,
+        "the ratio is clipped above at 1 + this (clip-higher)",
+        verl=f"{ACTOR}.clip_ratio_high",
+        trl="epsilon_high",
+    )
+    clip_ratio_c: float = key(
+        10.0,
+        "bound of the ratio where the advantage is negative (dual clip)",
+        values="above 1; 10.0 is the published value",
+        holds=lambda value: value > 1,
+        verl=f"{ACTOR}.clip_ratio_c",
+        trl="delta",
+    )
+    loss_agg_mode: str = one_of(
+        LOSS_AGG_MODES,
+        "token-mean",
+        "weight of a token in the loss: equal over the batch (Eq. 12), equal within a group, within a response, its "
+        "sum, or its sum over a fixed length",
+        verl=f"{ACTOR}.loss_agg_mode",
+        trl="loss_type",
+    )
+    kl: KLConfig = section(KLConfig)
+    entropy_coeff: float = at_least(0, 0.0, "factor of the entropy bonus", verl=f"{ACTOR}.entropy_coeff")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -5,21 +5,12 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 
 from collections.abc import Callable, Iterator
 
-from dapo.config.algorithm import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    KL_ESTIMATORS,
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-)
-from dapo.config.model_checks import actor, outside
+from dapo.config import fields
+from dapo.config.model_checks import actor
 from dapo.config.placement_checks import placement
-from dapo.config.ranges import numbers
 from dapo.config.reward_model_checks import reward_model
-from dapo.config.schema import ADMISSION, LR_SCHEDULER_UNITS, LR_SCHEDULERS, ON_BUDGET, Config
+from dapo.config.schema import Config
 
-DEVICES = ("auto", "cpu", "cuda")
-RESUME = ("auto", "never")
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
@@ -35,10 +26,8 @@ OWN_ENGINE_ARGS = {
 def validate(cfg: Config) -> None:
     """Raises ValueError with one line per problem."""
     checks: list[Callable[[Config], Iterator[str]]] = [
-        numbers,
+        fields.problems,
         _sampling,
-        _choices,
-        _files,
         _batch_shapes,
         _lengths,
         _objective,
@@ -59,29 +48,6 @@ def _sampling(cfg: Config) -> Iterator[str]:
         yield f"`rollout.top_p` ({cfg.rollout.top_p}) must be 1.0 in training (`eval.top_p` may be lower)"
     if cfg.rollout.top_k > 0:
         yield f"`rollout.top_k` ({cfg.rollout.top_k}) must be -1, all tokens, in training (`eval.top_k` may cut)"
-
-
-def _choices(cfg: Config) -> Iterator[str]:
-    """Values out of a fixed set."""
-    choices = {
-        "algorithm.loss_agg_mode": (cfg.algorithm.loss_agg_mode, LOSS_AGG_MODES),
-        "algorithm.policy_loss": (cfg.algorithm.policy_loss, POLICY_LOSSES),
-        "algorithm.kl.estimator": (cfg.algorithm.kl.estimator, KL_ESTIMATORS),
-        "algorithm.rollout_correction.mode": (cfg.algorithm.rollout_correction.mode, CORRECTION_MODES),
-        "algorithm.rollout_correction.level": (cfg.algorithm.rollout_correction.level, CORRECTION_LEVELS),
-        "actor.optim.lr_scheduler": (cfg.actor.optim.lr_scheduler, LR_SCHEDULERS),
-        "actor.optim.lr_scheduler_unit": (cfg.actor.optim.lr_scheduler_unit, LR_SCHEDULER_UNITS),
-        "trainer.device": (cfg.trainer.device, DEVICES),
-        "checkpoint.resume": (cfg.checkpoint.resume, RESUME),
-        "filter_groups.on_budget": (cfg.filter_groups.on_budget, ON_BUDGET),
-        "filter_groups.admission": (cfg.filter_groups.admission, ADMISSION),
-    }
-    yield from outside(choices)
-
-
-def _files(cfg: Config) -> Iterator[str]:
-    if not cfg.data.train_files:
-        yield "`data.train_files` ([]) must name at least one file or hub data set, as in data.train_files=[a.parquet]"
 
 
 def _batch_shapes(cfg: Config) -> Iterator[str]:

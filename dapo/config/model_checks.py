@@ -4,15 +4,14 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dapo.config.model_shape import UnknownShape, head_shares, read_config
 from dapo.config.paths import checked_path
-from dapo.config.schema import GRADIENT_CHECKPOINTING, TRANSPORTS, Config
+from dapo.config.schema import Config
 
-DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
 # transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.
 MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
@@ -21,28 +20,11 @@ LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_he
 
 def actor(cfg: Config) -> Iterator[str]:
     """Everything that the actor ranks would stumble over."""
-    yield from _choices(cfg)
     yield from _ranks(cfg)
     yield from _tokens(cfg)
     yield from _attention(cfg)
     yield from _lora(cfg)
     yield from _model(cfg)
-
-
-def _choices(cfg: Config) -> Iterator[str]:
-    choices = {
-        "model.dtype": (cfg.model.dtype, DTYPES),
-        "model.gradient_checkpointing": (cfg.model.gradient_checkpointing, GRADIENT_CHECKPOINTING),
-        "weight_sync.transport": (cfg.weight_sync.transport, TRANSPORTS),
-    }
-    yield from outside(choices)
-
-
-def outside(choices: Mapping[str, tuple[str, Sequence[str]]]) -> Iterator[str]:
-    """choices: by key the value and those that are allowed."""
-    for key, (value, allowed) in choices.items():
-        if value not in allowed:
-            yield f"`{key}` ({value}) must be one of {', '.join(allowed)}"
 
 
 def _ranks(cfg: Config) -> Iterator[str]:
@@ -80,10 +62,6 @@ def _attention(cfg: Config) -> Iterator[str]:
 
 def _lora(cfg: Config) -> Iterator[str]:
     lora = cfg.model.lora
-    if lora.rank < 0:
-        yield f"`model.lora.rank` ({lora.rank}) must be 0 (off) or more; 8 to 64 are usual"
-    if lora.rank > 0 and not 0 < lora.alpha < math.inf:
-        yield f"`model.lora.alpha` ({lora.alpha}) must be greater than 0; 2 x `model.lora.rank` is usual"
     if lora.rank > 0 and not lora.target_modules:
         yield "`model.lora.target_modules` is empty; give names of linear layers, or [all-linear]"
 

@@ -1,100 +1,141 @@
-"""The section `reward` of the configuration: functions, their limits, the overlong rules (DESIGN section 6).
+"""The section `reward` of the configuration: functions, their limits, a reward model, the overlong rules (section 3.4).
 
-Like all of the configuration it imports no torch and no Ray.
+In: nothing. Out: dataclasses whose defaults are the paper's, with the soft overlong punishment (Eq. 13) switched on.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
+
+from dapo.config.fields import at_least, key, one_of, positive, section, share
+
+REWARD_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(slots=True)
 class RewardFunctionConfig:
-    """A function with verl's signature. path: a Python file, a dotted module, or a ready one: `math`, `math_verify`,
-    `gsm8k`, `format`, `overlong`. weight: factor of its score. kwargs: given to it by keyword, beside verl's arguments.
+    """A reward function has verl's signature: `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 
-    wrong: its score for a response whose scoring reached the CPU or memory limit; its worst, so that it never pays.
-    """
-
-    path: str = "math"
-    name: str = "compute_score"
-    weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    wrong: float = -1.0
+    path: str = key(
+        "math",
+        "a Python file, a dotted module, or a ready one: `math`, `math_verify`, `gsm8k`, `format`, `overlong`",
+        verl="custom_reward_function.path",
+        trl="reward_funcs",
+    )
+    name: str = key("compute_score", "the function's name in that file or module", verl="custom_reward_function.name")
+    weight: float = key(1.0, "factor of its score in the reward", trl="reward_weights")
+    kwargs: dict[str, Any] = key(
+        {}, "given to it by keyword, beside verl's arguments", verl="custom_reward_function.reward_kwargs"
+    )
+    wrong: float = key(
+        -1.0,
+        "its score for a response whose scoring reached the CPU or memory limit; its worst, so that it never pays to "
+        "be unscorable",
+    )
 
 
 @dataclass(slots=True)
 class LimitsConfig:
-    """Of the child processes that score. cpu_s, memory_bytes: of one response, beyond them it is wrong; memory counts
-    above what the process has after its imports. wall_s: longest verdict; then the child is killed and the response
-    tried once more elsewhere; then it is wrong, as at its CPU limit, if the child still computed, else unscorable.
-    file_bytes: largest file that a function may write.
+    """Limits hold for each child process that scores."""
 
-    allow_network, allow_processes: for functions that ask a server or start programs.
-    """
-
-    cpu_s: float = 2.0
-    wall_s: float = 10.0
-    memory_bytes: int = 512 << 20
-    file_bytes: int = 1 << 20
-    allow_network: bool = False
-    allow_processes: bool = False
+    cpu_s: float = positive(2.0, "CPU seconds of one response; beyond them it is wrong")
+    wall_s: float = positive(
+        10.0,
+        "longest verdict in seconds; then the child is killed and the response tried once more elsewhere; then it is "
+        "wrong, as at its CPU limit, if the child still computed, else unscorable",
+    )
+    memory_bytes: int = at_least(
+        1, 512 << 20, "bytes of one response above what the process has after its imports; beyond them it is wrong"
+    )
+    file_bytes: int = at_least(0, 1 << 20, "bytes of the largest file that a function may write")
+    allow_network: bool = key(False, "for functions that ask a server")
+    allow_processes: bool = key(False, "for functions that start programs")
 
 
 @dataclass(slots=True)
 class OverlongBufferConfig:
-    """Soft Overlong Punishment (Eq. 13): the last `len` tokens below the cap are punished by up to `penalty_factor`."""
+    """Soft Overlong Punishment (Eq. 13) takes more off the reward the further a response reaches into the buffer."""
 
-    enable: bool = True
-    len: int = 4096
-    penalty_factor: float = 1.0
+    enable: bool = key(True, "whether long responses are punished", verl="reward_model.overlong_buffer.enable")
+    len: int = key(
+        4096,
+        "tokens below `data.max_response_length` in which the punishment grows; smaller than that cap",
+        verl="reward_model.overlong_buffer.len",
+        trl="get_soft_overlong_punishment",
+    )
+    penalty_factor: float = at_least(
+        0, 1.0, "punishment at the cap", verl="reward_model.overlong_buffer.penalty_factor"
+    )
 
 
 @dataclass(slots=True)
 class OverlongFilteringConfig:
-    """Overlong filtering (section 3.4 of the paper): truncated responses leave the loss, numerator and denominator.
+    """Overlong filtering (section 3.4 of the paper) takes truncated responses out of the loss."""
 
-    in_baseline: their rewards stay in the group's mean and standard deviation; false takes them out there too.
-    """
-
-    enable: bool = False
-    in_baseline: bool = True
+    enable: bool = key(
+        False,
+        "whether truncated responses leave the loss, numerator and denominator",
+        trl="mask_truncated_completions",
+    )
+    in_baseline: bool = key(
+        True, "their rewards stay in the group's mean and standard deviation; false takes them out there too"
+    )
 
 
 @dataclass(slots=True)
 class RewardModelConfig:
-    """A Hugging Face sequence-classification model with one label, whose score joins the reward with factor `weight`.
+    """A Hugging Face sequence-classification model with one label adds its score to the reward."""
 
-    path: as `model.path`; empty: none. num_workers: copies of the model. dtype: `auto` is bfloat16 on a GPU, float32
-    without. device: `auto` follows `trainer.device`. num_gpus: share of a GPU that a copy holds, at most 1.
-    max_length: longest conversation, in tokens of the model's own tokenizer; a longer one is never cut but unscorable.
-    0: what model and tokenizer declare. max_tokens: hard bound on the padded tokens of one forward pass, and so of a
-    conversation. timeout_s: longest call of a worker, of about four passes; then it is replaced. cpu_threads: threads
-    of a copy without GPU.
-    """
-
-    path: str = ""
-    weight: float = 1.0
-    num_workers: int = 1
-    dtype: str = "auto"
-    device: str = "auto"
-    num_gpus: float = 1.0
-    max_length: int = 0
-    max_tokens: int = 32768
-    trust_remote_code: bool = False
-    cpu_threads: int = 1
-    timeout_s: float = 600.0
+    path: str = key(
+        "",
+        "directory, `pkg://PACKAGE/DIR` or hub name, as `model.path`; empty: no reward model",
+        verl="reward_model.model.path",
+        trl="reward_funcs",
+    )
+    weight: float = key(
+        1.0, "factor of its score in the reward", values="a finite number", holds=math.isfinite, trl="reward_weights"
+    )
+    num_workers: int = at_least(1, 1, "copies of the model")
+    dtype: str = one_of(REWARD_DTYPES, "auto", "compute type; `auto` is bfloat16 on a GPU, float32 without")
+    device: str = one_of(DEVICES, "auto", "where it computes; `auto` follows `trainer.device`")
+    num_gpus: float = share(1.0, "part of a GPU that a copy holds", ": a copy lives on one GPU")
+    max_length: int = at_least(
+        0,
+        0,
+        "longest conversation in tokens of the model's own tokenizer; a longer one is never cut but unscorable",
+        "; 0 takes what the model declares",
+        verl="reward_model.max_length",
+    )
+    max_tokens: int = at_least(
+        1,
+        32768,
+        "hard bound on the padded tokens of one forward pass, and so of a conversation",
+        verl="reward_model.forward_max_token_len_per_gpu",
+    )
+    trust_remote_code: bool = key(False, "run the model's own Python code", verl="reward_model.model.trust_remote_code")
+    cpu_threads: int = at_least(1, 1, "threads of a copy without GPU")
+    timeout_s: float = positive(600.0, "longest call of a worker in seconds, of about four passes; then it is replaced")
 
 
 @dataclass(slots=True)
 class RewardConfig:
-    """num_workers: Ray actors that score, each with `children_per_worker` processes. timeout_s: longest silence of a
-    worker that has something to score; then it is replaced and its responses are tried once more."""
+    """The reward of a response is the weighted sum of functions and reward model, less the overlong punishment."""
 
-    functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
-    num_workers: int = 8
-    children_per_worker: int = 2
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    timeout_s: float = 60.0
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    overlong_filtering: OverlongFilteringConfig = field(default_factory=OverlongFilteringConfig)
+    functions: list[RewardFunctionConfig] = key(
+        [RewardFunctionConfig()],
+        "reward functions, at least one; the first says what counts as correct (its `acc`, or a positive score)",
+        verl="custom_reward_function",
+        trl="reward_funcs",
+    )
+    num_workers: int = at_least(1, 8, "Ray actors that score", verl="reward_model.num_workers")
+    children_per_worker: int = at_least(1, 2, "processes of each of them, one response at a time")
+    limits: LimitsConfig = section(LimitsConfig)
+    timeout_s: float = positive(
+        60.0,
+        "longest silence in seconds of a worker that has something to score; then it is replaced and its responses are "
+        "tried once more",
+    )
+    model: RewardModelConfig = section(RewardModelConfig)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
+    overlong_filtering: OverlongFilteringConfig = section(OverlongFilteringConfig)

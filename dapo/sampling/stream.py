@@ -25,7 +25,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from dapo.clock import PhaseClock
-from dapo.config.schema import EvalConfig, RolloutConfig
+from dapo.config.sampling import EvalConfig, RolloutConfig
 from dapo.data.prompts import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer

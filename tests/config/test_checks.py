@@ -78,8 +78,12 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(["rollout.temperature=0"], ["rollout.temperature", "greater than 0"], id="greedy training"),
         pytest.param(["rollout.top_p=0.9"], ["rollout.top_p", "must be 1.0"], id="cut distribution"),
         pytest.param(["data.train_files=[]"], ["data.train_files", "at least one file"], id="no training data"),
-        pytest.param(["data.max_contradictory=1.5"], ["data.max_contradictory", "[0, 1]"], id="share above 1"),
-        pytest.param(["rollout.top_p=1.5"], ["rollout.top_p", "(0, 1]"], id="top_p above 1"),
+        pytest.param(
+            ["data.max_contradictory=1.5"],
+            ["data.max_contradictory", "a share of the distinct prompts, 0 to 1"],
+            id="share above 1",
+        ),
+        pytest.param(["rollout.top_p=1.5"], ["`rollout.top_p` (1.5)", "at most 1; 1.0 keeps"], id="top_p above 1"),
         pytest.param(["actor.max_tokens_per_gpu=100"], ["actor.max_tokens_per_gpu", "64 + 128 = 192"], id="no room"),
         pytest.param(["rollout.vllm.max_model_len=100"], ["rollout.vllm.max_model_len", "192"], id="window too short"),
         pytest.param(

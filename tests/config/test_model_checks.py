@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from dapo.config import fields
+from dapo.config.actor import LoraConfig
 from dapo.config.model_checks import actor
-from dapo.config.schema import Config, LoraConfig
+from dapo.config.schema import Config
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -20,8 +22,12 @@ def config(**sections: dict[str, Any]) -> Config:
     return cfg
 
 
+def problems(cfg: Config) -> list[str]:
+    return [*fields.problems(cfg), *actor(cfg)]
+
+
 def test_nothing_to_say_of_the_defaults() -> None:
-    assert list(actor(config())) == []
+    assert problems(config()) == []
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,16 @@ def test_nothing_to_say_of_the_defaults() -> None:
             "`model.attn_implementation` (sdpa) needs a mask of the whole sequence",
             id="a_masked_attention",
         ),
-        pytest.param({"model": {"lora": LoraConfig(rank=-1)}}, "`model.lora.rank` (-1) must be 0", id="lora_rank"),
-        pytest.param({"model": {"lora": LoraConfig(rank=8, alpha=0)}}, "`model.lora.alpha` (0)", id="lora_alpha"),
+        pytest.param(
+            {"model": {"lora": LoraConfig(rank=-1)}},
+            "`model.lora.rank` (-1) must be 0 or more; 0 is off, 8 to 64",
+            id="lora_rank",
+        ),
+        pytest.param(
+            {"model": {"lora": LoraConfig(rank=8, alpha=0)}},
+            "`model.lora.alpha` (0) must be greater than 0; 2 x `model.lora.rank` is usual",
+            id="lora_alpha",
+        ),
         pytest.param(
             {"model": {"lora": LoraConfig(rank=8, target_modules=[])}},
             "`model.lora.target_modules` is empty",
@@ -75,8 +89,8 @@ def test_nothing_to_say_of_the_defaults() -> None:
     ],
 )
 def test_one_problem_one_line(sections: dict[str, Any], message: str) -> None:
-    problems = list(actor(config(**sections)))
-    assert len(problems) == 1 and problems[0].startswith(message), problems
+    found = problems(config(**sections))
+    assert len(found) == 1 and found[0].startswith(message), found
 
 
 def test_two_ranks_hold_a_sequence_that_one_cannot() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dapo.config import fields
 from dapo.config.reward_model_checks import reward_model
 from dapo.config.schema import Config
 
@@ -25,7 +26,7 @@ def problems(tmp_path, said: Any = GOOD, **settings) -> list[str]:
     cfg = Config()
     for key, value in ({"path": str(folder)} | settings).items():
         setattr(cfg.reward.model, key, value)
-    return list(reward_model(cfg))
+    return [*fields.problems(cfg), *reward_model(cfg)]
 
 
 def changed(**values):
@@ -40,7 +41,7 @@ def changed(**values):
         pytest.param(changed(max_position_embeddings=...), {}, id="no-window"),
         pytest.param(changed(max_position_embeddings=4096), {"max_length": 4096}, id="short-window-accepted"),
         pytest.param(None, {"path": "owner/reward-model"}, id="hub-name-is-checked-at-load"),
-        pytest.param(None, {"path": "", "dtype": "int8", "num_workers": 0}, id="no-reward-model"),
+        pytest.param(None, {"path": "", "max_length": 9, "max_tokens": 8}, id="no-reward-model"),
     ],
 )
 def test_nothing_is_said_of(said, settings, tmp_path):

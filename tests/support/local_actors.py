@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dapo.config.schema import WeightSyncConfig
+from dapo.config.actor import WeightSyncConfig
 from workers.weight_sync import WeightSync
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender, full_shapes

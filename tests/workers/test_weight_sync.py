@@ -11,7 +11,8 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config.schema import Config, WeightSyncConfig
+from dapo.config.actor import WeightSyncConfig
+from dapo.config.schema import Config
 from dapo.derived import resolve_transport
 from tests.support.local_actors import local_sync
 from tests.support.plain_reference import make_config, make_model, start_own_pool

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from dapo.config.schema import ModelConfig
+from dapo.config.actor import ModelConfig
 from workers.training.attention import implementation
 
 SINGLE_FILE = "model.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from dapo.config.schema import LoraConfig
+from dapo.config.actor import LoraConfig
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # peft's name of an adapter that is given none

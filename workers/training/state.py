@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from transformers import AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from dapo.config.schema import ModelConfig
+from dapo.config.actor import ModelConfig
 from workers.training.fsdp import full_parameters, gather, reshard
 from workers.training.loading import INDEX_FILE, SINGLE_FILE
 from workers.training.lora import has_adapters

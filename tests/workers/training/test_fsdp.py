@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dapo.config.schema import Config, OptimConfig
+from dapo.config.actor import OptimConfig
+from dapo.config.schema import Config
 from tests.support.fsdp_ranks import counted, memory, travelling
 from tests.support.plain_reference import (
     LENGTHS,

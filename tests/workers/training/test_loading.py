@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from dapo.config.schema import ModelConfig
+from dapo.config.actor import ModelConfig
 from tests.support.loading_rank import resident
 from tests.support.plain_reference import make_model
 from workers.training.loading import load_buffers, load_parameters, meta_model

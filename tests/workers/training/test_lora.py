@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.config.schema import LoraConfig
+from dapo.config.actor import LoraConfig
 from tests.support.lora_ranks import (
     ALPHA,
     RANK,

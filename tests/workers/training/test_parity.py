@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dapo.config.actor import LoraConfig
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
-from dapo.config.schema import Config, LoraConfig
+from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.plain_reference import (
     LENGTHS,

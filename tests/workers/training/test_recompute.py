@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from dapo.config.schema import GRADIENT_CHECKPOINTING
+from dapo.config.actor import GRADIENT_CHECKPOINTING
 from workers.training.attention import Segments, implementation
 from workers.training.recompute import checkpoint_activations
 

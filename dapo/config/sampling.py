@@ -1,0 +1,153 @@
+"""The sections `data`, `rollout`, `eval` and `filter_groups` of the configuration: what is sampled, and what is kept.
+
+Lengths are in tokens of the model's tokenizer. The defaults are those of the paper's run (arXiv 2503.14476, section 4).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config.fields import MISSING, at_least, key, one_of, positive, share
+
+ON_BUDGET = ("fail", "train_partial")
+ADMISSION = ("draw_order", "completion")
+EVERY_TOKEN = "; 1.0 keeps every token"
+ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Prompts come from .parquet, .json or .jsonl files, `pkg://PACKAGE/FILE`, or a hub data set, in the schema of
+    DAPO-Math-17k."""
+
+    train_files: list[str] = key(
+        [MISSING],
+        "files of training prompts",
+        values="at least one file or hub data set, as in data.train_files=[a.parquet]",
+        holds=bool,
+        verl="data.train_files",
+        trl="dataset_name",
+    )
+    val_files: list[str] = key([], "files of held-out prompts; empty: no evaluation", verl="data.val_files")
+    train_batch_size: int = at_least(
+        1,
+        512,
+        "prompts (groups) that one update trains on",
+        verl="data.train_batch_size",
+        trl="generation_batch_size / num_generations",
+    )
+    gen_batch_size: int = at_least(
+        1,
+        1536,
+        "draws that one generation batch holds: bounds the draws in flight, and is the unit of "
+        "`filter_groups.max_num_gen_batches`",
+        verl="data.gen_batch_size",
+    )
+    max_prompt_length: int = at_least(
+        1, 2048, "tokens; longer prompts are dropped", verl="data.max_prompt_length", trl="max_prompt_length"
+    )
+    max_response_length: int = at_least(
+        1,
+        20480,
+        "tokens; a longer response is truncated",
+        verl="data.max_response_length",
+        trl="max_completion_length",
+    )
+    max_contradictory: float = key(
+        0.1,
+        "prompts that may be left out because the files give them ground truths that disagree; more are an error",
+        values="a share of the distinct prompts, 0 to 1",
+        holds=lambda value: 0 <= value <= 1,
+    )
+    shuffle: bool = key(
+        True,
+        "draw the prompts of each epoch in another seeded order",
+        verl="data.shuffle",
+        trl="shuffle_dataset",
+    )
+
+
+@dataclass(slots=True)
+class RolloutConfig:
+    """vLLM engines sample the responses."""
+
+    n: int = at_least(
+        2,
+        16,
+        "responses per prompt",
+        ": the advantage compares the responses of a group",
+        verl=f"{ROLLOUT}.n",
+        trl="num_generations",
+    )
+    temperature: float = positive(
+        1.0, "temperature of sampling, also of the log-probabilities", verl=f"{ROLLOUT}.temperature", trl="temperature"
+    )
+    top_p: float = share(
+        1.0,
+        "nucleus sampling; must be 1.0 in training, where the actors compute the whole distribution",
+        EVERY_TOKEN,
+        verl=f"{ROLLOUT}.top_p",
+        trl="top_p",
+    )
+    top_k: int = key(-1, "must be -1, all tokens, in training", verl=f"{ROLLOUT}.top_k", trl="top_k")
+    num_engines: int = at_least(1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own")
+    cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU")
+    start_timeout_s: float = positive(900.0, "longest start of an engine in seconds, loading included")
+    timeout_s: float = positive(3600.0, "longest wait for one group in seconds")
+    vllm: dict[str, Any] = key(
+        {},
+        "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), passed through as they are",
+        verl=f"{ROLLOUT}.engine_kwargs.vllm",
+    )
+
+
+@dataclass(slots=True)
+class EvalConfig:
+    """Held-out prompts are answered `n` times each; the metric is mean@n."""
+
+    every: int = at_least(
+        0, 5, "steps between evaluations; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"
+    )
+    before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
+    after_train: bool = key(True, "evaluate after the last step")
+    n: int = at_least(1, 32, "samples per held-out prompt", verl=f"{ROLLOUT}.val_kwargs.n", trl="num_generations_eval")
+    temperature: float = at_least(
+        0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
+    )
+    top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
+    top_k: int = key(-1, "most likely tokens sampled from; -1: all", verl=f"{ROLLOUT}.val_kwargs.top_k")
+
+
+@dataclass(slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (section 3.2 of the paper) trains only on groups that have a right and a wrong response."""
+
+    enable: bool = key(
+        True,
+        "keep only groups with 0 < correct < n (Eq. 11); off: every scored group is trained on",
+        verl="algorithm.filter_groups.enable",
+    )
+    max_num_gen_batches: int = at_least(
+        0,
+        10,
+        "budget: generation batches that one update may draw; 0: no bound",
+        verl="algorithm.filter_groups.max_num_gen_batches",
+    )
+    on_budget: str = one_of(
+        ON_BUDGET,
+        "fail",
+        "when the budget is spent, `fail` stops the run, `train_partial` trains on the usable groups that are there",
+    )
+    min_scored: int = key(2, "scorable responses that a group needs, 2 to `rollout.n`")
+    admission: str = one_of(
+        ADMISSION,
+        "draw_order",
+        "`draw_order` trains on the first usable groups in the order of the draws; `completion` on those that finish "
+        "first, which favours short responses",
+    )
+    max_staleness: int = at_least(
+        0,
+        0,
+        "updates that a token may be old when it is trained on; 0: every response is sampled from the policy that is "
+        "updated, and the engines rest during the update; above, they go on, and `algorithm.rollout_correction` "
+        "corrects for it",
+    )
