@@ -14,13 +14,11 @@ def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
     return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))
 
 
-def resolve_transport(cfg: Config, device: str) -> str:
-    """`weight_sync.transport` with `auto` decided. device: `cpu` or `cuda`, the trainer's."""
+def resolve_transport(cfg: Config) -> str:
+    """Returns `weight_sync.transport` with `auto` decided."""
     if cfg.weight_sync.transport != "auto":
         return cfg.weight_sync.transport
-    if cfg.trainer.colocate:
-        return "ipc"
-    return "broadcast" if device == "cuda" else "object_store"
+    return "ipc" if cfg.trainer.colocate else "broadcast"
 
 
 def optimizer_steps(cfg: Config) -> int:

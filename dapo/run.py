@@ -161,7 +161,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg, device))
+        sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg))
         yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
     finally:
         actors.close()

@@ -1,32 +1,32 @@
 """The actors: FSDP2 ranks that train the policy, and the driver-side pool that speaks for all of them.
 
-In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines. The
-pool needs no torch; the ranks import it when they start (DESIGN section 7).
+In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
 """
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+import torch
 
 from dapo.config.model_shape import UnknownShape, read_shape
 from dapo.config.schema import Config
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
+from workers.training import fsdp, mesh, state
+from workers.training.update import Updater
 from workers.weights.bucket import Bucket, Endpoint
-
-if TYPE_CHECKING:
-    import torch
+from workers.weights.sender import WeightSender
 
 MicroBatches = tuple[tuple[TrainSequence, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """One rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
+    """One rank's part of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
 
     minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
     `TrainBatch`.
@@ -40,7 +40,7 @@ class RankWork:
 def split_batch(
     batch: TrainBatch, num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
 ) -> list[RankWork]:
-    """Pack each mini-batch over ranks, or groups of ranks that share micro-batches (`dapo.packing`).
+    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`).
 
     Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
     """
@@ -53,7 +53,7 @@ def split_batch(
 
 
 def _equal_at(model_path: str) -> int:
-    """Where attention costs as much as the rest; a guess where the model's shape is unknown."""
+    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
     try:
         return read_shape(model_path).attention_equals_rest_tokens
     except UnknownShape:
@@ -68,22 +68,17 @@ class ActorWorker:
         self._device = device
 
     def free_address(self) -> tuple[str, int]:
-        """An address of this node and a free port on it, for the process group."""
+        """Returns an address of this node and a free port on it, for the process group."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as server:
             server.bind(("", 0))
             return address, server.getsockname()[1]
 
     def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        """Join the process group, load and shard the model, build the optimizer."""
-        import torch
-
-        from workers.training import fsdp, mesh, state
-
+        """Joins the process group, load and shard the model, build the optimizer."""
         if self._device == "cpu" or self._cfg.actor.offload:  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
-        self._fsdp, self._state = fsdp, state
         mesh.join(
             self._device,
             rank=rank,
@@ -95,50 +90,38 @@ class ActorWorker:
         self._build()
 
     def _build(self) -> None:
-        """What the configuration makes of the ranks that have joined."""
-        from workers.training.mesh import arrange
-        from workers.training.update import Updater
-
+        """Makes of the ranks that have joined what the configuration says."""
         cfg = self._cfg
-        self._mesh = arrange(
+        self._mesh = mesh.arrange(
             self._device,
             timeout_s=cfg.actor.timeout_s,
             fsdp_size=cfg.actor.fsdp_size,
-            sequence_size=cfg.actor.ulysses_sequence_parallel_size,
+            sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,
         )
-        self._policy = self._fsdp.load_policy(cfg, self._mesh)
-        self._optimizer = self._fsdp.build_optimizer(self._policy, cfg)
-        kl = cfg.algorithm.kl
-        reference = (
-            self._fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
-        )
+        self._policy = fsdp.load_policy(cfg, self._mesh)
+        self._optimizer = fsdp.build_optimizer(self._policy, cfg)
+        kl, reference = cfg.algorithm.kl, None
+        if kl.loss_coeff or kl.reward_coeff:
+            reference = fsdp.load_reference(cfg, self._mesh, self._policy)
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh)
 
     def update(self, work: RankWork) -> dict[str, float]:
-        """Train on this rank's share; the metrics are those of all ranks."""
+        """Trains on this rank's share; the metrics are those of all ranks."""
         metrics = self._updater.update(work.version, work.minibatches, work.order)
-        self._fsdp.release(self._policy, self._cfg, self._mesh)
+        fsdp.release(self._policy, self._cfg, self._mesh)
         return metrics
 
     def reference_logprobs(self, micro_batches: MicroBatches) -> list[Float32Array]:
-        """[R] of every sequence, in the order of the micro-batches."""
+        """Returns [R] of every sequence, in the order of the micro-batches."""
         logprobs = self._updater.reference_logprobs(micro_batches)
         return [values.numpy() for of_micro_batch in logprobs for values in of_micro_batch]
 
-    def named_full_parameters(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(Hugging Face name, full float32 tensor) one by one; tied weights once, under the name of the embedding."""
-        return self._fsdp.full_parameters(self._policy, self._mesh)
-
-    def open_weights(self, transport: str) -> "tuple[int, Endpoint | None]":
-        """Number of buckets of a weight sync, and this rank's end of the transport where it has one."""
-        import torch
-
-        from workers.weights.sender import WeightSender, full_shapes
-
+    def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
+        """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
         dtype = getattr(torch, self._cfg.model.dtype)
         self._sender = WeightSender(
-            lambda: self._fsdp.full_parameters(self._policy, self._mesh, dtype),
-            full_shapes(self._policy.model),
+            lambda: fsdp.full_parameters(self._policy, self._mesh, dtype),
+            fsdp.full_shapes(self._policy.model),
             dtype=self._cfg.model.dtype,
             bucket_bytes=self._cfg.weight_sync.bucket_bytes,
             rank=self._rank,
@@ -152,32 +135,29 @@ class ActorWorker:
         self._sender.join(num_receivers)
 
     def gather_bucket(self, index: int) -> Bucket | None:
-        """The next bucket of weights, on its way to the engines; None on all ranks but 0."""
+        """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
         return self._sender.gather(index)
 
     def save(self, directory: str) -> None:
-        """Model and optimizer into `directory`. The actors draw no random number and hold no other state.
+        """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
 
         Raises:
-            RuntimeError: an update failed between two of its optimizer steps.
+            RuntimeError: an update failed between two of its optimizer steps, or copies of the parameters (HSDP)
+                have drifted apart.
         """
         if not self._updater.is_whole:
             raise RuntimeError(
                 "the last update failed between two optimizer steps; its weights are of no policy version"
             )
-        self._state.save_state(self._policy, self._optimizer, directory)
+        state.save_state(self._policy, self._optimizer, self._mesh, directory)
 
     def load(self, directory: str) -> None:
-        """What `save` wrote, on this or another number of ranks."""
-        self._state.load_state(self._policy, self._optimizer, directory)
+        """Reads what `save` wrote, on this or another number of ranks."""
+        state.load_state(self._policy, self._optimizer, directory)
 
     def export_hf(self, directory: str) -> None:
-        """Configuration, tokenizer and safetensors, written by rank 0."""
-        self._state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
-
-    def checksum(self) -> str:
-        """sha256 of all parameters."""
-        return self._fsdp.checksum(self._policy, self._mesh)
+        """Writes configuration, tokenizer and safetensors, on rank 0."""
+        state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
 
 
 class ActorPool:
@@ -190,19 +170,19 @@ class ActorPool:
         remote = ray.remote(ActorWorker)
         self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
 
-        self._shared_by = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
+        self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
         self._bounds = (
-            len(self._workers) // self._shared_by,
-            cfg.actor.max_tokens_per_gpu * self._shared_by,
+            len(self._workers) // self._sequence_parallel,
+            cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
             _equal_at(cfg.model.path),
         )
 
     def _group_of(self, rank: int) -> int:
-        """Which share of the work a rank takes part in; neighbours share one."""
-        return rank // self._shared_by
+        """Returns which part of the work a rank takes part in: that of its sequence-parallel group of neighbours."""
+        return rank // self._sequence_parallel
 
     async def start(self) -> None:
-        """Load the model on all ranks. Raises RemoteError, as every method does when a rank fails or keeps silent."""
+        """Loads the model on all ranks. Raises RemoteError, as every method does when a rank fails or keeps silent."""
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
         [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
         refs = [
@@ -211,7 +191,7 @@ class ActorPool:
         await wait_for_ranks(refs, timeout_s, "loading the model", key)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
+        """Trains on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
         works = [ray.put(work) for work in split_batch(batch, *self._bounds)]
         refs = [worker.update.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)]
         what = f"the update from policy version {batch.version}"
@@ -222,7 +202,7 @@ class ActorPool:
             raise
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        """Log-probabilities of the response tokens by the reference policy, [R] per sequence, in their order."""
+        """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         packed = pack(lengths, *self._bounds)
         works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
@@ -232,29 +212,30 @@ class ActorPool:
         what = "the reference policy's log-probabilities"
         results = await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s")
         found: dict[int, Float32Array] = {}
-        for micro_batches, arrays in zip(packed, results[:: self._shared_by], strict=True):
+        for micro_batches, arrays in zip(packed, results[:: self._sequence_parallel], strict=True):
             found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
         return [found[i] for i in range(len(sequences))]
 
     async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
-        """Number of buckets of a weight sync, and each rank's end of the transport (`workers.weight_sync`)."""
+        """Returns the number of buckets of a weight sync, and each rank's end of the transport."""
         refs = [worker.open_weights.remote(transport) for worker in self._workers]
         opened = await self._weights(refs, "opening the weight sync")
         return opened[0][0], [endpoint for _, endpoint in opened]
 
     async def join_weights(self, num_receivers: int) -> None:
-        """The ranks meet the engines' processes."""
+        """Lets the ranks meet the engines' processes."""
         refs = [worker.join_weights.remote(num_receivers) for worker in self._workers]
         await self._weights(refs, "meeting the engines for the weight sync")
 
     async def gather_bucket(self, index: int, what: str) -> Bucket:
-        """The next bucket of weights, on its way. what: which one of which sync, for errors."""
+        """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
         refs = [worker.gather_bucket.remote(index) for worker in self._workers]
         return (await self._weights(refs, f"gathering {what}"))[0]
 
     async def save(self, directory: str) -> None:
-        """Model and optimizer into `directory`, which all ranks must see. RemoteError after an update that failed on
-        some ranks only."""
+        """Writes model and optimizer into `directory`, which all ranks must see.
+
+        Raises RemoteError after an update that failed on some ranks only, and where copies have drifted apart."""
         if self._out_of_step:  # others hang in a collective of the update, and would until its deadline
             raise RemoteError(
                 f"the ranks are no longer at the same point, because an update failed: {self._out_of_step}"
@@ -262,20 +243,16 @@ class ActorPool:
         await self._checkpoint([worker.save.remote(directory) for worker in self._workers], f"saving {directory}")
 
     async def load(self, directory: str) -> None:
-        """What `save` wrote, also by another number of ranks."""
+        """Reads what `save` wrote, also by another number of ranks."""
         await self._checkpoint([worker.load.remote(directory) for worker in self._workers], f"loading {directory}")
 
     async def export_hf(self, directory: str) -> None:
-        """The model as transformers and vLLM load it."""
+        """Writes the model as transformers and vLLM load it."""
         refs = [worker.export_hf.remote(directory) for worker in self._workers]
         await self._checkpoint(refs, f"the export to {directory}")
 
-    async def checksum(self) -> str:
-        """sha256 of all parameters."""
-        return (await self._checkpoint([worker.checksum.remote() for worker in self._workers], "a checksum"))[0]
-
     def close(self) -> None:
-        """Kill the ranks; they hold nothing that is not on disk or on the driver."""
+        """Kills the ranks; they hold nothing that is not on disk or on the driver."""
         for worker in self._workers:
             ray.kill(worker)
 

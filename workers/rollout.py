@@ -5,10 +5,8 @@ Each response is one engine request with its own seed: a result depends on neith
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,11 +120,8 @@ class RolloutWorker:
         await self._engine.pause_generation(mode="keep", clear_cache=True)
         await self._engine.start_weight_update()
 
-    async def load_bucket(self, bucket: Bucket, timeout_s: float) -> None:
-        """Loads the next bucket. `timeout_s` is for bringing it here, where it lies in Ray's object store.
-
-        It then passes through a file in shared memory, because vLLM's worker processes are not Ray's.
-        """
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Takes the next bucket from the transport and loads it."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {
@@ -136,18 +131,7 @@ class RolloutWorker:
             "dtype": bucket.dtype,
             "digest": bucket.digest,
         }
-        path = None
-        if "ref" in bucket.content:
-            path = Path("/dev/shm") / f"dapo-weights-{os.getpid()}-{bucket.index}"
-            info["path"] = str(path)
-        try:
-            if path:
-                image = await asyncio.wait_for(bucket.content["ref"], timeout_s)
-                path.write_bytes(image)
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        finally:
-            if path:
-                path.unlink(missing_ok=True)
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish_update(self, version: int) -> None:
         """Labels all later tokens with `version` and lets requests go on."""
@@ -267,7 +251,7 @@ class RolloutPool:
 
     async def load_bucket(self, bucket: Bucket, what: str, timeout_s: float) -> None:
         """Loads the next bucket on every engine. what: which one of which sync, for errors."""
-        refs = [worker.load_bucket.remote(bucket, timeout_s) for worker in self._workers]
+        refs = [worker.load_bucket.remote(bucket) for worker in self._workers]
         await self._all(refs, timeout_s, f"to load {what}")
 
     async def finish_update(self, version: int, timeout_s: float) -> None:

@@ -1,9 +1,13 @@
-"""Weights from the actors to the engines: the driver's half, one pipeline for all transports (DESIGN section 8).
+"""Weights from the actors to the engines: the driver's half, one pipeline for both transports.
 
     actors    gather 0 | gather 1 | gather 2 | ...          while the engines load a bucket, the actors gather the next;
     engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time
 
 In: a policy version. Out: all engines serve it, or RemoteError, and then they serve nothing any more.
+
+vLLM ships a sending half too (`TrainerWeightTransferEngine`). It is not used: its Ray client waits without a deadline,
+nothing checks a digest, a missing parameter is no error, it has no way on a CPU, and the actor ranks would import vLLM.
+Its `nccl_m2n` engine (from shards to shards, without gathering a tensor) is worth a measurement on several GPUs.
 """
 
 import asyncio
@@ -43,7 +47,7 @@ class WeightSink(Protocol):
 
 
 class WeightSync:
-    """After each update the engines hold exactly the actors' weights. The first call also connects both."""
+    """Brings the actors' weights to all engines after each update. The first call also connects both."""
 
     def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
         """transport: from `dapo.derived.resolve_transport`."""
@@ -55,7 +59,7 @@ class WeightSync:
         self._stage = ""
 
     async def __call__(self, version: int) -> None:
-        """All engines serve `version` when this returns.
+        """Returns when all engines serve `version`.
 
         Raises:
             RemoteError: a bucket's digest differs, a parameter stayed stale, a worker failed, or the deadline passed.

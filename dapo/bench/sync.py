@@ -1,4 +1,4 @@
-"""Benchmark of the weight sync: `python -m dapo.bench.sync [--shape 100m] [--transports object_store broadcast ...]`.
+"""Benchmark of the weight sync: `python -m dapo.bench.sync [--shape 100m] [--transports broadcast ...]`.
 
 Real actor ranks and engines with random weights; the transports take turns in one run, so that noise of a shared
 machine hits all of them. Printed: seconds of a whole sync, from pausing the engines to their going on, and the bytes of
@@ -89,7 +89,7 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
         for _ in range(turns):
             for transport in transports:
                 cfg.weight_sync.transport = transport
-                sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg, device))
+                sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg))
                 for number in range(syncs + 1):
                     version += 1
                     began = time.monotonic()

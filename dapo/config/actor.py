@@ -23,7 +23,7 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
     "warmup_stable_decay",
 )
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
-TRANSPORTS = ("auto", "object_store", "broadcast", "ipc")
+TRANSPORTS = ("auto", "broadcast", "ipc")
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"  # of verl's names
 
 
@@ -190,9 +190,8 @@ class WeightSyncConfig:
     transport: str = one_of(
         TRANSPORTS,
         "auto",
-        "`object_store`: shared memory of Ray; `broadcast`: one process group of actor rank 0 and all engines, NCCL on "
-        "GPU, gloo on CPU; `ipc`: CUDA memory that both roles see, where they share GPUs; `auto`: ipc with "
-        "`trainer.colocate`, else broadcast on GPU, object_store on CPU",
+        "`broadcast`: one process group of actor rank 0 and all engines, NCCL on GPU, gloo on CPU; `ipc`: CUDA memory "
+        "that both roles see, where they share GPUs; `auto`: ipc with `trainer.colocate`, else broadcast",
     )
     bucket_bytes: int = at_least(
         1, 1 << 30, "bytes of one transfer", verl="actor_rollout_ref.rollout.update_weights_bucket_megabytes"

@@ -16,6 +16,7 @@ from dapo.config.schema import Config
 MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 
 
 def actor(cfg: Config) -> Iterator[str]:
@@ -83,6 +84,19 @@ def _model(cfg: Config) -> Iterator[str]:
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
     yield from heads_problems(cfg, config)
     yield from architecture_problems(cfg, config)
+    if path.is_dir():
+        yield from _files(cfg, path)
+
+
+def _files(cfg: Config, path: Path) -> Iterator[str]:
+    if any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return
+    if others := sorted(each.name for each in path.glob("*.bin")):
+        yield (
+            f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which the ranks read "
+            "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it with "
+            "save_pretrained"
+        )
 
 
 def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
@@ -108,6 +122,11 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{named} changes its logits after the head ({', '.join(changed)} in config.json), which the actors do "
             "not compute; choose another architecture"
+        )
+    if experts := [f"{key}: {config[key]}" for key in EXPERT_KEYS if (config.get(key) or 0) > 1]:
+        yield (
+            f"{named} is a mixture of experts ({', '.join(experts)} in config.json), whose tensors transformers "
+            "converts when it loads them, and the actors read them as they lie in the files; choose a dense model"
         )
     if cfg.model.attn_implementation != "auto":
         return

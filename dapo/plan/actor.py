@@ -67,7 +67,7 @@ class ActorMemory:
 
     @property
     def _transport(self) -> str:
-        return resolve_transport(self.cfg, device_of(self.cfg))
+        return resolve_transport(self.cfg)
 
     @property
     def activations(self) -> Activations:

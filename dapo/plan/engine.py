@@ -133,7 +133,7 @@ class EngineMemory:
 
     def beyond(self) -> Term:
         """Returns what comes on top of the engine's share: memory that broadcast weights arrive in."""
-        count = 1 if resolve_transport(self.cfg, device_of(self.cfg)) == "broadcast" else 0
+        count = 1 if resolve_transport(self.cfg) == "broadcast" else 0
         return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
 
     @property

@@ -21,9 +21,9 @@ def test_options_become_a_configuration_that_the_checks_accept(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_it_runs():
-    command = "-m dapo.bench.sync --shape 1m --ranks 1 --colocate --turns 1 --syncs 1 --transports object_store ipc"
+    command = "-m dapo.bench.sync --shape 1m --ranks 1 --colocate --turns 1 --syncs 1 --transports broadcast ipc"
     done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("1M parameters, 4 MB in float32")
-    assert [line.split()[0] for line in lines[-2:]] == ["object_store", "ipc"]
+    assert [line.split()[0] for line in lines[-2:]] == ["broadcast", "ipc"]

@@ -43,7 +43,7 @@ def test_nothing_to_say_of_the_defaults() -> None:
         ),
         pytest.param(
             {"weight_sync": {"transport": "pigeon"}},
-            "`weight_sync.transport` (pigeon) must be one of auto, object_store, broadcast, ipc",
+            "`weight_sync.transport` (pigeon) must be one of auto, broadcast, ipc",
             id="transport",
         ),
         pytest.param(

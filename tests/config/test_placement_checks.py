@@ -16,12 +16,12 @@ def problems(*, colocate=False, engines=1, ranks=1, transport="auto", device="au
     return list(placement(cfg))
 
 
-@pytest.mark.parametrize("transport", ["auto", "object_store", "broadcast"])
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_pools_of_their_own_take_any_transport_between_processes(transport):
     assert problems(engines=3, ranks=4, transport=transport, vllm={"tensor_parallel_size": 4}) == []
 
 
-@pytest.mark.parametrize("transport", ["auto", "object_store", "ipc"])
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
 def test_shared_gpus(transport):
     assert problems(**SHARED, transport=transport) == []
 

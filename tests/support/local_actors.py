@@ -9,7 +9,7 @@ from torch import nn
 from dapo.config.actor import WeightSyncConfig
 from workers.weight_sync import WeightSync
 from workers.weights.bucket import Bucket, Endpoint
-from workers.weights.sender import WeightSender, full_shapes
+from workers.weights.sender import WeightSender
 
 
 class LocalActors:
@@ -19,7 +19,7 @@ class LocalActors:
         self._before = before
         self.sender = WeightSender(
             lambda: ((name, parameter.detach()) for name, parameter in model.named_parameters()),
-            full_shapes(model),
+            [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()],
             dtype="float32",
             bucket_bytes=bucket_bytes,
             rank=0,
@@ -40,7 +40,7 @@ class LocalActors:
 
 
 def local_sync(
-    pool, model: nn.Module, transport: str = "object_store", bucket_bytes: int = 1 << 30, **kwargs
+    pool, model: nn.Module, transport: str = "broadcast", bucket_bytes: int = 1 << 30, **kwargs
 ) -> WeightSync:
     """A weight sync from `model` to the engines of `pool`, not yet connected."""
     cfg = WeightSyncConfig(bucket_bytes=bucket_bytes, timeout_s=60)

@@ -17,11 +17,13 @@ from dapo.types import TrainBatch, TrainSequence
 from tests.support.plain_reference import (
     on_all,
     plain_logprobs,
+    rank_checksum,
     rebuild,
     reference,
     start_pool,
 )
 from workers.actor import ActorWorker, RankWork, split_batch
+from workers.training.fsdp import reshard
 from workers.training.lora import _fill, base_name, is_adapter
 
 RANK, ALPHA = 3, 12.0  # two ranks hold unequal parts of A
@@ -61,10 +63,15 @@ class Ranks:
         return self._alone.update(split_batch(batch, 1, 64)[0])
 
     def call(self, method: str, *args: str) -> Any:
-        """save, load, export_hf or checksum."""
+        """save, load or export_hf."""
         one = self._pool or self._alone
         found = getattr(one, method)(*map(str, args))
         return asyncio.run(found) if self._pool else found
+
+    def checksum(self) -> str:
+        """Of all parameters, equal on all ranks."""
+        [found] = set(self.all(rank_checksum))
+        return found
 
     def close(self) -> None:
         """The pool is not this one's own."""
@@ -79,7 +86,7 @@ def adapters(worker: Any) -> Tensors:
 
 def base_weights(worker: Any) -> Tensors:
     """Runs on a rank."""
-    worker._fsdp.reshard(worker._policy)
+    reshard(worker._policy)
     named = worker._policy.model.named_parameters()
     return {base_name(n): p.detach().full_tensor() for n, p in named if not is_adapter(n)}
 
@@ -99,7 +106,7 @@ def trained_logprobs(worker: Any, work: RankWork) -> torch.Tensor:
     """Runs on a rank: of all its response tokens."""
     with torch.no_grad():
         found = [worker._policy(worker._updater._collate(part))[0] for part in work.minibatches[0]]
-    worker._fsdp.reshard(worker._policy)
+    reshard(worker._policy)
     return torch.cat(found)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,12 +133,11 @@ def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
 
 def reconfigure(worker: Any, cfg: Config) -> None:
     """Runs on a rank: what `start` would make of `cfg`, around the shards and the optimizer that are there."""
+    from workers.training.fsdp import load_reference
     from workers.training.update import Updater
 
     kl = cfg.algorithm.kl
-    reference = (
-        worker._fsdp.load_reference(cfg, worker._mesh, worker._policy) if kl.loss_coeff or kl.reward_coeff else None
-    )
+    reference = load_reference(cfg, worker._mesh, worker._policy) if kl.loss_coeff or kl.reward_coeff else None
     worker._policy.entropy_gradient = cfg.algorithm.entropy_coeff != 0
     worker._optimizer.zero_grad()
     worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh)
@@ -145,10 +145,25 @@ def reconfigure(worker: Any, cfg: Config) -> None:
 
 def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     """Runs on a rank."""
-    return dict(worker.named_full_parameters())
+    from workers.training.fsdp import full_parameters
+
+    return dict(full_parameters(worker._policy, worker._mesh))
 
 
-_running: "dict[int, ActorPool]" = {}  # by number of ranks; they end with Ray
+def rank_checksum(worker: Any, policy: Any = None) -> str:
+    """Runs on a rank: sha256 over names and bytes of all parameters of its policy, or of another one."""
+    from workers.training.fsdp import full_parameters
+
+    digest = hashlib.sha256()
+    for name, tensor in full_parameters(policy or worker._policy, worker._mesh):
+        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def checksum(pool: "ActorPool") -> str:
+    """Of all parameters, equal on all ranks."""
+    [found] = set(on_all(pool, rank_checksum))
+    return found
 
 
 def start_pool(cfg: Config) -> "ActorPool":

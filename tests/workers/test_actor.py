@@ -16,6 +16,7 @@ from dapo.config.schema import Config
 from tests.support.plain_reference import (
     LENGTHS,
     VOCABULARY,
+    checksum,
     distance,
     full_gradients,
     full_weights,
@@ -152,20 +153,20 @@ def test_saved_state_continues_bit_for_bit(
     batches = [train_batch(v, make_sequences(model_dirs["untied"], LENGTHS, seed=v)) for v in range(2)]
     asyncio.run(pool.update(batches[0]))
     asyncio.run(pool.save(str(tmp_path / "state")))
-    saved = asyncio.run(pool.checksum())
+    saved = checksum(pool)
     asyncio.run(pool.update(batches[1]))
-    continued = asyncio.run(pool.checksum())
+    continued = checksum(pool)
     assert saved != continued
 
     asyncio.run(pool.load(str(tmp_path / "state")))
-    assert asyncio.run(pool.checksum()) == saved
+    assert checksum(pool) == saved
     asyncio.run(pool.update(batches[1]))
-    assert asyncio.run(pool.checksum()) == continued
+    assert checksum(pool) == continued
 
     weights = on_all(pool, full_weights)[0]
     alone = pools("untied", 1).pool
     asyncio.run(alone.load(str(tmp_path / "state")))
-    assert asyncio.run(alone.checksum()) == saved
+    assert checksum(alone) == saved
     asyncio.run(alone.update(batches[1]))
     assert distance(on_all(alone, full_weights)[0], weights) <= 1e-6
 
@@ -199,13 +200,13 @@ def test_parity_error_comes_before_any_step(
     pools: Callable[..., Started], model_dirs: dict[str, Path], shift: float, message: str, num_minibatches: int
 ) -> None:
     pool = pools("tied", 2).pool
-    before = asyncio.run(pool.checksum())
+    before = checksum(pool)
     sequences = make_sequences(model_dirs["tied"], LENGTHS)
     shifted = tuple(dataclasses.replace(s, rollout_logprobs=s.rollout_logprobs + np.float32(shift)) for s in sequences)
     split = {1: (shifted,), 2: (shifted[:3], shifted[3:])}[num_minibatches]
     with pytest.raises(RemoteError, match=rf"WeightParityError: .*{message}.*`weight_sync.max_mean_logprob_diff`"):
         asyncio.run(pool.update(train_batch(0, *split)))
-    assert asyncio.run(pool.checksum()) == before
+    assert checksum(pool) == before
 
 
 def test_non_finite_steps_are_skipped_on_all_ranks_and_the_third_stops(
@@ -214,11 +215,11 @@ def test_non_finite_steps_are_skipped_on_all_ranks_and_the_third_stops(
     pool = pools("untied", 2).pool
     good = make_sequences(model_dirs["untied"], LENGTHS)
     bad = (dataclasses.replace(good[0], advantage=math.inf), *good[1:])
-    before = asyncio.run(pool.checksum())
+    before = checksum(pool)
     for _ in range(2):
         metrics = asyncio.run(pool.update(train_batch(0, bad)))
         assert metrics["actor/skipped_steps"] == 1
-    assert asyncio.run(pool.checksum()) == before
+    assert checksum(pool) == before
     metrics = asyncio.run(pool.update(train_batch(0, good)))  # ends the row
     assert metrics["actor/skipped_steps"] == 0 and math.isfinite(metrics["actor/loss"])
     with pytest.raises(RemoteError, match="NonFiniteError: .* 3 optimizer steps in a row"):
@@ -236,8 +237,8 @@ def test_a_failing_and_a_killed_rank_are_reported_while_the_other_hangs(
     with pytest.raises(RemoteError, match=r"no longer at the same point, .* \(the update from policy version 7\)"):
         asyncio.run(pool.save(str(tmp_path / "state")))
     ray.kill(pool._workers[1])
-    with pytest.raises(RemoteError, match=r"actor rank 1 \(a checksum\): ActorDiedError"):
-        asyncio.run(pool.checksum())
+    with pytest.raises(RemoteError, match=r"actor rank 1 \(the export to .*\): ActorDiedError"):
+        asyncio.run(pool.export_hf(str(tmp_path / "hf")))
     pool.close()
 
 

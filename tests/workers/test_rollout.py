@@ -253,14 +253,14 @@ def test_every_transport_brings_the_same_bits(engines, loop):
     for parameter in other.parameters():
         change(parameter, generator, 0.3, 0.0)
     found = {}
-    for transport in ("object_store", "broadcast", "ipc"):
+    for transport in ("broadcast", "ipc"):
         loop.run(local_sync(pool, other, transport, 100_000)(50))
         between = loop.run(on_every_engine(pool, count, 10))
         loop.run(local_sync(pool, model, transport, 100_000)(51))
         responses = loop.run(on_every_engine(pool, count, 10))
         assert largest_difference(model, responses) <= 1e-4 < 1e-2 < largest_difference(model, between)
         found[transport] = [(r.token_ids.tolist(), r.rollout_logprobs.tolist()) for r in responses]
-    assert found["object_store"] == found["broadcast"] == found["ipc"]
+    assert found["broadcast"] == found["ipc"]
 
 
 def test_a_sync_that_fails_midway_is_told_and_nothing_is_served(engines, loop):

@@ -1,8 +1,11 @@
 """The weight sync's pipeline on stand-ins, from real actor ranks, and to a tensor-parallel engine."""
 
 import asyncio
+import signal
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +21,8 @@ from tests.support.local_actors import local_sync
 from tests.support.plain_reference import make_config, make_model, start_own_pool
 from workers.remote import RemoteError
 from workers.weight_sync import WeightSync
-from workers.weights.bucket import Endpoint
-from workers.weights.digest import digest
+from workers.weights.bucket import Endpoint, digest
+from workers.weights.memory import open_shared
 
 BUCKETS = 6
 STEP_S = 0.02
@@ -123,32 +126,34 @@ def test_a_sync_without_end_names_where_it_stood():
 
 
 @pytest.mark.parametrize(
-    ("transport", "colocate", "device", "resolved"),
+    ("transport", "colocate", "resolved"),
     [
-        ("auto", False, "cpu", "object_store"),
-        ("auto", False, "cuda", "broadcast"),
-        ("auto", True, "cpu", "ipc"),
-        ("auto", True, "cuda", "ipc"),
-        ("object_store", False, "cuda", "object_store"),
+        ("auto", False, "broadcast"),
+        ("auto", True, "ipc"),
+        ("broadcast", True, "broadcast"),
     ],
 )
-def test_auto_takes_the_nearest_way(transport, colocate, device, resolved):
+def test_auto_takes_the_nearest_way(transport, colocate, resolved):
     cfg = Config()
     cfg.weight_sync.transport, cfg.trainer.colocate = transport, colocate
-    assert resolve_transport(cfg, device) == resolved
+    assert resolve_transport(cfg) == resolved
 
 
 class Keeper(Recorder):
-    """Engines that keep what they load."""
+    """Engines that keep what they load from memory that they share with the ranks."""
 
     def __init__(self, before=lambda index: None) -> None:
         super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
         self._before = before
 
+    async def connect_weights(self, info, timeout_s):
+        [handles] = info["memory"].values()
+        self._slots = [open_shared(handle, torch.device("cpu")) for handle in handles]
+
     async def load_bucket(self, bucket, what, timeout_s):
         self._before(bucket.index)
-        data = torch.from_numpy((await bucket.content["ref"]).copy())
+        data = self._slots[bucket.index % 2][: bucket.plan.num_bytes].clone()
         assert digest(data) == bucket.digest
         dtype = getattr(torch, bucket.dtype)
         elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -171,11 +176,78 @@ def actors(ray_cluster, model_dir: Path) -> Iterator:
     pool.close()
 
 
+MEMBER = """
+import sys, torch
+from workers.weights.bucket import digest
+from workers.weights.group import WeightGroup, find_store
+store = find_store(sys.argv[1], int(sys.argv[2]), 30)
+group = WeightGroup(store, rank=1, size=2, device=torch.device("cpu"), timeout_s=30)
+print("met", flush=True)
+for line in sys.stdin:
+    data = torch.empty(int(line), dtype=torch.uint8)
+    group.wait(group.broadcast(data))
+    print(digest(data), flush=True)
+"""
+
+
+class Member(Recorder):
+    """An engine as a process that takes part in the broadcasts, and gets `signal` at bucket 2 of a sync."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_receivers, self.signal = 1, 0
+
+    async def connect_weights(self, info, timeout_s):
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-c", MEMBER, info["address"], str(info["port"]))
+        self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        assert await self.process.stdout.readline() == b"met\n"
+
+    async def load_bucket(self, bucket, what, timeout_s):
+        if self.signal and bucket.index == 2:
+            self.process.send_signal(self.signal)
+        self.process.stdin.write(f"{bucket.plan.num_bytes}\n".encode())
+        if (await self.process.stdout.readline()).decode().strip() != bucket.digest:
+            raise RemoteError(f"the engine did not load {what}")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        pytest.param(signal.SIGKILL, "did not load weight bucket 2", id="dies"),
+        pytest.param(signal.SIGSTOP, "more than 5 s, .* loading weight bucket 2", id="hangs"),
+    ],
+)
+def test_an_engine_lost_in_a_broadcast_ends_the_sync_in_time_and_the_ranks_still_save(actors, tmp_path, sent, said):
+    pool, cfg = actors
+
+    async def run() -> None:
+        ends = Member()
+        sync = WeightSync(pool, ends, replace(cfg.weight_sync, timeout_s=5), "broadcast")
+        try:
+            await sync(1)
+            ends.signal = sent
+            began = time.monotonic()
+            with pytest.raises(RemoteError, match=said):
+                await sync(2)
+            await pool.save(str(tmp_path / "state"))
+            await pool.export_hf(str(tmp_path / "hf"))
+            assert time.monotonic() - began < 15, "the ranks' own deadline is 30 s"
+        finally:
+            if ends.process.returncode is None:
+                ends.process.kill()
+            await ends.process.wait()
+
+    asyncio.run(run())
+    assert (tmp_path / "hf" / "model.safetensors").exists() and list((tmp_path / "state").iterdir())
+
+
 @pytest.mark.ray
 def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors, model_dir):
     pool, cfg = actors
     ends = Keeper()
-    sync = WeightSync(pool, ends, cfg.weight_sync, "object_store")
+    sync = WeightSync(pool, ends, cfg.weight_sync, "ipc")
     asyncio.run(sync(1))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     expected = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
@@ -187,7 +259,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
             ray.kill(pool._workers[1])
 
     ends = Keeper(kill)
-    sync = WeightSync(pool, ends, cfg.weight_sync, "object_store")
+    sync = WeightSync(pool, ends, cfg.weight_sync, "ipc")
     began = time.monotonic()
     with pytest.raises(RemoteError, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
         asyncio.run(sync(2))
@@ -215,7 +287,7 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
         pool = RolloutPool(Placement(cfg, "cpu").rollout(), start_timeout_s=300, timeout_s=120)
         try:
             await pool.start(path, engine_args(cfg, "cpu"))
-            for version, transport in enumerate(("object_store", "broadcast", "ipc"), start=1):
+            for version, transport in enumerate(("broadcast", "ipc"), start=1):
                 for parameter in model.parameters():
                     change(parameter, generator, 0.2, 0.05)
                 await local_sync(pool, model, transport, 100_000)(version)

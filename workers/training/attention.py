@@ -1,8 +1,8 @@
-"""Attention over packed sequences, plugged into transformers under the name `PACKED_ATTENTION` (DESIGN section 7).
+"""Attention over packed sequences, plugged into transformers under the name `PACKED_ATTENTION`.
 
 In: queries, keys and values of all sequences of a micro-batch laid end to end, and their `Segments`. Out: causal
 attention within each sequence. No [T, T] mask exists: variable-length kernels on GPU, one call per sequence on CPU.
-Where ranks share a micro-batch, each computes all tokens of some heads (`workers.training.ulysses`).
+Sequence-parallel ranks each compute all tokens of some heads (`workers.training.ulysses`).
 """
 
 import inspect
@@ -27,10 +27,10 @@ _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).par
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the sequences of a micro-batch lie. Made by `workers.training.policy`, consumed by `packed_attention`.
+    """The places of a micro-batch's sequences. Made by `workers.training.policy`, consumed by `packed_attention`.
 
     lengths: tokens of each of the N sequences. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
-    group: the ranks that share the micro-batch, each with an equal run of its tokens; None: this rank has all.
+    group: the sequence-parallel ranks, each with an equal run of the tokens; None: this rank has all.
     """
 
     lengths: tuple[int, ...]
@@ -74,7 +74,7 @@ def packed_attention(
 
 
 def implementation(name: str) -> str:
-    """The name to build a model with, for `model.attn_implementation`.
+    """Returns the name to build a model with, for `model.attn_implementation`.
 
     A name of transformers' stays, and its function is told where the sequences lie, as flash attention wants to be.
     Raises ValueError for a name that transformers does not know.
@@ -104,7 +104,7 @@ def _pass_through(
     segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Another attention function of transformers' on packed sequences. Its mask, if any, comes from the positions.
+    """Calls another attention function of transformers' on packed sequences; its mask comes from the positions.
 
     A model that says nothing of segments, which shares the process, gets what it would get without us.
     """
@@ -122,7 +122,7 @@ def _pass_through(
 def _over_all_tokens(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, segments: Segments
 ) -> Tensor:
-    """`attend` on all tokens of the micro-batch, for this rank's share of the heads."""
+    """Calls `attend` on all tokens of the micro-batch, for this rank's share of the heads."""
     if segments.group is None:
         return attend(query, key, value)
     missing = dist.get_world_size(segments.group) // key.shape[1]
@@ -133,7 +133,7 @@ def _over_all_tokens(
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """One variable-length kernel for all sequences (bfloat16 or float16)."""
+    """Runs one variable-length kernel for all sequences (bfloat16 or float16)."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"`model.dtype` ({query.dtype}) must be bfloat16 on GPU, or set `trainer.device=cpu`")
     groups = query.shape[1] // key.shape[1]
@@ -150,7 +150,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
 
 
 def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """One call per sequence, on views.
+    """Makes one call per sequence, on views.
 
     Sorting sequences into right-padded buckets was measured and is not faster: forward and backward of one layer with 4
     heads on one thread took 11.0 ms against 11.4-12.9 ms (64 sequences of 42 tokens) and 75 ms against 76-95 ms (64
@@ -165,7 +165,7 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, 
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """transformers asks for a mask here; the segments say all that it would."""
+    """Returns no mask where transformers asks for one; the segments say all that it would."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

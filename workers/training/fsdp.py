@@ -1,12 +1,10 @@
 """FSDP2 around the policy: loading, sharding, optimizer, and the way back to full tensors.
 
 In: the configuration and the ranks' mesh. Out: a sharded `PackedPolicy` with float32 master weights; NCCL on GPU, gloo
-on CPU.
-Every public function is a collective: all ranks call it in the same order (DESIGN section 7).
+on CPU. The public functions are collectives: all ranks call them in the same order.
 """
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.schema import Config
-from workers.training.loading import load_buffers, load_parameters, meta_model
+from workers.training.loading import file_name_of, load_buffers, load_parameters, meta_model
 from workers.training.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
 from workers.training.mesh import Mesh
 from workers.training.policy import PackedPolicy
@@ -26,7 +25,7 @@ from workers.training.recompute import checkpoint_activations
 
 
 def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
-    """The model of `cfg.model.path`, sharded per decoder layer, in float32. Each rank reads its own rows of the files.
+    """Loads the model of `cfg.model.path`, sharded per layer, in float32; each rank reads its own rows of the files.
 
     Raises ValueError where the files do not hold this model (`workers.training.loading`).
     """
@@ -44,7 +43,7 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
 
 
 def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
-    """The reference policy of `algorithm.kl`: `policy` with its adapters off or, without LoRA, its model once more.
+    """Returns the reference policy of `algorithm.kl`: `policy` with adapters off or, without LoRA, its model once more.
 
     It is used once per step: frozen, sharded alike, stored in the compute type, on a GPU in host memory.
     """
@@ -66,20 +65,20 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
 
 
 def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None:
-    """Memory for the shards, on the host where they are offloaded, and their values."""
+    """Gives the shards memory, on the host where they are offloaded, and their values."""
     policy.to_empty(device="cpu" if offload else mesh.device)
     policy.model.tie_weights()  # `to_empty` made two parameters of a tied one
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
     load_buffers(policy.model, path)
-    named = policy.model.named_parameters(remove_duplicate=False)
-    stored = [(base_name(name), parameter) for name, parameter in named if not is_adapter(name)]
+    named, stored_name = policy.model.named_parameters(remove_duplicate=False), file_name_of(policy.model)
+    stored = [(stored_name(base_name(name)), parameter) for name, parameter in named if not is_adapter(name)]
     load_parameters(stored, path, policy.model.base_model_prefix)
 
 
 def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
-    """`fully_shard` on each decoder layer, an embedding that is not tied, and the root, which holds norm and head."""
+    """Shards each decoder layer, an embedding that is not tied, and the root, which holds norm and head."""
     layers = [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
@@ -107,7 +106,7 @@ def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> N
 
 
 def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
-    """AdamW over the shards that train; the fused kernel exists on CPU and GPU."""
+    """Returns AdamW over the shards that train; the fused kernel exists on CPU and GPU."""
     optim = cfg.actor.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     beta1, beta2 = optim.betas
@@ -131,14 +130,14 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
 
 
 def reshard(policy: nn.Module) -> None:
-    """Free gathered parameters, so that the module shows its shards (needed after a forward pass without backward)."""
+    """Frees gathered parameters, so that the module shows its shards (needed after a forward pass without backward)."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
-    """Between phases: free gathered parameters and, where the engines share the GPU, what torch keeps for later."""
+    """Frees, between phases, gathered parameters and, where the engines share the GPU, what torch keeps for later."""
     reshard(policy)
     if mesh.device == "cuda" and cfg.trainer.colocate:
         torch.cuda.empty_cache()
@@ -147,34 +146,56 @@ def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
 def full_parameters(
     policy: PackedPolicy, mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor on the mesh's device), one at a time; tied weights once, LoRA merged.
+    """Yields (name in the files, full tensor on the mesh's device), one at a time; tied weights once, LoRA merged.
 
     Gathered in `dtype`: a short one halves what travels. Adapters and what they are merged into stay float32.
     """
     reshard(policy)
     dtype = torch.float32 if has_adapters(policy.model) else dtype
-    yield from merged(policy.model, lambda parameter: gather(parameter, mesh, dtype))
+    stored_name = file_name_of(policy.model)
+    for name, full in merged(policy.model, lambda parameter: gather(parameter, mesh, dtype)):
+        yield stored_name(name), full
+        del full  # or it would be held while the next one is gathered
 
 
 def gather(parameter: Tensor, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A sharded parameter -> the full tensor on the mesh's device, converted to `dtype` before it travels."""
+    """Returns the full tensor of a sharded parameter on the mesh's device, converted to `dtype` before it travels."""
     shard = parameter.detach().to(mesh.device, dtype)
     assert isinstance(shard, DTensor)
     return shard.full_tensor()
 
 
-def checksum(policy: PackedPolicy, mesh: Mesh) -> str:
-    """sha256 over names and bytes of all full parameters. Raises RuntimeError unless it is equal on all ranks."""
-    digest = hashlib.sha256()
-    for name, tensor in full_parameters(policy, mesh):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().numpy().tobytes())
-    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+def full_shapes(model: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns (name in the files, shape) of what `full_parameters` will yield, without gathering anything."""
+    named, stored_name = model.named_parameters(), file_name_of(model)
+    return [(stored_name(base_name(name)), tuple(p.shape)) for name, p in named if not is_adapter(name)]
+
+
+def check_copies(policy: PackedPolicy, mesh: Mesh) -> None:
+    """Raises RuntimeError, on all ranks, where copies of the parameters (`actor.fsdp_size`) differ in some bit."""
+    if mesh.num_copies == 1:
+        return
+    reshard(policy)
+    own = shard_sums(parameter for _, parameter in policy.named_parameters())
     every = [torch.empty_like(own) for _ in range(mesh.world_size)]
     dist.all_gather(every, own)
-    if different := [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]:
+    size = mesh.fsdp.size(-1)
+    if drifted := [rank for rank, sums in enumerate(every) if not torch.equal(sums, every[rank % size])]:
         raise RuntimeError(
-            f"the parameters of actor ranks {different} are no longer those of rank 0: copies (`actor.fsdp_size`) have "
-            "drifted apart, or memory or network are faulty; go back to an earlier checkpoint"
+            f"the parameters of actor ranks {drifted} differ from those of the first copy: copies (`actor.fsdp_size`) "
+            "have drifted apart, because memory or network are faulty; nothing was saved. Check these ranks' machines "
+            "and go on from the last checkpoint"
         )
-    return digest.hexdigest()
+
+
+@torch.no_grad()
+def shard_sums(parameters: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of the float32 bit patterns of each parameter's own shard, [P] int64 on the CPU.
+
+    Any single changed element changes it; shards of one parameter add up to the same sum however it is cut.
+    """
+    sums = []
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        sums.append(parameter.to_local().float().view(torch.int32).sum(dtype=torch.int64))
+    return torch.stack(sums).cpu()

@@ -1,11 +1,11 @@
 """A transformers model without memory, and this rank's rows of its weights straight from the safetensors files.
 
 In: `model.path`, a local directory or a hub name. Out: a model on the meta device; later, once it is sharded and has
-memory, its weights and buffers. No rank ever holds the whole model (DESIGN section 7).
+memory, its weights and buffers. No rank ever holds the whole model.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from dapo.config.actor import ModelConfig
 from workers.training.attention import implementation
@@ -26,7 +28,7 @@ MAX_NAMES_SHOWN = 4
 
 
 def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of `model.path` on the meta device. dtype: of its parameters once they have memory."""
+    """Returns the causal language model of `model.path` on the meta device. dtype: of its parameters."""
     config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -43,9 +45,19 @@ def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+def file_name_of(model: PreTrainedModel) -> Callable[[str], str]:
+    """Returns the function from a parameter's name to that in files, for engines too: transformers renames some.
+
+    In a GPT-NeoX model `lm_head.weight` is what its checkpoints call `embed_out.weight`.
+    """
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    back = [each.reverse_transform() for each in reversed(mapping) if isinstance(each, WeightRenaming)]
+    return lambda name: rename_source_key(name, back, [], reverse=True)[0] if back else name
+
+
 @torch.no_grad()
 def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix: str) -> None:
-    """Fill each parameter's local rows in place, converted to its type.
+    """Fills each parameter's local rows in place, converted to its type.
 
     parameters: (name in the files, parameter with memory), a tied one under each of its names. prefix: the model's
     `base_model_prefix`, which files may lack or have. Raises ValueError that names the file or the tensor: no
@@ -63,7 +75,7 @@ def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix:
         raise ValueError(
             f"`model.path` ({path}): {len(missing)} of {len(named)} parameters are not in its safetensors files: "
             f"{_some(missing)}; the files hold {_some(sorted(files))}. Give a whole checkpoint of this architecture, "
-            "whose tensors transformers neither renames nor converts (as it does for mixtures of experts)"
+            "whose tensors transformers does not convert (as it does for mixtures of experts)"
         )
     for parameter, stored in sources:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -78,7 +90,7 @@ def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix:
 
 @torch.no_grad()
 def load_buffers(model: PreTrainedModel, path: str) -> None:
-    """Fill the buffers, whose memory is there but not written: those of the state from the files, all others (the
+    """Fills the buffers, whose memory is there but not written: those of the state from the files, all others (the
     frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`."""
     state = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
@@ -90,7 +102,7 @@ def load_buffers(model: PreTrainedModel, path: str) -> None:
 
 
 def _find_files(path: str) -> dict[str, str]:
-    """Name of each stored tensor -> the file that holds it. A hub name: from the cache, or downloaded to it."""
+    """Returns the file that holds each stored tensor, by name. A hub name: from the cache, or downloaded to it."""
     if single := _find(path, SINGLE_FILE):
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -131,14 +143,14 @@ def _open(file: str) -> safe_open:
 
 
 def _stored_name(name: str, files: Collection[str], prefix: str) -> str | None:
-    """`name` as the files have it: a checkpoint of the base model alone lacks its prefix, another may repeat it."""
+    """Returns `name` as the files have it: those of the base model alone lack its prefix, others may repeat it."""
     candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
     return next((candidate for candidate in candidates if candidate in files), None)
 
 
 def _read_rows(file: str, name: str, parameter: Tensor) -> Tensor:
-    """This rank's part of a stored tensor, of the stored type, on the CPU. The file is open, and so in this process's
-    memory as far as it was read, for this one tensor only."""
+    """Returns this rank's part of a stored tensor, of the stored type, on the CPU. The file is open, and so in this
+    process's memory as far as it was read, for this one tensor only."""
     with _open(file) as opened:
         stored = opened.get_slice(name)
         if stored.get_dtype() not in FLOAT_TYPES:
@@ -158,7 +170,7 @@ def _read_rows(file: str, name: str, parameter: Tensor) -> Tensor:
 
 
 def _first_row(parameter: DTensor) -> int:
-    """Where the local rows lie in the whole tensor: FSDP cuts like `torch.chunk`, into equal parts but for the last."""
+    """Returns the first local row's place in the whole: FSDP cuts like `torch.chunk`, equal parts but for the last."""
     assert parameter.placements[-1] == Shard(0), parameter.placements
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -1,8 +1,7 @@
 """Log-probability and entropy of each response token from hidden states: [R, h] in, [R] out, forward and backward.
 
 Logits live in a chunk's buffers that all chunks use in turn; the backward pass computes them again. Neither the
-[R, vocabulary] logits nor their gradient ever exist: at 20,480 tokens and 152k entries each would be 12.4 GB in float32
-(DESIGN section 7).
+[R, vocabulary] logits nor their gradient ever exist: at 20,480 tokens and 152k entries each would be 12.4 GB.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ def token_logprobs(
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Of the distribution softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head.
+    """Computes both under softmax(head(hidden) / temperature) over the first `vocabulary` rows of the head.
 
     hidden: [R, h]. labels: [R] int64. Returns (natural log-probability of each label, entropy in nats), both [R], in
     float32 or better. entropy_gradient: the entropy has a gradient; otherwise it is a metric. With R = 0 both are
@@ -42,7 +41,7 @@ def token_logprobs(
 
 
 class _Logits:
-    """Makes the logits of each chunk, in buffers that the next one overwrites: fresh memory is dear on a CPU."""
+    """Makes the logits of each chunk, in buffers that the next one overwrites: fresh memory is expensive on a CPU."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, vocabulary: int
@@ -135,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad, logits.weight, out=hidden_grad[where])
             if weight_grad is not None:
                 _add_product(weight_grad[: ctx.vocabulary], grad.T, hidden[where])
-        return hidden_grad, _as(weight_grad, weight), _as(bias_grad, bias), None, None, None, None
+        return hidden_grad, _cast(weight_grad, weight), _cast(bias_grad, bias), None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -146,5 +145,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(torch.mm(left, right))
 
 
-def _as(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if grad is None or like is None else grad.to(like.dtype)

@@ -2,7 +2,7 @@
 
 In: a model of transformers and `model.lora`. Out: the same model, of which only the adapters train. Outside the actors
 nothing knows of them: engines, exports and checksums get merged weights, W + (alpha / rank) B A, under the base model's
-names, and the reference policy is the model with its adapters off (DESIGN section 7).
+names, and the reference policy is the model with its adapters off.
 
 peft takes two seconds to import, so that only a run with adapters does.
 """
@@ -28,7 +28,7 @@ DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"  # ends of p
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
-    """Put an adapter around each target of `cfg` and freeze all else, in place, also on the meta device.
+    """Puts an adapter around each target of `cfg` and freezes all else, in place, also on the meta device.
 
     The adapters are float32 whatever the base is, and hold no values yet: `init_adapters` gives them, once the model
     has memory.
@@ -53,7 +53,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
-    """Names of the layers that `model.lora.target_modules` means."""
+    """Returns names of the layers that `model.lora.target_modules` means."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if ALL_LINEAR in cfg.target_modules:
@@ -71,9 +71,9 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """A as `nn.Linear` is by default, B zero: the policy starts as the base model.
+    """Draws A as `nn.Linear` is by default and B zero: the policy starts as the base model.
 
-    Drawn from `seed` and the parameter's name, so that the values do not depend on the number of ranks.
+    The values come from `seed` and the parameter's name, so that they do not depend on the number of ranks.
     """
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -95,22 +95,22 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Of a parameter's name."""
+    """Tells by a parameter's name whether it is an adapter's."""
     return name.endswith((DOWN, UP))
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Has `add_adapters` been here?"""
+    """Tells whether `add_adapters` has been here."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def base_name(name: str) -> str:
-    """What the base model calls a parameter that is not an adapter's."""
+    """Returns what the base model calls a parameter that is not an adapter's."""
     return name.replace(_BASE, ".")
 
 
 def merged(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """(name in the base model, full tensor) of every parameter but the adapters', these merged into theirs."""
+    """Yields (name in the base model, full tensor) of every parameter but the adapters', these merged into theirs."""
     parameters = dict(model.named_parameters())
     for name in parameters:
         if not is_adapter(name):  # nothing here holds on to a full tensor while the next one is gathered
@@ -127,13 +127,13 @@ def _whole(model: nn.Module, parameters: dict[str, nn.Parameter], name: str, gat
 
 
 def peft_layer(model: nn.Module, name: str) -> Any:
-    """peft's layer around the linear layer `name`; it knows rank (`r`), `lora_alpha` and `scaling` per adapter."""
+    """Returns peft's layer around the linear layer `name`, with rank (`r`), `lora_alpha` and `scaling` per adapter."""
     return model.get_submodule(name)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what the base model does.
+    """Makes the model compute, inside, what the base model does.
 
     peft's own switch also takes `requires_grad` from the parameters and gives it back at the end, to those that the
     modules show then: under FSDP these can be the gathered ones, and the shards would never train again.
@@ -158,6 +158,6 @@ class BasePolicy(nn.Module):
         self.policy = policy
 
     def forward(self, *args: Any) -> Any:
-        """As the policy's."""
+        """Computes as the policy does, without adapters."""
         with adapters_off(self.policy):
             return self.policy(*args)

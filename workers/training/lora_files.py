@@ -11,19 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workers.training.fsdp import shard_sums
 from workers.training.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adapter, peft_layer
 
 IDENTITY_FILE = "lora.json"
 
 
 def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> None:
-    """The adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`."""
+    """Writes the adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -38,7 +38,7 @@ def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> Non
 
 
 def save_identity(model: nn.Module, directory: Path) -> None:
-    """Note beside a checkpoint, whose only weights are adapters, what these belong to. A collective."""
+    """Notes beside a checkpoint, whose only weights are adapters, what these belong to. A collective."""
     identity = _identity(model)
     if dist.get_rank() == 0:
         (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
@@ -70,7 +70,7 @@ def _shown(value: Any) -> str:
 
 
 def _identity(model: nn.Module) -> dict[str, Any]:
-    """Per key of the configuration what must be equal; of `model.path` a digest of the base weights."""
+    """Returns per key of the configuration what must be equal; of `model.path` a digest of the base weights."""
     layers = [name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)]
     first = peft_layer(model, layers[0])
     return {
@@ -81,19 +81,10 @@ def _identity(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def _base_digest(model: nn.Module) -> str:
-    """sha256 over names and sums of the base weights' bit patterns: alike for any sharding, nothing is gathered."""
-    names, sums = [], []
-    mesh = None
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            assert isinstance(parameter, DTensor)
-            mesh = parameter.device_mesh
-            names.append(base_name(name))
-            words = parameter.to_local().float().view(torch.int32)  # alike in every type that holds the file's values
-            sums.append(words.sum(dtype=torch.int64).to(mesh.device_type))
-    assert mesh is not None
-    total = torch.stack(sums)
+    """Returns the sha256 over names and sums of the base weights' bit patterns, alike for any sharding."""
+    base = {base_name(name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    mesh = next(parameter.device_mesh for parameter in base.values() if isinstance(parameter, DTensor))
+    total = shard_sums(base.values()).to(mesh.device_type)
     dist.all_reduce(total, group=mesh.get_group("shard"))
-    return hashlib.sha256(json.dumps([names, total.tolist()]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([list(base), total.tolist()]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The actor ranks' process groups: who shards parameters with whom, and who shares a sequence (DESIGN section 7).
+"""The actor ranks' process groups: who shards parameters with whom, and whose ranks are sequence-parallel.
 
 In: rank, world size and two sizes of the configuration. Out: a `Mesh`. Neighbouring ranks, which usually sit on one
 node, form each sequence-parallel group and each shard group.
@@ -14,31 +14,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceParallel:
+    """The ranks that share each micro-batch, of which this is number `rank` of `size`. group: None for one alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
-    """device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with copies side by side, 2-D ("replicate",
-    "shard"). sequence: group of the ranks that share each micro-batch; None where every rank has its own.
-    """
+    """The groups of one rank. device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with copies side by
+    side (HSDP), 2-D ("replicate", "shard")."""
 
     device: str
     rank: int
     world_size: int
     fsdp: DeviceMesh
-    sequence: dist.ProcessGroup | None
-    sequence_size: int
-
-    @property
-    def sequence_rank(self) -> int:
-        """Place of this rank among those that share its micro-batches."""
-        return self.rank % self.sequence_size
+    sequence_parallel: SequenceParallel
 
     @property
     def num_copies(self) -> int:
-        """How often all parameters lie on the ranks."""
+        """Returns how often all parameters lie on the ranks."""
         return self.world_size // self.fsdp.size(-1)
 
 
 def join(device: str, *, rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the process group at tcp://address:port; `timeout_s` bounds each collective."""
+    """Joins the process group at tcp://address:port; `timeout_s` bounds each collective."""
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU alone
     dist.init_process_group(
@@ -50,17 +52,18 @@ def join(device: str, *, rank: int, world_size: int, address: str, port: int, ti
     )
 
 
-def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_size: int) -> Mesh:
-    """Groups of all ranks that have joined; a collective. `timeout_s` bounds each of theirs.
+def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
+    """Makes the groups of all ranks that have joined; a collective. `timeout_s` bounds each of theirs.
 
-    fsdp_size: `actor.fsdp_size`. sequence_size: `actor.ulysses_sequence_parallel_size`. Both divide the number of ranks
-    (`dapo.config.model_checks` has checked).
+    fsdp_size: `actor.fsdp_size`. sequence_parallel_size: `actor.ulysses_sequence_parallel_size`. Both divide the number
+    of ranks (`dapo.config.model_checks` has checked).
     """
     timeout = timedelta(seconds=timeout_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = world_size if fsdp_size == -1 else fsdp_size
-    sequence = _group(_blocks(world_size, sequence_size), timeout) if sequence_size > 1 else None
-    return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence, sequence_size)
+    group = _group(_blocks(world_size, sequence_parallel_size), timeout) if sequence_parallel_size > 1 else None
+    sequence_parallel = SequenceParallel(rank % sequence_parallel_size, sequence_parallel_size, group)
+    return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence_parallel)
 
 
 def _fsdp_mesh(device: str, world_size: int, size: int, timeout: timedelta) -> DeviceMesh:
@@ -76,12 +79,12 @@ def _fsdp_mesh(device: str, world_size: int, size: int, timeout: timedelta) -> D
 
 
 def _blocks(world_size: int, size: int) -> list[list[int]]:
-    """Neighbouring ranks in groups of `size`."""
+    """Returns neighbouring ranks in groups of `size`."""
     return [list(range(start, start + size)) for start in range(0, world_size, size)]
 
 
 def _group(partition: Sequence[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group of a partition of all ranks. A collective; groups do not inherit the timeout by themselves."""
+    """Makes this rank's group of a partition of all ranks; a collective. Groups do not inherit the timeout."""
     group, _ = dist.new_subgroups_by_enumeration(list(partition), timeout=timeout)
     assert group is not None
     return group

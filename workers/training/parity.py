@@ -1,4 +1,4 @@
-"""The end-to-end check of the weight sync: do actors and engines agree on the tokens of a batch? (DESIGN section 8)
+"""The end-to-end check of the weight sync: do actors and engines agree on the tokens of a batch?
 
 In: totals of the mismatch per staleness, taken before the first optimizer step. Out: nothing, or an error that stops
 the run and names what to suspect: the weight sync, the compute types, or staleness.

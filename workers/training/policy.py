@@ -1,6 +1,6 @@
 """The policy over packed sequences: training sequences in, log-probability and entropy per response token out.
 
-Both are at the sampling temperature. Logits exist only at response positions, a chunk at a time (DESIGN section 7).
+Both are at the sampling temperature. Logits exist only at response positions, a chunk at a time.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,19 +15,10 @@ from transformers import PreTrainedModel
 from dapo.types import TrainSequence
 from workers.training.attention import Segments
 from workers.training.logprobs import token_logprobs
+from workers.training.mesh import SequenceParallel
 from workers.training.ulysses import gather_rows
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which of the ranks that share each micro-batch this is: number `rank` of `size`. group: None for one alone."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-
-
-ALONE = Share()
+ALONE = SequenceParallel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +47,30 @@ class MicroBatch:
     staleness: Tensor
 
 
-def collate(sequences: Sequence[TrainSequence], device: torch.device, share: Share = ALONE) -> MicroBatch:
-    """Lay sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
+def collate(
+    sequences: Sequence[TrainSequence], device: torch.device, sequence_parallel: SequenceParallel = ALONE
+) -> MicroBatch:
+    """Lays sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
 
     Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
     part in every collective.
     """
-    tokens, positions, predict, lengths = _lay_out(sequences, share.size)
-    run = len(tokens) // share.size
-    edges = np.searchsorted(predict, np.arange(share.size + 1) * run)
-    own, mine = slice(share.rank * run, (share.rank + 1) * run), slice(edges[share.rank], edges[share.rank + 1])
+    rank, size = sequence_parallel.rank, sequence_parallel.size
+    tokens, positions, predict, lengths = _lay_out(sequences, size)
+    run = len(tokens) // size
+    edges = np.searchsorted(predict, np.arange(size + 1) * run)
+    own, mine = slice(rank * run, (rank + 1) * run), slice(edges[rank], edges[rank + 1])
     counts = [len(s.rollout_logprobs) for s in sequences]
 
     def to(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return MicroBatch(
         token_ids=to(tokens[None, own]),
         position_ids=to(positions[None, own]),
-        segments=Segments(lengths, to(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), share.group),
-        predictors=to(predict[mine] - share.rank * run),
+        segments=Segments(lengths, to(ends), sequence_parallel.group),
+        predictors=to(predict[mine] - rank * run),
         labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
         counts=tuple(np.diff(edges).tolist()),
         rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
@@ -90,7 +84,7 @@ def collate(sequences: Sequence[TrainSequence], device: torch.device, share: Sha
 def _lay_out(
     sequences: Sequence[TrainSequence], multiple: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
-    """(tokens [T], positions [T], predictors [R] as places in T, lengths), T a multiple of `multiple` and above 0."""
+    """Returns (tokens [T], positions [T], predictors [R] as places in T, lengths), T > 0 a multiple of `multiple`."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     filler = multiple if not lengths else -sum(lengths) % multiple
     parts = [sequence.token_ids for sequence in sequences] + [np.zeros(filler, np.int64)]

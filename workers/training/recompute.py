@@ -1,7 +1,7 @@
 """Activation checkpointing per decoder layer: what the backward pass computes again instead of keeping it.
 
 In: a model and `model.gradient_checkpointing`. Out: the same model, whose layers keep in training mode their inputs
-alone (`full`), also what is dear to compute (`selective`), or everything (`none`).
+alone (`full`), also what is expensive to compute (`selective`), or everything (`none`).
 """
 
 from contextlib import AbstractContextManager
@@ -30,17 +30,17 @@ ATTENTION = frozenset(
 
 
 def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
-    """mode: one of `dapo.config.GRADIENT_CHECKPOINTING`."""
+    """Switches it on, in place. mode: one of `dapo.config.schema.GRADIENT_CHECKPOINTING`."""
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
     if mode == "selective":
-        options["context_fn"] = _keep_what_is_dear
+        options["context_fn"] = _keep_expensive
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _keep_what_is_dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of one layer in one forward pass: attention and every second matrix product are kept.
+def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Keeps attention and every second matrix product of one layer in one forward pass.
 
     In a Qwen2 or Llama layer these are the projections k, o and up; of the others, q, v and gate are computed again,
     and down, whose value no gradient needs, never is.

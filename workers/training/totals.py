@@ -68,7 +68,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of one optimizer step, over all ranks. Made by `gather`.
+    """The sums of one optimizer step over all ranks. Made by `gather`.
 
     sums: by name, over the trained tokens: counts of tokens, nats, and the ratio itself; "loss" is weighted already,
     "grad_norm_squared" is over all shards, before clipping. mismatch: per staleness, over all tokens.
@@ -95,7 +95,7 @@ class Totals:
 
     @property
     def all_mismatch(self) -> Mismatch:
-        """Of every staleness together."""
+        """Returns the mismatch of every staleness together."""
         return Mismatch(
             tokens=sum(m.tokens for m in self.mismatch),
             difference=sum(m.difference for m in self.mismatch),
@@ -106,8 +106,8 @@ class Totals:
         )
 
 
-def no_row(device: torch.device) -> Tensor:
-    """What changes no total: the row of a micro-batch that another rank counts."""
+def neutral_row(device: torch.device) -> Tensor:
+    """Returns a row that changes no total: that of a micro-batch which another rank counts."""
     maxima = torch.full((_NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device)
     return torch.cat([torch.zeros(_NUM_SUMS, dtype=torch.float64, device=device), maxima])
 

@@ -1,6 +1,6 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): ranks that share a micro-batch exchange heads for tokens.
+"""Ulysses sequence parallelism (arXiv 2309.14509): sequence-parallel ranks exchange heads for tokens.
 
-In: each rank's share of the tokens with all heads. Around attention, all tokens with a share of the heads; at the end,
+In: each rank's part of the tokens with all heads. Around attention, all tokens with a part of the heads; at the end,
 every rank's response tokens for everyone. Each function is a collective over the group and differentiable.
 """
 
@@ -50,7 +50,7 @@ class _Gather(torch.autograd.Function):
 
 
 def scatter_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each [1, H, T / size, D], H a multiple of the group's size -> [1, H / size, T, D]; one exchange for all."""
+    """Exchanges each [1, H, T / size, D], H a multiple of size, for [1, H / size, T, D]; one exchange for all."""
     size = dist.get_world_size(group)
     parts = [tensor.squeeze(0).unflatten(0, (size, -1)) for tensor in tensors]
     by_source = _Exchange.apply(torch.cat(parts, dim=1), group)
@@ -59,12 +59,12 @@ def scatter_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[T
 
 
 def gather_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T, H / size, D] -> [1, T / size, H, D]."""
+    """Exchanges [1, T, H / size, D] -> [1, T / size, H, D]."""
     by_token = out.squeeze(0).unflatten(0, (dist.get_world_size(group), -1))
     by_head = _Exchange.apply(by_token, group)
     return by_head.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def gather_rows(own: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """[counts[rank], ...] of each rank -> [sum of counts, ...] on all; nothing is sent where all are empty."""
+    """Gathers [counts[rank], ...] of each rank -> [sum of counts, ...] on all; nothing is sent where all are empty."""
     return _Gather.apply(own, counts, group) if max(counts) else own

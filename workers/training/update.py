@@ -1,7 +1,7 @@
 """One update of the policy on one FSDP rank: mini-batches of packed sequences come in, metrics over all ranks go out.
 
-Each taking of a mini-batch is one optimizer step on the objective (`dapo.objective`; DESIGN sections 5 and 7). All
-ranks decide alike, because every decision is taken on totals that all of them have gathered.
+Each taking of a mini-batch is one optimizer step on the objective (`dapo.objective`). All ranks decide alike, because
+every decision is taken on totals that all of them have gathered.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from dapo.types import TrainSequence
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
 from workers.training.parity import check_parity
-from workers.training.policy import MicroBatch, PackedPolicy, Share, collate
-from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, no_row, row_of
+from workers.training.policy import MicroBatch, PackedPolicy, collate
+from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -46,7 +46,6 @@ class Updater:
         self._cfg = cfg
         self._mesh = mesh
         self._device = torch.device(mesh.device)
-        self._share = Share(mesh.sequence_rank, mesh.sequence_size, mesh.sequence)
         self._learning_rate = learning_rates(cfg)
         self._skipped_in_a_row = 0
         self.is_whole = True  # no update ended after some of its optimizer steps: the weights are of a policy version
@@ -87,7 +86,7 @@ class Updater:
         return metrics | {"actor/response_tokens": sum(response_tokens.values())}
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
-        """Of the reference policy, [micro-batches][sequences] of [R], on the CPU."""
+        """Returns the reference policy's log-probabilities, [micro-batches][sequences] of [R], on the CPU."""
         batches = [self._collate(sequences) for sequences in micro_batches]
         [logprobs] = self._reference_of([batches])
         return [
@@ -96,7 +95,7 @@ class Updater:
         ]
 
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
-        return collate(sequences, self._device, self._share)
+        return collate(sequences, self._device, self._mesh.sequence_parallel)
 
     def _set_learning_rate(self, version: int, step: int) -> float:
         lr = self._learning_rate(version, step)
@@ -106,7 +105,7 @@ class Updater:
 
     @torch.no_grad()
     def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], Totals]:
-        """[mini-batch][micro-batch] of [R] before the first of several optimizer steps, and the totals with parity."""
+        """Returns [mini-batch][micro-batch] of [R] before the first of several optimizer steps, and totals."""
         old = [[self._policy(batch)[0] for batch in minibatch] for minibatch in batches]
         cfg = self._cfg.algorithm.rollout_correction
         rows = [
@@ -118,7 +117,7 @@ class Updater:
 
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
-        """[mini-batch][micro-batch] of [R]."""
+        """Returns [mini-batch][micro-batch] of [R]."""
         assert self._reference is not None, "no coefficient of `algorithm.kl` is set"
         logprobs = [[self._reference(batch)[0] for batch in minibatch] for minibatch in batches]
         reshard(self._reference)
@@ -136,15 +135,15 @@ class Updater:
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
             result = objective(logprobs, entropy, constants, self._cfg.algorithm)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
-            # Ranks that share a micro-batch have the same loss and each the gradient through its own tokens.
+            # Sequence-parallel ranks have the same loss and each the gradient through its own tokens.
             (result.loss * self._mesh.world_size).backward()
             rows.append(row_of(correction, batch.staleness, result))
         grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
         return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
 
     def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
-        """Each micro-batch counts once, whoever shares it, and each shard of the gradient once, however many copies."""
-        counted = list(rows) if self._share.rank == 0 else [no_row(self._device)]
+        """Sums over all ranks: each micro-batch counts once, and each shard of the gradient, however many copies."""
+        counted = list(rows) if self._mesh.sequence_parallel.rank == 0 else [neutral_row(self._device)]
         if grad_norm_squared is not None:
             counted[-1][GRAD_NORM_SQUARED] = grad_norm_squared / self._mesh.num_copies
         return gather(counted)
@@ -164,9 +163,12 @@ class Updater:
         return constants, correction
 
     def _sync_gradients(self, *, last: bool) -> None:
-        """Where parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
+        """Sets when gradients are reduced, before the backward pass of a micro-batch.
+
+        Where parameters stay gathered (`reshard_after_forward` off: memory to spare), so do gradients until the last
         micro-batch: one reduction per optimizer step. Otherwise each micro-batch reduces into the shards; copies of the
-        parameters (HSDP) add up theirs with the last one, unless offloaded, for until then the sums lie on the GPU."""
+        parameters (HSDP) add up theirs with the last one, unless offloaded, for until then the sums lie on the GPU.
+        """
         assert isinstance(self._policy, FSDPModule)
         if not self._cfg.actor.reshard_after_forward:
             self._policy.set_requires_gradient_sync(last)
@@ -175,7 +177,7 @@ class Updater:
             self._policy.set_requires_all_reduce(last)
 
     def _step(self, totals: Totals) -> bool:
-        """Clip and step; or, where loss or gradient are not finite, drop the gradient and return False.
+        """Clips and steps; or, where loss or gradient are not finite, drops the gradient and returns False.
 
         Without a token to train on there is no gradient either, and the optimizer's momentum must not act alone.
         """

@@ -1,4 +1,4 @@
-"""The process group of the weight sync: actor rank 0 and every worker process of every engine (DESIGN section 8).
+"""The process group of the weight sync: actor rank 0 and every worker process of every engine.
 
 In: a store that rank 0 serves, and a place in the group. Out: broadcasts from rank 0, NCCL on GPU, gloo on CPU. It
 stands beside the process groups that FSDP and vLLM make for themselves; the engines' half uses it as well.

@@ -1,5 +1,5 @@
 """Memory that an actor rank writes and the engine beside it reads: CUDA IPC on a GPU that both roles share, shared
-memory of the machine without one (DESIGN section 8).
+memory of the machine without one.
 
 In: a size. Out: a buffer and a handle of plain values for another process; there, the same memory once more. The
 writer's buffer must outlive the readers; nothing here tells when it may be overwritten.

@@ -1,7 +1,7 @@
-"""The engine's half of the weight sync, inside vLLM's worker processes (DESIGN section 8).
+"""The engine's half of the weight sync, inside vLLM's worker processes.
 
 vLLM imports this module as `worker_extension_cls`, which registers the transfer backend there. In: buckets, by one of
-three transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
+two transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.rewards.sandbox import die_with_parent
-from workers.weights.bucket import BACKEND
-from workers.weights.digest import digest
+from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup, find_store
 from workers.weights.memory import Handle, open_shared, place
 
 
 @dataclass
 class BucketInitInfo(WeightTransferInitInfo):
-    """transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the process group, and the rank of
-    this engine's first worker in it. memory: the handles of each place."""
+    """The actors' ends. transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the process
+    group, and the rank of this engine's first worker in it. memory: the handles of each place.
+    """
 
     transport: str
     capacity: int
@@ -44,30 +44,21 @@ class BucketInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its bytes. path:
-    a file with the bytes, where the transport is the object store."""
+    """One bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its bytes."""
 
     index: int
     tensors: list[tuple[str, list[int], int]]
     num_bytes: int
     dtype: str
     digest: str
-    path: str = ""
 
 
 class Source(Protocol):
     """The engine's end of a transport."""
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
-        """[num_bytes] uint8, valid until the next call."""
+        """Returns [num_bytes] uint8, valid until the next call."""
         ...
-
-
-class FileSource:
-    """Files that `workers.rollout` fills from the object store; vLLM's worker processes are not Ray's."""
-
-    def receive(self, bucket: BucketUpdateInfo) -> Tensor:
-        return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
 
 
 class GroupSource:
@@ -116,7 +107,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         if init_info.transport == "broadcast":
             self._source = GroupSource(init_info, self.parallel_config.rank, self._device)
         else:
-            self._source = MemorySource(init_info, self._device) if init_info.transport == "ipc" else FileSource()
+            self._source = MemorySource(init_info, self._device)
 
     def start_weight_update(self) -> None:
         """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
@@ -146,7 +137,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             torch.cuda.current_stream(self._device).synchronize()  # the actors may overwrite the bucket from here on
 
     def _tensors(self, data: Tensor, bucket: BucketUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        """Copies: the loader keeps a layer's tensors until it has all of them, which may be a bucket later."""
+        """Yields copies: the loader keeps a layer's tensors until it has all of them, which may be a bucket later."""
         dtype = getattr(torch, bucket.dtype)
         elements = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
         for name, shape, start in bucket.tensors:

@@ -1,4 +1,4 @@
-"""The actors' half of the weight sync: gathers bucket after bucket and hands it to a transport (DESIGN section 8).
+"""The actors' half of the weight sync: gathers bucket after bucket and hands it to a transport.
 
 In: an iterator of full (name, tensor) pairs, advanced in lockstep by all actor ranks. Out: `Bucket`s in `model.dtype`,
 each with a digest. Between two buckets nothing but the iterator and the transport's slots is held.
@@ -7,26 +7,15 @@ each with a digest. Between two buckets nothing but the iterator and the transpo
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from workers.training.lora import base_name, is_adapter
-from workers.weights.bucket import Bucket, BucketPlan, Endpoint, plan_buckets
-from workers.weights.digest import digest
+from workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
 from workers.weights.group import SENDER
 from workers.weights.transport import make_transport
 
 
-def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """(Hugging Face name, shape) of what `fsdp.full_parameters` will yield, without gathering anything."""
-    return [
-        (base_name(name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if not is_adapter(name)
-    ]
-
-
 class WeightSender:
-    """One rank's half. Every rank calls `open` once and then `gather` for each bucket of each sync, in order."""
+    """One rank's half of the sync. Every rank calls `open` once and then `gather` for each bucket, in order."""
 
     def __init__(
         self,
@@ -47,11 +36,11 @@ class WeightSender:
 
     @property
     def num_buckets(self) -> int:
-        """Of one sync."""
+        """Returns how many buckets one sync takes."""
         return len(self._plans)
 
     def open(self, transport: str, address: str, timeout_s: float) -> Endpoint | None:
-        """This rank's end for the engines; None where they need none. address: this node's, for others to find."""
+        """Makes this rank's end for the engines; None where they need none. address: this node's."""
         capacity = max(plan.num_bytes for plan in self._plans)
         self._transport = make_transport(
             transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
@@ -65,7 +54,7 @@ class WeightSender:
 
     @torch.no_grad()
     def gather(self, index: int) -> Bucket | None:
-        """Bucket `index`, on its way; a collective. None on all ranks but 0.
+        """Returns bucket `index`, on its way; None on all ranks but 0. A collective.
 
         Raises:
             RuntimeError: another bucket is due, or the parameters are not those of the plan.
@@ -82,10 +71,8 @@ class WeightSender:
         bucket = self._transport.slot(index)[: plan.num_bytes]
         self._fill(bucket, plan)
         found = digest(bucket) if self._rank == SENDER else ""
-        content = self._transport.send(index, bucket)
-        if self._rank != SENDER:
-            return None
-        return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, content=content)
+        self._transport.send(index, bucket)
+        return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found) if self._rank == SENDER else None
 
     def _fill(self, bucket: Tensor, plan: BucketPlan) -> None:
         stop = plan.tensors[-1].stop * self._dtype.itemsize

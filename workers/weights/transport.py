@@ -1,11 +1,10 @@
-"""The three ways of a bucket from an actor rank to the engines: the sender's end of each (DESIGN section 8).
+"""The two ways of a bucket from an actor rank to the engines, a process group and shared memory: the sender's end.
 
 In: a size. Out: slots, memory in which buckets are put together in turn, and what the engines must know to read them.
 At most two buckets exist at a time: one that the engines load, and the next.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,44 +18,23 @@ SLOTS = 2
 
 
 class Transport(Protocol):
-    """One rank's end. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
+    """One rank's end of a way. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
 
     def endpoint(self) -> Endpoint:
-        """What the engines need to find this end."""
+        """Returns what the engines need to find this end."""
         ...
 
     def join(self, num_receivers: int) -> None:
-        """Meets them, while they open theirs."""
+        """Meets the engines' processes, while they open their ends."""
         ...
 
     def slot(self, index: int) -> Tensor:
-        """Memory for bucket `index`, [capacity] uint8; the engines are done with what it held."""
+        """Returns memory for bucket `index`, [capacity] uint8; the engines are done with what it held."""
         ...
 
-    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
-        """Hands the slot's filled part [N] over. Returns `Bucket.content`."""
+    def send(self, index: int, bucket: Tensor) -> None:
+        """Hands the slot's filled part [N] over."""
         ...
-
-
-class StoreTransport:
-    """Ray's object store: shared memory on this node, Ray's own transfer to others. One slot, for the store copies."""
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._slot = torch.empty(capacity, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def endpoint(self) -> Endpoint:
-        return Endpoint(capacity=len(self._slot))
-
-    def join(self, num_receivers: int) -> None:
-        """The store is there already."""
-
-    def slot(self, index: int) -> Tensor:
-        return self._slot
-
-    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
-        import ray
-
-        return {"ref": ray.put(bucket.numpy())}
 
 
 class GroupTransport:
@@ -82,13 +60,12 @@ class GroupTransport:
             self._running[index % SLOTS] = None
         return self._slots[index % SLOTS]
 
-    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+    def send(self, index: int, bucket: Tensor) -> None:
         self._running[index % SLOTS] = self._group.broadcast(bucket)
-        return {}
 
 
 class MemoryTransport:
-    """Slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+    """Shares slots that the engine on the same GPU (without one: on the same machine) reads in place."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device, self._capacity = device, capacity
@@ -103,20 +80,15 @@ class MemoryTransport:
     def slot(self, index: int) -> Tensor:
         return self._slots[index % SLOTS]
 
-    def send(self, index: int, bucket: Tensor) -> dict[str, Any]:
+    def send(self, index: int, bucket: Tensor) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the engine's stream knows nothing of this one
-        return {}
 
 
 def make_transport(
     name: str, capacity: int, *, rank: int, device: torch.device, address: str, timeout_s: float
 ) -> Transport | None:
-    """This rank's end, or None where the transport has no use for the rank. name: one of `dapo.config.TRANSPORTS`."""
-    makers: dict[str, Callable[[], Transport]] = {
-        "object_store": lambda: StoreTransport(capacity, device),
-        "broadcast": lambda: GroupTransport(capacity, device, address, timeout_s),
-        "ipc": lambda: MemoryTransport(capacity, device),
-    }
-    sends = rank == SENDER or name == "ipc"  # each engine reads from the rank on its own GPU
-    return makers[name]() if sends else None
+    """Returns this rank's end, or None where the transport has no use for the rank. name: `broadcast` or `ipc`."""
+    if name == "ipc":
+        return MemoryTransport(capacity, device)  # each engine reads from the rank on its own GPU
+    return GroupTransport(capacity, device, address, timeout_s) if rank == SENDER else None

@@ -24,12 +24,15 @@ from tests.support.plain_reference import (
     make_model,
     make_sequences,
     on_all,
+    rank_checksum,
     rebuild,
     start_pool,
     train_batch,
 )
 from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError
+from workers.training import state
+from workers.training.fsdp import load_policy, load_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -57,7 +60,7 @@ def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", max_tokens: 
 
 def checksums(pool: ActorPool) -> set[str]:
     """Of each rank's copy."""
-    return set(on_all(pool, lambda worker: worker.checksum()))
+    return set(on_all(pool, rank_checksum))
 
 
 def train(pool: ActorPool, model_dir: Path, seed: int) -> dict[str, float]:
@@ -121,17 +124,22 @@ def test_parameters_travel_in_the_compute_type_and_gradients_in_float32(pool: Ac
 
 
 def disturb(worker: Any) -> None:
-    """Runs on a rank: the second copy's last bit of one weight."""
+    """Runs on a rank: changes the last bit of one weight in the second copy."""
     if worker._mesh.rank == 3:
         local = worker._policy.model.get_parameter("model.norm.weight").detach().to_local()
         local[-1:] = torch.nextafter(local[-1:], torch.tensor(9.0))
 
 
-def test_copies_that_drifted_apart_are_found(pool: ActorPool, model_dir: Path) -> None:
+def test_copies_that_drifted_apart_are_found_before_anything_is_saved(
+    pool: ActorPool, model_dir: Path, tmp_path: Path
+) -> None:
     build(pool, model_dir, fsdp_size=2)
+    asyncio.run(pool.save(str(tmp_path / "whole")))
     on_all(pool, disturb)
-    with pytest.raises(RemoteError, match=r"RuntimeError: the parameters of actor ranks \[2, 3\] are no longer"):
-        asyncio.run(pool.checksum())
+    for _ in range(2):  # all ranks stand at the same point: they can be asked again
+        with pytest.raises(RemoteError, match=r"RuntimeError: the parameters of actor ranks \[3\] differ .* drifted"):
+            asyncio.run(pool.save(str(tmp_path / "drifted")))
+    assert [each.name for each in tmp_path.iterdir()] == ["whole"]
 
 
 def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
@@ -191,7 +199,7 @@ def test_an_export_of_copies_in_several_files(pool: ActorPool, model_dir: Path, 
 
 def limit_files(worker: Any, size: int) -> None:
     """Runs on a rank: bytes of one exported file."""
-    worker._state.EXPORT_FILE_BYTES = size
+    state.EXPORT_FILE_BYTES = size
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -211,7 +219,7 @@ def reference_against_policy(worker: Any, sequences: tuple[Any, ...]) -> tuple[s
     """Runs on a rank: stored types of the reference, mean |log-probability|, largest difference from the policy's."""
     from workers.training.update import Updater
 
-    reference = worker._fsdp.load_reference(worker._cfg, worker._mesh, worker._policy)
+    reference = load_reference(worker._cfg, worker._mesh, worker._policy)
     updater = Updater(worker._policy, reference, worker._optimizer, worker._cfg, worker._mesh)
     batch = updater._collate(sequences)
     [[theirs]], ([[own]], _) = updater._reference_of([[batch]]), updater._old_logprobs([[batch]])
@@ -239,7 +247,7 @@ def test_files_of_another_model_are_refused_by_all_ranks(pool: ActorPool, model_
 def refused(worker: Any, cfg: Config) -> str:
     """Runs on a rank."""
     try:
-        worker._fsdp.load_policy(cfg, worker._mesh)
+        load_policy(cfg, worker._mesh)
     except ValueError as error:
         return str(error)
     return "loaded"

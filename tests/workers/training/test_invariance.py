@@ -18,6 +18,7 @@ from dapo.config.schema import Config
 from dapo.types import Draw, Group, Prompt, Response, Score, TrainSequence, VersionSpan
 from tests.support.plain_reference import (
     VOCABULARY,
+    full_weights,
     make_config,
     make_model,
     on_all,
@@ -125,7 +126,7 @@ def gradients_and_moves(worker: Any, cfg: Config, work: RankWork, reduce_each: b
     updater, named = worker._updater, dict(worker._policy.model.named_parameters())
     start = {name: p.to_local().clone() for name, p in named.items()}
     sgd = torch.optim.SGD(named.values(), lr=SGD_LR)
-    before = {name: w.clone() for name, w in worker.named_full_parameters()}  # on one rank they are the shards
+    before = {name: w.clone() for name, w in full_weights(worker).items()}  # on one rank they are the shards
     found = []
     for micro_batches in work.minibatches:
         batches = [updater._collate(sequences) for sequences in micro_batches]
@@ -135,7 +136,7 @@ def gradients_and_moves(worker: Any, cfg: Config, work: RankWork, reduce_each: b
         norm = torch.cat([g.double().flatten() for g in gradients.values()]).norm()
         assert totals.grad_norm == pytest.approx(float(norm), rel=1e-6)
         sgd.step()
-        found.append((gradients, {name: w - before[name] for name, w in worker.named_full_parameters()}))
+        found.append((gradients, {name: w - before[name] for name, w in full_weights(worker).items()}))
         sgd.zero_grad()
         with torch.no_grad():
             for name, p in named.items():

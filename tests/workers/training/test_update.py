@@ -19,6 +19,7 @@ from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.plain_reference import (
     LENGTHS,
+    checksum,
     distance,
     full_weights,
     make_config,
@@ -26,6 +27,7 @@ from tests.support.plain_reference import (
     make_sequences,
     on_all,
     plain_logprobs,
+    rank_checksum,
     reference,
     start_pool,
     train_batch,
@@ -66,7 +68,7 @@ class Ranks:
         return asyncio.run(self.pool.update(train_batch(version, *minibatches)))
 
     def checksum(self) -> str:
-        return asyncio.run(self.pool.checksum())
+        return checksum(self.pool)
 
 
 def configured(model_dir: Path, algorithm: AlgorithmConfig, ranks: int) -> Config:
@@ -158,7 +160,7 @@ def test_equal_logprobs_of_the_engines_only_spare_a_pass(ranks: Ranks, model_dir
 def reference_digest(worker: Any) -> tuple[str, str] | None:
     """Runs on a rank: checksums of the reference policy and of the policy."""
     kept = worker._updater._reference
-    return None if kept is None else (worker._fsdp.checksum(kept, worker._mesh), worker.checksum())
+    return None if kept is None else (rank_checksum(worker, kept), rank_checksum(worker))
 
 
 def test_reference_is_the_base_model_also_after_an_update(with_reference: Started, model_dir: Path) -> None:

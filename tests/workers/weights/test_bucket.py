@@ -6,9 +6,8 @@ import weakref
 import pytest
 import torch
 
-from workers.weights import digest as weight_digest
-from workers.weights.bucket import plan_buckets
-from workers.weights.digest import digest
+from workers.weights import bucket as weight_bucket
+from workers.weights.bucket import digest, plan_buckets
 from workers.weights.group import WeightGroup, find_store, serve_store
 from workers.weights.memory import open_shared, share
 from workers.weights.sender import WeightSender
@@ -54,7 +53,7 @@ def test_the_digest_is_its_formula_in_chunks_of_any_size(monkeypatch):
     values = words(1000)
     expected = plain_digest(values.tolist())
     for chunk in (1, 7, 1000, 1 << 16):
-        monkeypatch.setitem(weight_digest._WORDS_PER_CHUNK, "cpu", chunk)
+        monkeypatch.setitem(weight_bucket._WORDS_PER_CHUNK, "cpu", chunk)
         assert digest(values.view(torch.uint8)) == expected
     assert digest(torch.empty(0, dtype=torch.uint8)) == "0" * 16
 
