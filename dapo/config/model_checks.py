@@ -94,8 +94,8 @@ def _files(cfg: Config, path: Path) -> Iterator[str]:
     if others := sorted(each.name for each in path.glob("*.bin")):
         yield (
             f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which the ranks read "
-            "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it with "
-            "save_pretrained"
+            "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
+            "with save_pretrained"
         )
 
 

@@ -45,10 +45,15 @@ def make_model(directory: Path, *, tied: bool, seed: int = 1) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norms are constants otherwise
     model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> None:
+    """One that has a word for each token."""
     vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
     tokenizer.save_pretrained(directory)
-    return directory
 
 
 def make_config(model: Path, **actor: Any) -> Config:
@@ -164,6 +169,9 @@ def checksum(pool: "ActorPool") -> str:
     """Of all parameters, equal on all ranks."""
     [found] = set(on_all(pool, rank_checksum))
     return found
+
+
+_running: "dict[int, ActorPool]" = {}  # by number of ranks; they end with Ray
 
 
 def start_pool(cfg: Config) -> "ActorPool":

@@ -1,0 +1,117 @@
+"""Which families of models work: the table of workers/README.md, and each row against plain transformers."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dapo.config.model_checks import actor
+from dapo.config.schema import Config
+from tests.support.model_families import FAMILIES, save_config, save_model
+from tests.support.plain_reference import (
+    distance,
+    full_gradients,
+    full_weights,
+    make_config,
+    make_sequences,
+    plain_logprobs,
+    plain_loss,
+    rebuild,
+    reference,
+    train_batch,
+)
+from workers.actor import ActorWorker, split_batch
+
+README = Path(__file__).parents[3] / "workers" / "README.md"
+LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6))
+WORK = [name for name, family in FAMILIES.items() if not family.refused]
+REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+
+
+def config_of(directory: Path) -> Config:
+    cfg = make_config(directory, num_workers=1)
+    cfg.data.max_prompt_length, cfg.data.max_response_length = 16, 48
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorWorker]:
+    """One rank in this process, which each test builds anew."""
+    directory = tmp_path_factory.mktemp("first")
+    save_model(FAMILIES["Llama"], directory)
+    worker = ActorWorker(config_of(directory), "cpu")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    worker.start(0, 1, "127.0.0.1", port)
+    yield worker
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_family_that_works_gives_transformers_logprobs_and_gradients(
+    rank: ActorWorker, tmp_path: Path, name: str
+) -> None:
+    save_model(FAMILIES[name], tmp_path)
+    cfg = config_of(tmp_path)
+    assert list(actor(cfg)) == []
+    rebuild(rank, cfg)
+    sequences = make_sequences(tmp_path, LENGTHS)
+    plain = reference(tmp_path)
+    [work] = split_batch(train_batch(0, sequences), 1, 64)
+
+    with torch.no_grad():
+        [found] = rank._updater._old_logprobs([[rank._updater._collate(sequences)]])[0]
+        wanted = torch.cat([plain_logprobs(plain, sequence) for sequence in sequences])
+    assert float((found[0] - wanted).abs().max()) <= 1e-5 < float(wanted.abs().max())
+
+    gradients = full_gradients(rank, work)
+    plain_loss(plain, sequences).backward()
+    assert distance(gradients, {n: p.grad for n, p in plain.named_parameters()}) <= 1e-5
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert full_weights(rank).keys() == set(file.keys()), "engines get the names of the files"
+
+
+def test_an_export_of_renamed_weights_is_what_was_loaded(rank: ActorWorker, tmp_path: Path) -> None:
+    save_model(FAMILIES["GPT-NeoX"], tmp_path)
+    cfg = config_of(tmp_path)
+    rebuild(rank, cfg)
+    rank.export_hf(str(tmp_path / "out"))
+    ours, theirs = dict(reference(tmp_path / "out").named_parameters()), dict(reference(tmp_path).named_parameters())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_does_not_is_refused_before_any_worker_starts(tmp_path: Path, name: str) -> None:
+    save_config(FAMILIES[name], tmp_path)
+    problems = list(actor(config_of(tmp_path)))
+    assert problems and problems[0].startswith(f"`model.path` ({tmp_path})"), problems
+    assert FAMILIES[name].refused in problems[0]
+
+
+def test_a_window_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    save_config(FAMILIES["Gemma 3 (text)"], tmp_path)
+    cfg = config_of(tmp_path)
+    cfg.data.max_response_length += 1
+    cfg.actor.max_tokens_per_gpu += 1
+    [problem] = actor(cfg)
+    assert "see 64 tokens (sliding_window in config.json), fewer than" in problem
+
+
+def test_weights_in_pickles_are_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    save_config(FAMILIES["Llama"], tmp_path)
+    assert list(actor(config_of(tmp_path))) == []
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    [problem] = actor(config_of(tmp_path))
+    assert "holds pytorch_model.bin and no model.safetensors" in problem and "save_pretrained" in problem
+
+
+def test_the_readme_has_the_table_that_is_tested() -> None:
+    rows = ["| family | works | note |", "|---|---|---|"]
+    rows += [f"| {name} | {'no' if f.refused else 'yes'} | {f.note} |" for name, f in FAMILIES.items()]
+    table = "\n".join(rows)
+    assert table in README.read_text(encoding="utf-8"), f"workers/README.md should have\n{table}"
