@@ -5,7 +5,6 @@ Each response is one engine request with its own seed: a result depends on neith
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -138,18 +137,6 @@ class RolloutWorker:
         await self._engine.finish_weight_update(weight_version=str(version))
         await self._engine.resume_generation()
 
-    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling, Sequence[int]]]) -> float:
-        """Seconds that the bare engine takes for these groups at once: the floor that `dapo.bench` compares with."""
-        began = time.monotonic()
-        await asyncio.gather(
-            *[
-                self._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, seed)
-                for i, (prompt, sampling, seeds) in enumerate(requests)
-                for sample, seed in enumerate(seeds)
-            ]
-        )
-        return time.monotonic() - began
-
     async def stop(self) -> None:
         """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""
         self._engine.shutdown(timeout=0.5)
@@ -228,11 +215,6 @@ class RolloutPool:
                 raise RemoteError(f"the engines did not end {left} within {self._timeout_s:g} s (`rollout.timeout_s`)")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
-
-    async def generate_alone(self, requests: list[tuple[Int32Array, Sampling, Sequence[int]]]) -> float:
-        """The floor of generation: the requests dealt out to the engines at once; the slowest engine's seconds."""
-        refs = [w.generate_alone.remote(requests[i :: len(self._workers)]) for i, w in enumerate(self._workers)]
-        return max(await wait(refs, self._timeout_s, "the engines alone (benchmark)", "rollout.timeout_s"))
 
     @property
     def num_receivers(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dapo.ablation.results import RUNGS, Curve, Estimate, estimate, read_ladder
 from dapo.plot import COLOURS, MISSING
+from dapo.report.table import table as markdown_table
 from dapo.state.durable import write_text
 
 TABLE, PICTURE = "ablation.md", "ablation.png"
@@ -32,14 +33,12 @@ COLUMNS = (
 
 def table(ladder: dict[str, dict[int, Curve]], unfinished: Sequence[str]) -> str:
     """Returns the Markdown table, and under it how to read it."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    above: dict[int, Curve] = {}
-    for rung, runs in ladder.items():
-        lines.append("| " + " | ".join(_row(rung, runs, above)) + " |")
-        above = runs
+    above: list[dict[int, Curve]] = [{}, *ladder.values()]
+    rows = [_row(*rung, before) for rung, before in zip(ladder.items(), above, strict=False)]
     seeds = list(next(iter(ladder.values())))
     named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    lines += [
+    lines = [
+        markdown_table(COLUMNS, rows),
         "",
         f"Mean over {named} ± half width of the 95 % Student-t interval; differences are paired by seed, and "
         f'"{UNRESOLVED}" where their interval contains 0. Tokens: all generated ones, also those of dropped and '

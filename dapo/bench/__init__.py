@@ -1,1 +1,1 @@
-"""`python -m dapo.bench`: how fast each part is, as ratios within one run."""
+"""Benchmarks of a whole step and of its parts; `README.md` in this folder says what each measures."""

@@ -1,204 +1,114 @@
-"""Benchmark of whole steps against two floors: `python -m dapo.bench [short|long|both] [steps] [key=value ...]`.
+"""The benchmarks' command line: `python -m dapo.bench COMMAND [options] [key=value ...]`.
 
-Each step is a real one (generation, rewards, update, weight sync). Right after it the same run measures, on the same
-requests and the same tokens, the engines alone and a bare packed forward and backward on as many ranks; so noise of a
-shared machine hits both and the ratio can be trusted. The learning rate is so small that requests repeat exactly.
+`README.md` in this folder says what each command measures. A command's module, and with it torch and Ray, is imported
+when it runs. `python -m dapo.bench short|long|both [steps]` is another spelling of `step`.
 """
 
-import asyncio
-import statistics
+import argparse
+import pkgutil
 import sys
-import tempfile
-import time
-from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import ray
+from dapo.bench.shapes import H200_PEAK_FLOPS, LENGTHS, MODELS, SYNC_SHAPES
+from dapo.config.actor import TRANSPORTS
 
-from dapo.config.compose import compose
-from dapo.config.schema import Config
-from dapo.pools import Pools
-from dapo.report.log import MetricsLogger
-from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
-from dapo.state.checkpoint import CheckpointStore
-from dapo.tiny.random_model import make_random_model
-from dapo.trainer import Trainer
-from dapo.types import Int32Array, Response, Sampling, TrainBatch
-from workers.actor import RankWork, split_batch
-from workers.remote import wait
-from workers.rollout import RolloutPool
-
-ALLOWANCE_S = 0.2  # of a step beyond its floors, before the factor
-FACTOR = 1.25
-COLUMNS = ("step", "generation", "reward", "update", "sync", "driver", "engine alone", "bare update", "ratio")
-COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")
-SHAPES = {
-    "short": (),
-    "long": (
-        "data.max_response_length=2048",
-        "actor.max_tokens_per_gpu=4096",
-        "reward.overlong_buffer.enable=false",
-        "reward.functions=[{path: dapo.tiny.even_length}]",
-    ),
-}
+OVERRIDES = "key=value words are overrides of the configuration, +experiment=dapo_tiny, as dapo.main_ppo takes them."
 
 
-class RecordingRollouts:
-    """The engines, with the requests of the current step noted down."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; `given.entry` names the function that a command runs."""
+    program = argparse.ArgumentParser(prog="python -m dapo.bench", description="Benchmarks of a step and its parts.")
+    commands = program.add_subparsers(metavar="COMMAND", required=True)
 
-    def __init__(self, pool: RolloutPool) -> None:
-        self._pool = pool
-        self.requests: dict[str, tuple[Int32Array, Sampling, Sequence[int]]] = {}
-
-    def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
-    ) -> AsyncGenerator[tuple[int, Response]]:
-        self.requests[key] = (prompt, sampling, seeds)
-        return self._pool.generate(key, prompt, sampling, seeds)
-
-    async def abort(self, keys: list[str]) -> None:
-        """The step did not need these: they do not belong to its floor."""
-        for key in keys:
-            del self.requests[key]
-        await self._pool.abort(keys)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-
-class RecordingActors:
-    """The actors, with the last batch kept."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self.batch = TrainBatch(version=0, minibatches=(), order=())
-
-    async def update(self, batch: TrainBatch) -> dict[str, float]:
-        self.batch = batch
-        return await self._pool.update(batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-
-class BareRank:
-    """The floor of the update: the model alone, without FSDP, optimizer, metrics or reduction."""
-
-    def __init__(self, cfg: Config) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from workers.training.attention import PACKED_ATTENTION
-        from workers.training.policy import PackedPolicy
-
-        torch.set_num_threads(cfg.actor.cpu_threads)
-        model = AutoModelForCausalLM.from_pretrained(
-            cfg.model.path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+    def command(name: str, module: str, function: str, what: str, *, overrides: bool = True) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=what,
+            description=f"Measures {what}.",
+            epilog=OVERRIDES if overrides else None,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        self._policy = PackedPolicy(model, cfg.rollout.temperature).train()
+        added.set_defaults(entry=f"dapo.bench.{module}:{function}", overrides=overrides)
+        return added
 
-    def run(self, work: RankWork) -> float:
-        """Seconds for forward and backward over the rank's share."""
-        import torch
-
-        from workers.training.policy import collate
-
-        began = time.monotonic()
-        for micro_batches in work.minibatches:
-            for sequences in micro_batches:
-                batch = collate(sequences, torch.device("cpu"))
-                logprobs, _ = self._policy(
-                    batch.token_ids, batch.position_ids, batch.segments, batch.predictors, batch.labels
-                )
-                (-batch.weights * batch.advantages * logprobs).sum().backward()
-        self._policy.zero_grad()
-        return time.monotonic() - began
-
-
-async def bare_update(ranks: Sequence[Any], batch: TrainBatch, cfg: Config) -> float:
-    """Seconds of the slowest rank."""
-    works = split_batch(batch, len(ranks), cfg.actor.max_tokens_per_gpu)
-    refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
-    return max(await wait(refs, cfg.actor.timeout_s, "the bare update", "actor.timeout_s"))
-
-
-async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]:
-    """One row of seconds and sizes per step; the first two steps warm up and are left out."""
-    make_paths_absolute(cfg)
-    prompts, _ = load_data(cfg)
-    output_dir = Path(cfg.trainer.output_dir)
-    logger = MetricsLogger(output_dir, tensorboard=False)
-    store = CheckpointStore(output_dir / "checkpoints", keep=1)
-    rows: list[dict[str, float]] = []
-    with ray_cluster(cfg):
-        remote: Any = ray.remote(num_cpus=0)(BareRank)
-        ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
-        async with build_pools(cfg) as pools:
-            assert isinstance(pools.rollouts, RolloutPool)
-            rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
-            recorded = Pools(rollouts=rollouts, rewards=pools.rewards, actors=actors, sync_weights=pools.sync_weights)
-            trainer = Trainer(cfg, recorded, prompts, [], store, logger, say=lambda line: None)
-            await pools.sync_weights(0)
-            for step in range(steps + 2):
-                rollouts.requests.clear()
-                metrics = await trainer.step()
-                alone = await pools.rollouts.generate_alone(list(rollouts.requests.values()))
-                bare = await bare_update(ranks, actors.batch, cfg)
-                if step >= 2:
-                    rows.append(row_of(metrics, alone, bare))
-                    seconds = "  ".join(f"{name} {rows[-1][name]:.2f}" for name in COLUMNS)
-                    print(f"{shape} step {step - 1}: {seconds}", flush=True)
-    logger.close()
-    return rows
+    step = command("step", "step", "run", "whole steps against the engines alone and a bare update")
+    step.add_argument("shape", nargs="?", choices=(*LENGTHS, "both"), default="both", help="lengths of the responses")
+    step.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of each shape")
+    overlap = command("overlap", "overlap", "run", "groups trained per second at staleness 0 and 1")
+    overlap.add_argument("shape", nargs="?", choices=LENGTHS, default="long", help="lengths of the responses")
+    overlap.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of a round")
+    overlap.add_argument("rounds", nargs="?", type=positive, default=3, help="rounds at either staleness")
+    driver = command("driver", "driver", "run", "the driver's own work in one step", overrides=False)
+    driver.add_argument("groups", nargs="?", type=positive, default=512, help="groups trained on")
+    driver.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")
+    rewards = command("rewards", "rewards", "run", "throughput and latency of scoring", overrides=False)
+    rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
+    rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
+    rewards.add_argument("--responses", type=positive, default=20_000)
+    update = command("update", "actor", "update", "updates against a loop written by hand")
+    update.add_argument("--shapes", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    update.add_argument("--repeats", type=positive, default=10, help="measured rounds")
+    logprobs = command("logprobs", "actor", "logprobs", "log-probabilities in chunks against whole logits")
+    logprobs.set_defaults(overrides=False)
+    logprobs.add_argument("--repeats", type=positive, default=5, help="measured rounds")
+    logprobs.add_argument("--tokens", type=positive, default=1024)
+    logprobs.add_argument("--vocabulary", type=positive, default=151_936)
+    logprobs.add_argument("--hidden", type=positive, nargs="+", default=[64])
+    _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
+    _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
+    return program
 
 
-def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, float]:
-    """What the table shows of one step."""
-    row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in COLUMNS[:6]}
-    row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
-    row |= {name: metrics[f"perf/{name}"] for name in ("generation_tokens_per_s", "update_tokens_per_s", "goodput")}
-    return row | {name: metrics[f"rollout/response_length_{name}"] for name in ("mean", "max")}
+def _device(device: argparse.ArgumentParser) -> None:
+    device.add_argument("--repeats", type=positive, default=3, help="measured updates")
+    device.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
+    device.add_argument("--tokens", type=positive, nargs="+", default=[4096, 20_480], help="of one micro-batch")
+    device.add_argument("--sequences", type=positive, default=1, help="equal sequences in a micro-batch")
+    device.add_argument("--micro-batches", type=positive, default=4, help="of one update")
+    device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device.add_argument("--peak-flops", type=float, default=H200_PEAK_FLOPS, help="of the device, per second")
+    device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
+    device.add_argument("--output", default="bench_device.jsonl", help="where the rows are appended")
 
 
-def report(shape: str, rows: Sequence[dict[str, float]]) -> str:
-    """A Markdown table of medians."""
-    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    lines = [
-        f"{shape}: {len(rows)} steps, mean length {median['mean']:.0f}, longest {median['max']:.0f} (medians)",
-        "| " + " | ".join(f"{name} s" if name != "ratio" else name for name in COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        "| " + " | ".join(f"{median[name]:.2f}" for name in COLUMNS) + " |",
-        f"generation {median['generation_tokens_per_s']:.0f} tokens/s · update {median['update_tokens_per_s']:.0f} "
-        f"response tokens/s · goodput {median['goodput']:.2f} · driver {median['driver'] / median['step']:.1%} · "
-        f"ratio = step / (engine alone + bare update + {ALLOWANCE_S} s), wanted: at most {FACTOR}",
-    ]
-    return "\n".join(lines)
+def _sync(sync: argparse.ArgumentParser) -> None:
+    sync.add_argument("--shape", choices=SYNC_SHAPES, default="100m", help="of the model")
+    sync.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["auto"])
+    sync.add_argument("--ranks", type=positive, default=2, help="actor ranks")
+    sync.add_argument("--engines", type=positive, default=1)
+    sync.add_argument("--colocate", action="store_true", help="engines and ranks share GPUs; needed for ipc")
+    sync.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
+    sync.add_argument("--bucket-mib", type=positive, default=256)
+    sync.add_argument("--turns", type=positive, default=3, help="of each transport")
+    sync.add_argument("--syncs", type=positive, default=2, help="counted syncs of a turn")
 
 
-def bench_config(shape: str, folder: Path, overrides: Sequence[str]) -> Config:
-    """dapo_tiny with 8 responses per prompt; the long shape with random weights that end at random."""
-    arguments = [*COMMON, *SHAPES[shape], f"trainer.output_dir={folder / shape}", *overrides]
-    if shape == "long":
-        make_random_model(folder / "random")
-        arguments.append(f"model.path={folder / 'random'}")
-    (folder / shape).mkdir()
-    return compose(arguments, experiment="dapo_tiny")
+def positive(word: str) -> int:
+    """Returns the number. Raises argparse.ArgumentTypeError below 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number of at least 1")
+    return int(word)
 
 
-def main() -> None:
-    """Parses the command line and prints a table per shape."""
-    arguments = sys.argv[1:]
-    overrides = [argument for argument in arguments if "=" in argument]
-    words = [argument for argument in arguments if "=" not in argument]
-    shapes = [word for word in words if word in SHAPES] or list(SHAPES)
-    steps = next((int(word) for word in words if word.isdigit()), 10)
-    with tempfile.TemporaryDirectory() as folder:
-        tables = []
-        for shape in shapes:
-            rows = asyncio.run(measure(shape, bench_config(shape, Path(folder), overrides), steps))
-            tables.append(report(shape, rows))
-    print("\n\n".join(["", *tables]))
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options, with the overrides that stand anywhere among them as a list."""
+    program = parser()
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    words = [word for word in arguments if word not in overrides]
+    given = program.parse_args(["step", *words] if words[:1] in (["short"], ["long"], ["both"]) else words)
+    if overrides and not given.overrides:
+        program.error(f"this command takes no overrides ({' '.join(overrides)}); its options are in its --help")
+    given.overrides = overrides
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command, which prints its figures."""
+    given = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        pkgutil.resolve_name(given.entry)(given)
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"dapo.bench: {error}")
 
 
 if __name__ == "__main__":

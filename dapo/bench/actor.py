@@ -1,29 +1,26 @@
-"""Benchmark of the actors: `python -m dapo.bench.actor update|logprobs|device [options] [key=value ...]`.
+"""The actors against yardsticks: whole updates, and log-probabilities.
 
-update: whole updates by two FSDP ranks on CPU against a loop written by hand (`dapo.bench.hand_loop`), same tokens, in
-turn. logprobs: log-probabilities and entropy in chunks against whole logits (`dapo.bench.whole_logits`). device: tokens
-per second, MFU and peak memory of updates on one GPU at the shapes of real models (`dapo.bench.device`), as JSON
-lines.
+`update`: updates by FSDP ranks on CPU against a loop written by hand (`dapo.bench.hand_loop`), same tokens, in turn.
+`logprobs`: log-probabilities and entropy in chunks against whole logits (`dapo.bench.whole_logits`). Out: tables.
 """
 
 import argparse
 import asyncio
-import json
-import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from dapo.config.compose import compose
+from dapo.bench.hand_loop import HandWrittenRank, seconds_of
+from dapo.bench.setting import cluster, tiny_config
+from dapo.bench.whole_logits import compare
 from dapo.config.schema import Config
-from dapo.run import make_paths_absolute, ray_cluster
+from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
 from dapo.types import TrainBatch, TrainSequence
 from workers.actor import ActorPool, split_batch
@@ -31,39 +28,24 @@ from workers.cluster import Placement
 from workers.remote import wait
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand
-WARM_UP = 2  # rounds: the first ones fill allocators and caches
 WANTED_SECONDS = 1.3  # of whole logits
-H200_PEAK_FLOPS = 989e12  # bfloat16, dense; its data sheet
-MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
-CASE_TIMEOUT_S = 900
+WARM_UP = 2  # rounds: the first ones fill allocators and caches
 LEARNT_NOTHING = ("actor.optim.lr=1e-12", "weight_sync.max_mean_logprob_diff=1e9")  # tokens are drawn at random
-SHAPES = {
+SIZES = {
     "short": (),  # 16 groups of 16
-    "long": (
-        "data.train_batch_size=8",
-        "actor.ppo_mini_batch_size=8",
-        "rollout.n=8",
-        "data.max_response_length=2048",
-    ),
+    "long": ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", "data.max_response_length=2048"),
 }
 
 
-def config_of(*overrides: str) -> Config:
-    """The tiny experiment with `overrides`, its paths absolute."""
-    cfg = compose(overrides, experiment="dapo_tiny")
-    make_paths_absolute(cfg)
-    return cfg
-
-
 def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[int]:
-    """short: a worked sum, 20 to 60 tokens. long: geometric, mean 110, cut at `data.max_response_length`."""
+    """Returns tokens per response. short: 20 to 60, as a worked sum. long: geometric, mean 110, cut at the limit."""
     count = cfg.data.train_batch_size * cfg.rollout.n
     drawn = rng.integers(20, 61, count) if shape == "short" else rng.geometric(1 / 110, count)
     return [min(int(length), cfg.data.max_response_length) for length in drawn]
 
 
 def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
-    """One update of one optimizer step on random tokens, prompts of 10 to 20."""
+    """Returns one update of one optimizer step on random tokens, with prompts of 10 to 20."""
     rng = np.random.default_rng(0)
     lengths = response_lengths(shape, cfg, rng)
     sequences = []
@@ -83,14 +65,12 @@ def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
 
 
 async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
-    """Seconds of one update in turn: as the trainer waits for it, Ray included; of the slowest rank, within its
-    process; and of the slowest process of the loop, likewise. `WARM_UP` rounds before do not count."""
-    from dapo.bench.hand_loop import HandWrittenRank, seconds_of
-
+    """Returns the seconds of one update in turn, without `WARM_UP` rounds before: as the trainer waits for it, Ray
+    included; of the slowest rank, within its process; and of the slowest process of the loop, likewise."""
     batch = random_batch(shape, cfg)
     remote: Any = ray.remote(HandWrittenRank)
     rounds = []
-    with ray_cluster(cfg):
+    with cluster(cfg):
         options = Placement(cfg, "cpu").actors()
         loop = [remote.options(**option).remote(cfg) for option in options]
         pool = ActorPool(cfg, "cpu", options)
@@ -113,13 +93,13 @@ async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[floa
 
 
 def update(given: argparse.Namespace) -> None:
-    """A Markdown table with a row per shape."""
+    """Prints a table with a row per shape."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         random_model = make_random_model(Path(folder) / "random")  # its positions suffice for the long shape
         for shape in given.shapes:
             model = [f"model.path={random_model}"] if shape == "long" else []
-            cfg = config_of(*LEARNT_NOTHING, *SHAPES[shape], *model, *given.overrides)
+            cfg = tiny_config(*LEARNT_NOTHING, *SIZES[shape], *model, *given.overrides)
             rounds = asyncio.run(bench_update(shape, cfg, given.repeats))
             tokens = sum(len(sequence.token_ids) for sequence in random_batch(shape, cfg).minibatches[0])
             rows.append(
@@ -136,9 +116,7 @@ def update(given: argparse.Namespace) -> None:
 
 
 def logprobs(given: argparse.Namespace) -> None:
-    """A Markdown table with a row per hidden size, with and without the entropy's gradient."""
-    from dapo.bench.whole_logits import compare
-
+    """Prints a table with a row per hidden size, with and without the entropy's gradient."""
     rows = []
     for size in given.hidden:
         for entropy_gradient in (False, True):
@@ -160,91 +138,6 @@ def logprobs(given: argparse.Namespace) -> None:
     print(f"wanted: at most {WANTED_SECONDS}")
 
 
-def device(given: argparse.Namespace) -> None:
-    """A JSON line per shape and length, printed and appended to `--output`."""
-    from dapo.bench.device import Case, run_case
-
-    dtype = "bfloat16" if given.device == "cuda" else "float32"
-    fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
-    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): all gradients whole
-    for model in given.models:
-        for tokens in given.tokens:
-            cfg = config_of(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
-            with (
-                tempfile.TemporaryDirectory(dir=given.folder) as folder,
-                # A process for each: the next one finds the device empty, and an error ends one row only.
-                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
-            ):
-                case = Case(
-                    model=model,
-                    tokens=tokens,
-                    sequences=given.sequences,
-                    micro_batches=given.micro_batches,
-                    updates=given.repeats,
-                    device=given.device,
-                    peak_flops=given.peak_flops,
-                    folder=folder,
-                    cfg=cfg,
-                )
-                try:
-                    row = process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S)
-                except Exception as error:  # the next rows do not depend on this one
-                    row = {"model": model, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}
-                line = json.dumps(row)
-            print(line, flush=True)
-            with Path(given.output).open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-
 def spread(ratios: Sequence[float]) -> list[str]:
-    """Median of the pairs' ratios, and smallest to largest."""
+    """Returns the median of the pairs' ratios, and smallest to largest."""
     return [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}"]
-
-
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (names, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(names), *lines[1:]])
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; key=value overrides of the configuration may stand anywhere."""
-    parser = argparse.ArgumentParser(prog="python -m dapo.bench.actor", description="Throughput of the actors.")
-    parts = parser.add_subparsers(required=True)
-
-    def part(name: str, run: Callable[[argparse.Namespace], None], repeats: int) -> argparse.ArgumentParser:
-        added = parts.add_parser(name, help=(run.__doc__ or "").strip())
-        added.set_defaults(run=run)
-        added.add_argument("--repeats", type=int, default=repeats, help="measured rounds")
-        return added
-
-    of_update = part("update", update, 10)
-    of_update.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    of_logprobs = part("logprobs", logprobs, 5)
-    of_logprobs.add_argument("--tokens", type=int, default=1024)
-    of_logprobs.add_argument("--vocabulary", type=int, default=151_936)
-    of_logprobs.add_argument("--hidden", type=int, nargs="+", default=[64])
-    of_device = part("device", device, 3)
-    of_device.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
-    of_device.add_argument("--tokens", type=int, nargs="+", default=[4096, 20_480], help="of one micro-batch")
-    of_device.add_argument("--sequences", type=int, default=1, help="equal sequences in a micro-batch")
-    of_device.add_argument("--micro-batches", type=int, default=4, help="of one update")
-    of_device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    of_device.add_argument("--peak-flops", type=float, default=H200_PEAK_FLOPS, help="of the device, per second")
-    of_device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
-    of_device.add_argument("--output", default="bench_actor.jsonl")
-    given, rest = parser.parse_known_args(arguments)
-    if unknown := [word for word in rest if "=" not in word or word.startswith("-")]:
-        parser.error(f"unknown: {' '.join(unknown)}; overrides are written key=value")
-    given.overrides = rest
-    return given
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one part and prints its figures."""
-    given = parse(arguments)
-    given.run(given)
-
-
-if __name__ == "__main__":
-    main()

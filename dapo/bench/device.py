@@ -1,4 +1,4 @@
-"""Updates of one rank on one device at a model's shape with random weights: a `Case` in, figures of one row out.
+"""Updates of one rank on one device at the shapes of real models with random weights, as rows of JSON.
 
 The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
 FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the
@@ -6,12 +6,16 @@ head at response tokens only, causal attention at half of its square), the backw
 checkpointing computes again does not count.
 """
 
+import argparse
 import json
 import math
+import multiprocessing
 import resource
 import socket
 import statistics
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dapo.bench.actor import LEARNT_NOTHING
+from dapo.bench.setting import tiny_config
 from dapo.config.model_shape import read_config, read_shape
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
@@ -28,6 +34,7 @@ from workers.actor import ActorWorker, split_batch
 
 INIT_STD = 0.02
 WARM_UP = 1
+CASE_TIMEOUT_S = 900
 POOL = 1 << 24  # random numbers that all weights are cut from
 
 
@@ -158,3 +165,39 @@ def random_weights(model: str, folder: Path) -> Path:
     index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
+
+
+def run(given: argparse.Namespace) -> None:
+    """Prints a JSON line per model and length, and appends it to `--output`. Raises ValueError without the device."""
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
+    dtype = "bfloat16" if given.device == "cuda" else "float32"
+    fixed = [f"model.dtype={dtype}", "model.gradient_checkpointing=full", "rollout.temperature=1.0"]
+    fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): all gradients whole
+    for model in given.models:
+        for tokens in given.tokens:
+            cfg = tiny_config(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
+            with (
+                tempfile.TemporaryDirectory(dir=given.folder) as folder,
+                # A process for each: the next one finds the device empty, and an error ends one row only.
+                ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
+            ):
+                case = Case(
+                    model=model,
+                    tokens=tokens,
+                    sequences=given.sequences,
+                    micro_batches=given.micro_batches,
+                    updates=given.repeats,
+                    device=given.device,
+                    peak_flops=given.peak_flops,
+                    folder=folder,
+                    cfg=cfg,
+                )
+                try:
+                    row = process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S)
+                except Exception as error:  # the next rows do not depend on this one
+                    row = {"model": model, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}
+                line = json.dumps(row)
+            print(line, flush=True)
+            with Path(given.output).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")

@@ -1,12 +1,11 @@
-"""Benchmark of the driver's own work: `python -m dapo.bench.driver [groups] [tokens]`, by default 512 groups of 16
-responses of 5,000 tokens.
+"""The driver's own work in one step: groups and tokens per response in, seconds per stage and peak memory out.
 
 Synthetic responses, as engines and verifiers would hand them over, pass through the buffer, the advantages, the batch
-and the metrics of one step. Prints seconds per stage and the growth of peak resident memory, the responses included.
+and the metrics. The growth of peak resident memory includes the responses themselves.
 """
 
+import argparse
 import resource
-import sys
 import time
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from dapo.batch import build_batch
 from dapo.config.schema import Config
 from dapo.report.metrics import step_metrics
+from dapo.report.table import table
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.types import Collected, Draw, Group, Prompt, Response, Score, TrainBatch, VersionSpan
 
@@ -22,12 +22,12 @@ UPDATE = {"actor/response_tokens": 1.0}
 
 
 def peak_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Returns the largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Group:
-    """A prompt of 500 tokens and n responses; half of the groups mixed."""
+    """Returns a prompt of 500 tokens with n responses; half of the groups are mixed."""
     prompt = Prompt(
         id=index,
         source="synthetic",
@@ -63,7 +63,7 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
 
 
 def collect(cfg: Config, tokens: int) -> tuple[OversamplingBuffer, Collected, float]:
-    """A full batch, and the seconds that the buffer took; making the responses is not the driver's work."""
+    """Returns a full batch, and the seconds that the buffer took; making the responses is not the driver's work."""
     rng = np.random.default_rng(0)
     buffer = OversamplingBuffer.of(cfg)
     spent = 0.0
@@ -83,13 +83,12 @@ def collect(cfg: Config, tokens: int) -> tuple[OversamplingBuffer, Collected, fl
     return buffer, collected, spent + time.monotonic() - began
 
 
-def main() -> None:
-    """Prints one line per stage."""
-    groups, tokens = [*map(int, sys.argv[1:]), *(512, 5000)[len(sys.argv) - 1 :]][:2]
+def run(given: argparse.Namespace) -> None:
+    """Prints a table with the seconds of each stage."""
     cfg = Config()
-    cfg.data.train_batch_size, cfg.data.gen_batch_size = groups, 3 * groups
+    cfg.data.train_batch_size, cfg.data.gen_batch_size = given.groups, 3 * given.groups
     before = peak_bytes()
-    buffer, collected, buffer_s = collect(cfg, tokens)
+    buffer, collected, buffer_s = collect(cfg, given.tokens)
     held = peak_bytes()
     began = time.monotonic()
     batch: TrainBatch = build_batch(collected.groups, cfg, version=0)
@@ -97,15 +96,11 @@ def main() -> None:
     began = time.monotonic()
     step_metrics(collected, batch, UPDATE, {}, buffer.metrics())
     metrics_s = time.monotonic() - began
-    drawn, trained = len(collected.drawn), len(collected.groups)
+    seconds = (buffer_s, batch_s, metrics_s, buffer_s + batch_s + metrics_s)
+    gib = ((peak_bytes() - before) / 2**30, (held - before) / 2**30)
     print(
-        f"{drawn} draws of {cfg.rollout.n} responses of {tokens} tokens, {trained} groups trained on\n"
-        f"buffer {buffer_s:.2f} s · advantages and batch {batch_s:.2f} s · metrics {metrics_s:.2f} s · "
-        f"together {buffer_s + batch_s + metrics_s:.2f} s\n"
-        f"growth of peak resident memory {(peak_bytes() - before) / 2**30:.2f} GiB, of which the responses "
-        f"{(held - before) / 2**30:.2f} GiB"
+        f"{len(collected.drawn)} draws of {cfg.rollout.n} responses of {given.tokens} tokens, "
+        f"{len(collected.groups)} groups trained on"
     )
-
-
-if __name__ == "__main__":
-    main()
+    names = ("buffer s", "advantages and batch s", "metrics s", "together s", "growth of peak memory GiB")
+    print(table((*names, "of which the responses GiB"), [[f"{value:.2f}" for value in (*seconds, *gib)]]))

@@ -1,7 +1,8 @@
-"""The yardstick of the update: what one would write by hand for one process, in plain torch and transformers.
+"""The yardsticks of the update: a rank's packed micro-batches in, those that `workers.actor` would get; seconds out.
 
-In: a rank's packed micro-batches, those that `workers.actor` would get. Out: seconds. Each rank trains a copy of its
-own: no FSDP, no exchange of gradients, no metrics, no guards; whole logits and plain autograd.
+Neither knows FSDP, exchange of gradients, metrics or guards: each process has a copy of the model of its own.
+`BareRank` is forward and backward through the product's own log-probabilities. `HandWrittenRank` is a whole update as
+one would write it for one process in plain torch and transformers: whole logits, plain autograd.
 """
 
 import time
@@ -9,24 +10,46 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
 from workers.actor import ActorWorker, RankWork
 from workers.training.attention import implementation
-from workers.training.policy import MicroBatch, collate
+from workers.training.policy import MicroBatch, PackedPolicy, collate
+
+
+def load_model(cfg: Config) -> PreTrainedModel:
+    """Returns the model in float32 with the product's attention."""
+    torch.set_num_threads(cfg.actor.cpu_threads)
+    kind = implementation(cfg.model.attn_implementation)
+    return AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation=kind)
+
+
+class BareRank:
+    """One process of the bare update; a Ray actor in the benchmark."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._policy = PackedPolicy(load_model(cfg), cfg.rollout.temperature).train()
+
+    def run(self, work: RankWork) -> float:
+        """Returns the seconds for forward and backward over the rank's share."""
+        began = time.perf_counter()
+        for k in work.order:
+            for sequences in work.minibatches[k]:
+                batch = collate(sequences, torch.device("cpu"))
+                logprobs, _ = self._policy(batch)
+                (-batch.weights * batch.advantages * logprobs).sum().backward()
+        self._policy.zero_grad()
+        return time.perf_counter() - began
 
 
 class HandWrittenRank:
     """One process of the loop; a Ray actor in the benchmark."""
 
     def __init__(self, cfg: Config) -> None:
-        torch.set_num_threads(cfg.actor.cpu_threads)
         self._cfg = cfg
-        self._model = AutoModelForCausalLM.from_pretrained(
-            cfg.model.path, dtype=torch.float32, attn_implementation=implementation(cfg.model.attn_implementation)
-        )
+        self._model = load_model(cfg)
         optim = cfg.actor.optim
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -38,7 +61,7 @@ class HandWrittenRank:
         )
 
     def run(self, work: RankWork) -> float:
-        """Seconds for forward, backward and optimizer step over the rank's share."""
+        """Returns the seconds for forward, backward and optimizer step over the rank's share."""
         began = time.perf_counter()
         for k in work.order:
             self._step(work.minibatches[k])
@@ -69,7 +92,7 @@ class HandWrittenRank:
 
 
 def seconds_of(worker: ActorWorker, work: RankWork) -> float:
-    """Runs on an actor rank: seconds of one update within its process."""
+    """Runs on an actor rank: returns the seconds of one update within its process."""
     began = time.perf_counter()
     worker.update(work)
     return time.perf_counter() - began

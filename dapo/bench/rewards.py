@@ -1,8 +1,8 @@
-"""Benchmark of scoring: `python -m dapo.bench.rewards [--function math] [--children 1] [--responses 20000]`.
+"""Throughput and latency of scoring: a reward function and a number of child processes in, a table out.
 
 Ordinary answers of about 2,000 characters go through the child processes of one reward worker, measured in the process
-that owns them, as in a reward actor, without Ray. Printed beside it: the same function called in this process, without
-any isolation. A core's share counts the CPU time of this process, of the children and of the process that forks them.
+that owns them, as in a reward actor, without Ray. The same function is called in this process as well, without any
+isolation. A core's share counts the CPU time of this process, of the children and of the fork server.
 """
 
 import argparse
@@ -11,10 +11,11 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.report.table import table
 from dapo.rewards.fork_server import Item
 from dapo.rewards.functions import RewardFunctions
 from workers.scoring.children import Children
@@ -26,22 +27,7 @@ CHARS = 2000
 AT_ONCE = 16  # responses that wait for each child: a group's
 WARM_UP = 500
 MIN_RESPONSES = 100
-WORDS = (
-    "then",
-    "we",
-    "add",
-    "both",
-    "sides",
-    "and",
-    "find",
-    "that",
-    "$x^2 + 3x$",
-    "equals",
-    "12,",
-    "so",
-    "= 40.5",
-    "\n",
-)
+WORDS = (*"then we add both sides and find that equals 12, so".split(), "$x^2 + 3x$", "= 40.5", "\n")
 ANSWERS = ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "{}.", "x = {}", "{}.0", "{} dollars")
 LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
 
@@ -63,7 +49,7 @@ class Figures:
 
 
 def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
-    """Worked solutions to integer problems, in usual spellings; about half of them right."""
+    """Returns worked solutions to integer problems, in usual spellings; about half of them right."""
     rng = random.Random(seed)
     items: list[Item] = []
     for _ in range(count):
@@ -83,7 +69,7 @@ def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """User and system time so far of this process and of others."""
+    """Returns user and system time so far of this process and of others."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     return own.ru_utime + own.ru_stime + sum(state_and_cpu(pid)[1] for pid in pids)
 
@@ -100,7 +86,8 @@ async def drain(children: Children, items: Iterator[Item], seconds: list[float],
 
 
 async def measure(function: str, num_children: int, items: list[Item]) -> Figures:
-    """All items at full load, then a tenth of them one at a time for each child. Raises RuntimeError for no verdict."""
+    """Scores all items at full load, then a tenth of them one at a time for each child. Raises RuntimeError for no
+    verdict."""
     seconds: list[float] = []
     right: list[float] = []
     async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
@@ -124,7 +111,7 @@ async def measure(function: str, num_children: int, items: list[Item]) -> Figure
 
 
 def bare(function: str, items: list[Item]) -> float:
-    """Verdicts per second in this process."""
+    """Returns verdicts per second in this process."""
     functions = RewardFunctions([RewardFunctionConfig(path=function)])
     began = time.perf_counter()
     for item in items:
@@ -132,49 +119,27 @@ def bare(function: str, items: list[Item]) -> float:
     return len(items) / (time.perf_counter() - began)
 
 
-def report(function: str, num_children: int, responses: int, figures: Figures) -> str:
-    """A Markdown table and what is wanted."""
+def run(given: argparse.Namespace) -> None:
+    """Prints a table and what is wanted. Raises ValueError for too few responses."""
+    if given.responses < MIN_RESPONSES:
+        raise ValueError(
+            f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"
+        )
+    items = ordinary_answers(given.responses, given.function)
+    figures = asyncio.run(measure(given.function, given.children, items))
     cells = {
-        "function": function,
-        "children": str(num_children),
+        "function": given.function,
+        "children": str(given.children),
         "verdicts/s": f"{figures.per_second:.0f}",
         "cores used": f"{figures.cores:.2f}",
         "verdicts/s per core": f"{figures.per_core:.0f}",
         "p50 ms": f"{1e3 * figures.p50_s:.2f}",
         "p99 ms": f"{1e3 * figures.p99_s:.2f}",
-        "bare call/s": f"{figures.bare:.0f}",
+        "bare calls/s": f"{figures.bare:.0f}",
         "bare / isolated": f"{figures.bare / figures.per_core:.2f}",
     }
-    wanted = f"{WANTED_PER_CORE:.0f} verdicts/s per core or more, p50 of {1e3 * WANTED_P50_S:g} ms or less"
-    return "\n".join(
-        [
-            f"{responses} responses of {CHARS} characters, {figures.right:.0%} right",
-            "| " + " | ".join(cells) + " |",
-            "|" + "---|" * len(cells),
-            "| " + " | ".join(cells.values()) + " |",
-            f"wanted of `math`: {wanted}",
-        ]
+    print(f"{given.responses} responses of {CHARS} characters, {figures.right:.0%} right")
+    print(table(list(cells), [list(cells.values())]))
+    print(
+        f"wanted of `math`: {WANTED_PER_CORE:.0f} verdicts/s per core or more, p50 of {1e3 * WANTED_P50_S:g} ms or less"
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dapo.bench.rewards", description="Throughput and latency of scoring."
-    )
-    parser.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
-    parser.add_argument("--children", type=int, default=1, help="child processes of the one reward worker")
-    parser.add_argument("--responses", type=int, default=20_000)
-    given = parser.parse_args(arguments)
-    if given.responses < MIN_RESPONSES or given.children < 1:
-        parser.error(
-            f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES} and `--children` ({given.children}) "
-            "at least 1; more responses give steadier figures"
-        )
-    items = ordinary_answers(given.responses, given.function)
-    figures = asyncio.run(measure(given.function, given.children, items))
-    print(report(given.function, given.children, given.responses, figures))
-
-
-if __name__ == "__main__":
-    main()

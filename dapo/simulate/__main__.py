@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from dapo.report.table import head, row
 from dapo.simulate.books import Scenario, StrategyResult
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
@@ -44,10 +45,10 @@ def later(times: Sequence[float]) -> float:
     return sum(times[1:]) / max(1, len(times) - 1)
 
 
-def row(name: str, scenario: Scenario, result: StrategyResult, base: float, seconds_per_token: float) -> str:
-    """Returns one line of the table. base: mean step time at staleness 0."""
+def cells(name: str, scenario: Scenario, result: StrategyResult, base: float, seconds_per_token: float) -> list[str]:
+    """Returns the cells of one line of the table. base: mean step time at staleness 0."""
     drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
-    cells = [
+    return [
         name,
         f"{scenario.workload.rate:g}{drift}",
         f"{scenario.engines} x {scenario.slots}",
@@ -61,7 +62,6 @@ def row(name: str, scenario: Scenario, result: StrategyResult, base: float, seco
         f"{later(result.generation) / later(result.oracle):.3f}" if result.oracle else "",
         f"{result.generation[0] / result.oracle[0]:.3f}" if result.oracle else "",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
@@ -120,13 +120,13 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Prints a Markdown table."""
     given = parser().parse_args()
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    print(head(COLUMNS))
     for scenario in scenarios(given):
         strict = streaming(scenario)
         base = later(strict.steps)
         for name in given.strategies:
             result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
-            print(row(name, scenario, result, base, 1 / given.tokens_per_s), flush=True)
+            print(row(cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dapo.bench.rewards import CHARS, main, ordinary_answers
+from dapo.bench.__main__ import main
+from dapo.bench.rewards import CHARS, ordinary_answers
 from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.functions import RewardFunctions
 
@@ -17,15 +18,14 @@ def test_about_half_of_the_answers_are_right(function: str) -> None:
 
 
 def test_a_short_run_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--responses", "200", "--children", "2"])
+    main(["rewards", "--responses", "200", "--children", "2"])
     head, names, _, row, _ = capsys.readouterr().out.splitlines()
     assert head.startswith("200 responses of 2000 characters, ")
     cells = dict(zip(names.split(" | "), row.split(" | "), strict=True))
     assert cells["children"] == "2"
-    assert all(float(cells[name]) > 0 for name in ("verdicts/s", "verdicts/s per core", "p50 ms", "bare call/s"))
+    assert all(float(cells[name]) > 0 for name in ("verdicts/s", "verdicts/s per core", "p50 ms", "bare calls/s"))
 
 
-def test_too_few_responses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--responses", "10"])
-    assert "`--responses` (10) must be at least 100" in capsys.readouterr().err
+def test_too_few_responses_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"^dapo.bench: `--responses` \(10\) must be at least 100"):
+        main(["rewards", "--responses", "10"])

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from workers.weights.digest import digest
 
-from workers.weights.bucket import digest
 from workers.weights.group import WeightGroup, serve_store
 from workers.weights.memory import place, share
 
@@ -64,15 +64,16 @@ def test_both_roles_on_one_gpu(tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
     import ray  # here, so that the tests above run where torch is and Ray and vLLM are not
 
-    from dapo.bench import sync as bench_sync
+    from dapo.bench.__main__ import parse
+    from dapo.bench.sync import measure, to_config
     from dapo.tiny.random_model import make_random_model
     from workers.cluster import connect
 
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
-    options = bench_sync.parse(["--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
+    options = parse(["sync", "--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
     connect("local", worker_logs=False)
     try:
-        seconds = asyncio.run(bench_sync.measure(bench_sync.to_config(options, path), ["ipc"], 2, 2))
+        seconds = asyncio.run(measure(to_config(options, path), ["ipc"], 2, 2))
     finally:
         ray.shutdown()
     assert {transport: len(each) for transport, each in seconds.items()} == {"ipc": 4}

@@ -1,0 +1,68 @@
+"""What the benchmarks of a run have in common: dapo_tiny with overrides, its prompts, Ray, workers, and a trainer."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+
+import ray
+
+from dapo.config.compose import compose
+from dapo.config.schema import Config
+from dapo.pools import Pools
+from dapo.report.log import MetricsLogger
+from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
+from dapo.state.checkpoint import CheckpointStore
+from dapo.tiny.random_model import make_random_model
+from dapo.trainer import Trainer
+from dapo.types import Prompt
+
+# The learning rate is so small that each step makes the same requests whatever it learnt.
+COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")
+LONG = (
+    "data.max_response_length=2048",
+    "actor.max_tokens_per_gpu=4096",
+    "reward.overlong_buffer.enable=false",
+    "reward.functions=[{path: dapo.tiny.even_length}]",
+)
+
+
+def tiny_config(*overrides: str) -> Config:
+    """Returns the tiny experiment with `overrides`, its paths absolute."""
+    cfg = compose(overrides, experiment="dapo_tiny")
+    make_paths_absolute(cfg)
+    return cfg
+
+
+def run_config(lengths: str, folder: Path, overrides: Sequence[str]) -> Config:
+    """Returns the setting of a run with 8 responses per prompt; long ones come from a model that ends at random."""
+    arguments = [*COMMON, f"trainer.output_dir={folder / lengths}"]
+    if lengths == "long":
+        arguments += [*LONG, f"model.path={make_random_model(folder / 'random')}"]
+    (folder / lengths).mkdir()
+    return tiny_config(*arguments, *overrides)
+
+
+def cluster(cfg: Config) -> AbstractContextManager[None]:
+    """Returns Ray as a run has it; one that this process has joined or started already stays up afterwards."""
+    return nullcontext() if ray.is_initialized() else ray_cluster(cfg)
+
+
+@asynccontextmanager
+async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
+    """Yields the pools of a run and its prompts."""
+    prompts, _ = load_data(cfg)
+    with cluster(cfg):
+        async with build_pools(cfg) as pools:
+            yield pools, prompts
+
+
+@contextmanager
+def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Path) -> Iterator[Trainer]:
+    """Yields a trainer that says nothing and writes to `directory`, which is made."""
+    directory.mkdir()
+    logger = MetricsLogger(directory, tensorboard=False)
+    store = CheckpointStore(directory / "checkpoints", keep=1)
+    try:
+        yield Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
+    finally:
+        logger.close()

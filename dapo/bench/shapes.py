@@ -1,0 +1,16 @@
+"""What is measured by name: lengths of responses, shapes of models. Plain data, which the command line offers."""
+
+from typing import Any
+
+LENGTHS = ("short", "long")  # worked sums, 20 to 60 tokens; geometric, mean about 110, up to 2,048
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
+H200_PEAK_FLOPS = 989e12  # bfloat16, dense; its data sheet
+
+# Layers and sizes of random models for the weight sync; the larger ones are Qwen2.5's without its vocabulary.
+SYNC_SHAPES: dict[str, dict[str, Any]] = {
+    "1m": {"layers": 4, "hidden": 128, "heads": 4, "key_value_heads": 2, "intermediate": 448},
+    "100m": {"layers": 12, "hidden": 768, "heads": 12, "key_value_heads": 4, "intermediate": 3072},
+    "0.5b": {"layers": 24, "hidden": 896, "heads": 14, "key_value_heads": 2, "intermediate": 4864},
+    "1.5b": {"layers": 28, "hidden": 1536, "heads": 12, "key_value_heads": 2, "intermediate": 8960},
+    "7b": {"layers": 28, "hidden": 3584, "heads": 28, "key_value_heads": 4, "intermediate": 18944},
+}

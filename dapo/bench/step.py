@@ -1,0 +1,174 @@
+"""Whole steps against two floors, which the same run measures right after each step, on its requests and tokens.
+
+The floors are the engines alone, and a bare packed forward and backward on as many ranks: noise of a shared machine
+hits all three, so that the ratio can be trusted. In: the shapes of `dapo.bench.setting`. Out: a table of medians.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from dapo.bench.hand_loop import BareRank
+from dapo.bench.setting import run_config, trainer, workers
+from dapo.bench.shapes import LENGTHS
+from dapo.config.schema import Config
+from dapo.pools import ActorPool, RolloutPool
+from dapo.report.table import table
+from dapo.types import Float32Array, Int32Array, Response, Sampling, TrainBatch, TrainSequence
+from workers.actor import split_batch
+from workers.remote import wait
+from workers.rollout import RolloutPool as Engines
+
+ALLOWANCE_S = 0.2  # of a step beyond its floors, before the factor
+FACTOR = 1.25
+WARM_UP = 2  # steps before the measured ones
+SECONDS = ("step", "generation", "reward", "update", "sync", "driver", "engine alone", "bare update")
+SPEEDS = {"generation_tokens_per_s": "generation tokens/s", "update_tokens_per_s": "update response tokens/s"}
+
+Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, sampling, seeds
+
+
+class RecordingRollouts:
+    """The engines, with the requests of the current step noted down."""
+
+    def __init__(self, pool: RolloutPool) -> None:
+        self._pool = pool
+        self.requests: dict[str, Request] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.capacity
+
+    def room(self, n: int) -> int:
+        return self._pool.room(n)
+
+    def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
+        self.requests[key] = (prompt, sampling, seeds)
+        return self._pool.generate(key, prompt, sampling, seeds)
+
+    async def abort(self, keys: list[str]) -> None:
+        """Forgets these, which the step did not need: they do not belong to its floor."""
+        for key in keys:
+            del self.requests[key]
+        await self._pool.abort(keys)
+
+
+class RecordingActors:
+    """The actors, with the last batch kept."""
+
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool = pool
+        self.batch = TrainBatch(version=0, minibatches=(), order=())
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        self.batch = batch
+        return await self._pool.update(batch)
+
+    async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
+        return await self._pool.reference_logprobs(sequences)
+
+    async def save(self, directory: str) -> None:
+        await self._pool.save(directory)
+
+    async def load(self, directory: str) -> None:
+        await self._pool.load(directory)
+
+    async def export_hf(self, directory: str) -> None:
+        await self._pool.export_hf(directory)
+
+
+def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
+    """Runs on an engine's actor, in a thread beside its event loop: returns the seconds for these groups at once."""
+
+    async def generate() -> float:
+        began = time.monotonic()
+        responses = [
+            worker._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, seed)
+            for i, (prompt, sampling, seeds) in enumerate(requests)
+            for sample, seed in enumerate(seeds)
+        ]
+        await asyncio.gather(*responses)
+        return time.monotonic() - began
+
+    return asyncio.run_coroutine_threadsafe(generate(), worker._engine.output_handler.get_loop()).result()
+
+
+async def engines_alone(engines: Engines, requests: Sequence[Request], timeout_s: float) -> float:
+    """Returns the seconds of the slowest engine for its share of the requests."""
+    shares = [requests[i :: len(engines._workers)] for i in range(len(engines._workers))]
+    refs = [w.__ray_call__.remote(engine_alone, share) for w, share in zip(engines._workers, shares, strict=True)]
+    return max(await wait(refs, timeout_s, "the engines alone", "rollout.timeout_s"))
+
+
+async def bare_update(ranks: Sequence[Any], batch: TrainBatch, cfg: Config) -> float:
+    """Returns the seconds of the slowest rank."""
+    works = split_batch(batch, len(ranks), cfg.actor.max_tokens_per_gpu)
+    refs = [rank.run.remote(work) for rank, work in zip(ranks, works, strict=True)]
+    return max(await wait(refs, cfg.actor.timeout_s, "the bare update", "actor.timeout_s"))
+
+
+async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]:
+    """Returns one row of seconds and sizes per step; the first steps warm up and are left out."""
+    rows: list[dict[str, float]] = []
+    async with workers(cfg) as (pools, prompts):
+        assert isinstance(pools.rollouts, Engines)
+        remote: Any = ray.remote(num_cpus=0)(BareRank)
+        ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
+        rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
+        recorded = replace(pools, rollouts=rollouts, actors=actors)
+        with trainer(cfg, recorded, prompts, Path(cfg.trainer.output_dir) / "run") as training:
+            await pools.sync_weights(0)
+            for step in range(1 - WARM_UP, steps + 1):
+                rollouts.requests.clear()
+                metrics = await training.step()
+                requests = list(rollouts.requests.values())
+                alone = await engines_alone(pools.rollouts, requests, cfg.rollout.timeout_s)
+                bare = await bare_update(ranks, actors.batch, cfg)
+                if step > 0:
+                    rows.append(row_of(metrics, alone, bare))
+                    shown = "  ".join(f"{name} {rows[-1][name]:.2f}" for name in (*SECONDS, "ratio"))
+                    print(f"{shape} step {step}: {shown}", flush=True)
+    return rows
+
+
+def row_of(metrics: dict[str, float], alone: float, bare: float) -> dict[str, float]:
+    """Returns what the table shows of one step."""
+    row = {name: metrics.get(f"perf/{name}_s", 0.0) for name in SECONDS[:6]}
+    row |= {"engine alone": alone, "bare update": bare, "ratio": row["step"] / (alone + bare + ALLOWANCE_S)}
+    row |= {name: metrics[f"perf/{name}"] for name in (*SPEEDS, "goodput")}
+    return row | {name: metrics[f"rollout/response_length_{name}"] for name in ("mean", "max")}
+
+
+def report(shape: str, rows: Sequence[dict[str, float]]) -> list[str]:
+    """Returns a row of the table: medians over the steps."""
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return [
+        f"{shape} (mean {median['mean']:.0f} tokens, longest {median['max']:.0f})",
+        *(f"{median[name]:.2f}" for name in (*SECONDS, "ratio", "goodput")),
+        *(f"{median[name]:.0f}" for name in SPEEDS),
+        f"{median['driver'] / median['step']:.1%}",
+    ]
+
+
+def run(given: argparse.Namespace) -> None:
+    """Prints a line per step and a table with a row per shape."""
+    shapes = LENGTHS if given.shape == "both" else [given.shape]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in shapes:
+            cfg = run_config(shape, Path(folder), given.overrides)
+            rows.append(report(shape, asyncio.run(measure(shape, cfg, given.steps))))
+    names = ["shape", *(f"{name} s" for name in SECONDS), "ratio", "goodput", *SPEEDS.values(), "driver / step"]
+    print(f"\nmedians of {given.steps} steps")
+    print(table(names, rows))
+    print(f"ratio = step / (engine alone + bare update + {ALLOWANCE_S} s), wanted: at most {FACTOR}")

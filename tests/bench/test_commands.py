@@ -1,0 +1,116 @@
+"""Every command of the benchmarks at its smallest size, as a person would type it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dapo.bench.__main__ import main, parse
+
+COMMANDS = ("step", "overlap", "driver", "rewards", "update", "logprobs", "device", "sync")
+FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """Each Markdown table in `text`: a dictionary per row."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("| "):
+            found[-1].append(line.strip("| ").split(" | "))
+        elif found[-1] and not line.startswith("|--"):
+            found.append([])
+    return [[dict(zip(names, row, strict=True)) for row in rows] for names, *rows in filter(None, found)]
+
+
+def test_help_starts_nothing() -> None:
+    program = f"""
+import contextlib, io, sys
+from dapo.bench.__main__ import main
+for words in ([], *([name] for name in {COMMANDS}), ["both"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    assert out.getvalue().startswith("usage: python -m dapo.bench"), words
+print(*sorted({{"torch", "ray", "vllm", "transformers", "hydra", "numpy"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_the_old_spelling_of_step() -> None:
+    for words in (["both", "10"], ["short"], ["long", "3", "rollout.n=4"], ["rollout.n=4", "both"]):
+        assert vars(parse(words)) == vars(parse(["step", *words]))
+    assert vars(parse(["step"])) == vars(parse(["both", "10"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["logprobs", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["step", "short", "0"], "'0' is no whole number of at least 1"),
+        (["sync", "rollout.n=4"], "this command takes no overrides (rollout.n=4)"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_override_is_one_message() -> None:
+    with pytest.raises(SystemExit, match=r"^dapo.bench: unknown key `rollout.m`; did you mean `rollout.n`\?$"):
+        main(["step", "short", "1", "rollout.m=4"])
+
+
+def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["driver", "8", "20"])
+    head = capsys.readouterr().out
+    [[row]] = tables(head)
+    assert head.splitlines()[0].endswith(" draws of 16 responses of 20 tokens, 8 groups trained on")
+    stages = [float(row[name]) for name in ("buffer s", "advantages and batch s", "metrics s")]
+    assert float(row["together s"]) == pytest.approx(sum(stages), abs=0.02)
+
+
+@pytest.mark.ray
+def test_step(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["step", "short", "1", *FEW])
+    [[row]] = tables(capsys.readouterr().out)
+    seconds = {name: float(row[f"{name} s"]) for name in ("step", "engine alone", "bare update", "update")}
+    assert 0 < seconds["bare update"] < seconds["step"] and 0 < seconds["engine alone"]
+    floors = seconds["engine alone"] + seconds["bare update"] + 0.2
+    assert float(row["ratio"]) == pytest.approx(seconds["step"] / floors, abs=0.03)
+    assert 0 < float(row["goodput"]) <= 1
+
+
+@pytest.mark.ray
+def test_overlap(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["overlap", "short", "1", "1", "actor.num_workers=1", *FEW])
+    text = capsys.readouterr().out
+    [[row]] = tables(text)
+    strict, loose = (float(row[f"groups/s, staleness {staleness}"]) for staleness in (0, 1))
+    assert float(row["ratio (each round)"].split()[0]) == pytest.approx(loose / strict, rel=0.1)
+    shown = [line for line in text.splitlines() if line.startswith("staleness ")]
+    assert "batch/staleness_mean 0.000" in shown[0] and "batch/staleness_mean 0.000" not in shown[1]
+
+
+@pytest.mark.ray
+def test_sync(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--shape 1m --ranks 1 --colocate --turns 1 --syncs 1 --transports broadcast ipc"
+    main(["sync", *words.split()])
+    text = capsys.readouterr().out
+    assert "1M parameters, 4 MB in float32, 256 MiB buckets" in text
+    [rows] = tables(text)
+    assert [row["transport"] for row in rows] == ["broadcast", "ipc"]
+    assert all(float(row["median s"]) > 0 for row in rows)
+
+
+@pytest.mark.ray
+def test_update(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["update", "--shapes", "short", "--repeats", "2", "rollout.n=2"])
+    text = capsys.readouterr().out
+    [[row]] = tables(text)
+    assert row["shape"] == "short" and float(row["within ranks / loop"]) > 0
+    assert float(row["within ranks"]) >= float(row["update tokens/s with Ray"]) > 0
+    assert "wanted: at least 0.85" in text
