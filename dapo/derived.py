@@ -1,4 +1,4 @@
-"""What follows from a configuration, each rule once: for the driver, the workers and the planner alike.
+"""Decides what follows from the configuration for several roles at once: pure, so that the planner knows it too.
 
 In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure: it loads neither torch nor Ray.
 """
@@ -10,7 +10,7 @@ from dapo.config.schema import Config
 
 
 def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
-    """One engine's GPUs, and its worker processes: tensor times pipeline parallel size of vLLM's arguments."""
+    """Counts one engine's GPUs, and its worker processes: tensor times pipeline parallel size of vLLM's arguments."""
     return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))
 
 
@@ -22,10 +22,11 @@ def resolve_transport(cfg: Config) -> str:
 
 
 def optimizer_steps(cfg: Config) -> int:
-    """Optimizer steps of one update: mini-batches times `actor.ppo_epochs`."""
+    """Counts the optimizer steps of one update: mini-batches times `actor.ppo_epochs`."""
     return cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs
 
 
 def num_shards(cfg: Config) -> int:
-    """FSDP ranks that one copy of the parameters is sharded over: `actor.fsdp_size` with -1, all ranks, decided."""
+    """Returns FSDP ranks that one copy of the parameters is sharded over: `actor.fsdp_size` with -1, all ranks,
+    decided."""
     return cfg.actor.num_workers if cfg.actor.fsdp_size == -1 else cfg.actor.fsdp_size

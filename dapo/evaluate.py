@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: mean@n, the mean accuracy over n samples per prompt.
+"""Evaluates on held-out prompts: mean@n, the mean accuracy over n samples per prompt.
 
 In: prompts, the two pools, `eval.*`. Out: metrics. The seeds depend on prompt and sample but not on the policy version,
 so that two evaluations differ by the policy alone.
@@ -25,7 +25,7 @@ async def evaluate(
     seed: int,
     clock: PhaseClock,
 ) -> dict[str, float]:
-    """`eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`; unscorable left out."""
+    """Returns `eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`."""
     at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // sampling.n))
 
     async def one(prompt: Prompt) -> Group:
@@ -42,7 +42,7 @@ async def evaluate(
 
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
-    """Accuracy, response length and truncation of evaluated groups."""
+    """Returns accuracy, response length and truncation of evaluated groups."""
     by_source: dict[str, list[float]] = {}
     for group in groups:
         by_source.setdefault(group.draw.prompt.source, []).extend(group.accuracies)

@@ -1,4 +1,4 @@
-"""What only trying can tell, tried on the driver before any worker starts: schedule, reward functions, installation.
+"""Tries on the driver, before any worker starts, what only trying can tell: schedule, reward functions, installation.
 
 In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
@@ -51,7 +51,7 @@ def _reward_functions(cfg: Config) -> Iterator[str]:
 
 
 def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
-    """Kwargs that do not go together show when a function is called."""
+    """Calls a function on its known answers: kwargs that do not go together show only then."""
     try:
         for canary in function.canaries:
             function.call(
@@ -66,7 +66,8 @@ def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
 
 
 def _torchvision() -> Iterator[str]:
-    """A torchvision built for CUDA beside a CPU torch breaks `import transformers` with a riddle about nms."""
+    """Reports a torchvision built for CUDA next to a CPU torch, which breaks `import transformers` with a riddle about
+    nms."""
     try:
         vision = importlib.metadata.version("torchvision")
     except importlib.metadata.PackageNotFoundError:

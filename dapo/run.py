@@ -1,4 +1,4 @@
-"""One run, from a claimed output directory to stopped processes: the only module that composes the pools.
+"""Runs one run, from a claimed output directory to stopped processes: the only module that composes the pools.
 
     Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Trainer.run ─▶ stopped
 
@@ -63,7 +63,7 @@ async def train(
 
 
 async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
-    """Trains; however that ends, what was trained is saved."""
+    """Trains, and saves what was trained however that ends."""
     try:
         await trainer.run()
     except BaseException:
@@ -75,7 +75,8 @@ async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
 
 
 async def save_what_was_trained(trainer: Trainer) -> None:
-    """The last act of a failed or interrupted run. A failure here is told and does not hide the first one."""
+    """Saves, as the last act of a failed or interrupted run. A failure here is reported and does not hide the first
+    one."""
     try:
         await trainer.save()
         say(f"saved step {trainer.version}")
@@ -84,7 +85,7 @@ async def save_what_was_trained(trainer: Trainer) -> None:
 
 
 def make_paths_absolute(cfg: Config) -> None:
-    """Remote workers run in a directory of Ray's, where a relative path means nothing."""
+    """Makes paths absolute: remote workers run in a directory of Ray's, where a relative path means nothing."""
     cfg.model.path = resolve_path(cfg.model.path)
     for spec in cfg.reward.functions:
         if spec.path.endswith(".py"):
@@ -92,7 +93,7 @@ def make_paths_absolute(cfg: Config) -> None:
 
 
 def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts. Raises ValueError: see `dapo.data.load_prompts`."""
+    """Loads training and held-out prompts. Raises ValueError: see `dapo.data.load_prompts`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
@@ -118,7 +119,7 @@ def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
 @contextmanager
 def ray_cluster(cfg: Config) -> Iterator[None]:
     """Joins or starts Ray, and leaves or ends it."""
-    # The waits on Ray that a failure or signal cancels would else be told one by one at exit, each with a traceback.
+    # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
     try:
@@ -172,7 +173,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 
 @asynccontextmanager
 async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
-    """The engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
+    """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
 
     Raises:
         ValueError: on GPUs, which one placement group per run hands to engines and actors together.
@@ -192,7 +193,7 @@ async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
 
 
 def engine_needs(cfg: Config) -> dict[str, Any]:
-    """What `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
+    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
 
     vLLM's seed is not among it: every response is a request with a seed of its own.
     """
@@ -213,7 +214,9 @@ def _create_reward_model(cfg: Config, placement: Placement, device: str) -> Rewa
 
 
 def cancel_on_signals() -> None:
-    """SIGTERM and SIGUSR1 cancel the run, as Ctrl-C does; after `ray.init`, which installs a handler of its own."""
+    """Lets SIGTERM and SIGUSR1 cancel the run, as Ctrl-C does; after `ray.init`, which installs a handler of its
+    own.
+    """
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""A run on disk and back: who writes which part of a checkpoint, and how a run continues from one.
+"""Writes a run to disk and reads it back: who writes which part of a checkpoint, and how a run continues from one.
 
 In: actors, buffer and stream of draws of a run. Out: directories of `dapo.state.checkpoint` that hold `actor/` (ranks),
 `hf/` (the exported model), `driver.json` and `groups.parquet` (`dapo.sampling.saved`).
@@ -30,7 +30,7 @@ class Saver:
         self._groups: set[tuple[int, int]] = set()  # (draw, policy version at its start)
 
     def is_behind(self, version: int) -> bool:
-        """Whether policy `version`, or a group that the buffer holds, is in no checkpoint."""
+        """Returns whether policy `version`, or a group that the buffer holds, is in no checkpoint."""
         return version > self._version or not self._held() <= self._groups
 
     def _held(self) -> set[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The records that flow through a step, in the order in which they are made.
+"""Defines the records that flow through a step, in the order in which they are made.
 
 Every record is frozen; a later stage has a later type. Token arrays are numpy, because a step of 512 x 16 responses
 pickles several times faster as arrays than as lists.
@@ -19,7 +19,7 @@ Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One distinct problem. Made by `dapo.data`, consumed by the stream and the reward functions.
+    """Holds one distinct problem. Made by `dapo.data`, consumed by the stream and the reward functions.
 
     id: position among the distinct prompts kept after filtering.
     source: `data_source` of the row, handed to the reward function.
@@ -38,8 +38,8 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """One visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run (in an
-    evaluation it is the prompt's id)."""
+    """Holds one visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run
+    (in an evaluation it is the prompt's id)."""
 
     index: int
     prompt: Prompt
@@ -47,8 +47,8 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the engines sample. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`, which is also
-    given a seed per response.
+    """Says how the engine samples one group. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`,
+    which is also given a seed per response.
 
     n: responses per prompt. max_tokens: cap of a response.
     """
@@ -62,7 +62,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
+    """Says that tokens [start, end) of a response were sampled by policy `version` (number of completed updates)."""
 
     version: int
     start: int
@@ -71,7 +71,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """One sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
+    """Holds one sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
 
     token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
     finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off.
@@ -85,18 +85,18 @@ class Response:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response ran into the cap."""
+        """Returns whether the response ran into the cap."""
         return self.finish_reason == "length"
 
     @property
     def aborted(self) -> bool:
-        """Whether the engine was told to end the response, or ended."""
+        """Returns whether the engine was told to end the response, or ended."""
         return self.finish_reason == "abort"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """The verdict on one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
+    """Holds the verdict on one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
 
     accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter looks at.
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
@@ -115,7 +115,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """All n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
+    """Holds all n responses to one draw with their scores. Made by `dapo.sampling.stream`, consumed by the buffer and
     `dapo.batch`."""
 
     draw: Draw
@@ -124,36 +124,36 @@ class Group:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each response."""
+        """Counts the tokens of each response."""
         return tuple(len(response.token_ids) for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens of the group."""
+        """Counts the generated tokens of the group."""
         return sum(self.lengths)
 
     @property
     def accuracies(self) -> list[float]:
-        """The accuracies of the scorable responses."""
+        """Returns the accuracies of the scorable responses."""
         return [score.accuracy for score in self.scores if not math.isnan(score.accuracy)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """A group that was cut off, or that nobody wanted any more when its responses had ended. Made by
+    """Holds a group that was cut off, or was no longer wanted when its responses had ended. Made by
     `dapo.sampling.stream`. lengths: tokens of each response, as far as it was generated."""
 
     lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens of the group."""
+        """Counts the generated tokens of the group."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """What a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
+    """Holds what a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
     outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream, which ends those that
@@ -172,7 +172,7 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSequence:
-    """One prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
+    """Holds one prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
 
     token_ids: [P + R]. rollout_logprobs: [R]. advantage: one number for the whole response. token_weight: weight of
     each response token in the loss of its mini-batch (`dapo.loss.token_weights`). staleness: [R], updates between the
@@ -189,7 +189,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """What one call of `actors.update` trains on. Made by `dapo.batch`, consumed by `workers.actor`.
+    """Holds what one call of `actors.update` trains on. Made by `dapo.batch`, consumed by `workers.actor`.
 
     version: the policy version that the update starts from. minibatches: one optimizer step each time they are taken.
     order: the mini-batch of each optimizer step; `actor.ppo_epochs` times all of them.

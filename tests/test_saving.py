@@ -19,7 +19,7 @@ def overlapping(total_steps: int):
 
 
 def test_groups_that_the_last_checkpoint_holds_are_no_reason_to_write_it_again(tmp_path):
-    """At staleness 1 the buffer holds groups for the next update nearly always."""
+    """The buffer holds groups for the next update nearly always at staleness 1."""
     trainer, actors = make_trainer(tmp_path, overlapping(9))
 
     async def run() -> None:

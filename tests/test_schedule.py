@@ -25,7 +25,7 @@ def config(name: str, *, warmup: int = 4, steps: int = 12, unit: str = "rollout_
 
 
 def rates(cfg: Config) -> list[float]:
-    """Of every optimizer step of the run, in order."""
+    """Returns the rate of every optimizer step of the run, in order."""
     rate = learning_rates(cfg)
     return [rate(version, k) for version in range(cfg.trainer.total_steps) for k in range(optimizer_steps(cfg))]
 

@@ -1,4 +1,4 @@
-"""How many responses the engines run at once: bounded by their sequences and by their KV cache (DESIGN section 4).
+"""Estimates how many responses the engines run at once: bounded by their sequences and by their KV cache.
 
 In: what each engine said at its start, and the lengths of the responses that end. Out: a number of responses.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSize:
-    """sequences: that the engine runs at once. kv_tokens: that its cache holds; 0 = not known. window: longest context,
-    in tokens."""
+    """Holds the size of one engine. sequences: that it runs at once. kv_tokens: that its cache holds; 0 = not known.
+    window: longest context, in tokens."""
 
     sequences: int
     kv_tokens: int
@@ -18,8 +18,9 @@ class EngineSize:
 
 
 class FleetCapacity:
-    """A response that grows from P to P + L tokens holds P + L / 2 of them in the mean, for a time that goes with L.
-    The mean over running responses is therefore weighted by L; older responses fade, because lengths drift in training.
+    """Estimates with responses that grow from P to P + L tokens: each holds P + L / 2 of them in the mean, for a time
+    that goes with L. The mean over running responses is therefore weighted by L; older responses fade, because lengths
+    drift in training.
     """
 
     KEEP = 0.999  # weight of what was observed before, at each response
@@ -31,13 +32,13 @@ class FleetCapacity:
         self._time, self._area = float(window), window * window / 2
 
     def observe(self, prompt: int, response: int) -> None:
-        """Lengths, in tokens, of a response that ended."""
+        """Records the lengths, in tokens, of a response that ended."""
         self._time = self.KEEP * self._time + response
         self._area = self.KEEP * self._area + response * (prompt + response / 2)
 
     @property
     def responses(self) -> int:
-        """That all engines together run at once; at least one each."""
+        """Counts the responses that all engines together run at once; at least one each."""
         return sum(self._of(engine) for engine in self._engines)
 
     def _of(self, engine: EngineSize) -> int:

@@ -1,4 +1,4 @@
-"""Ray: joining or starting a cluster, what it has, and where each role runs.
+"""Joins or starts a Ray cluster, sees what it has, and decides where each role runs.
 
 In: the configuration. Out: Ray options for every engine, actor rank and reward worker, or an error that says what was
 asked, what is there, and for which pool.
@@ -33,25 +33,26 @@ def connect(address: str, *, worker_logs: bool) -> None:
 
 
 def _object_store_bytes() -> int:
-    """A fifth of the memory, at most 8 GiB: the steps of a run on one machine fit many times over."""
+    """Returns a fifth of the memory, at most 8 GiB: the steps of a run on one machine fit many times over."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total // 5, 8 * GIB)
 
 
 def resolve_device(requested: str) -> str:
-    """`cpu` or `cuda`; `auto` is cuda where the cluster has GPUs."""
+    """Returns `cpu` or `cuda`; `auto` is cuda where the cluster has GPUs."""
     if requested != "auto":
         return requested
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
 def reward_model_device(cfg: Config, device: str) -> str:
-    """Where the reward model runs, `cpu` or `cuda`. device: the trainer's, from `resolve_device`."""
+    """Returns where the reward model runs, `cpu` or `cuda`. device: the trainer's, from `resolve_device`."""
     return device if cfg.reward.model.device == "auto" else cfg.reward.model.device
 
 
 def reward_model_gpus(cfg: Config, device: str) -> int:
-    """Whole GPUs for all copies of the reward model; copies share one where their shares fit. device: the trainer's."""
+    """Counts the whole GPUs for all copies of the reward model; copies share one where their shares fit. device: the
+    trainer's."""
     model = cfg.reward.model
     if not model.path or reward_model_device(cfg, device) == "cpu":
         return 0
@@ -59,7 +60,7 @@ def reward_model_gpus(cfg: Config, device: str) -> int:
 
 
 def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:
-    """GPUs by the role that asks for them, in words; device: the trainer's."""
+    """Returns GPUs by the role that asks for them, in words; device: the trainer's."""
     asked = {"the reward model (`reward.model.num_workers` x `num_gpus`)": reward_model_gpus(cfg, device)}
     if device == "cuda":
         per_engine = gpus_per_engine(cfg.rollout.vllm)
@@ -85,7 +86,9 @@ def check_gpus(cfg: Config, available: int, device: str = "cuda") -> None:
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
-    """vLLM's arguments: what follows from other keys, the needs of a CPU engine, and `rollout.vllm` above both."""
+    """Returns vLLM's arguments: what follows from other keys, the needs of a CPU engine, and `rollout.vllm` above
+    both.
+    """
     window = cfg.data.max_prompt_length + cfg.data.max_response_length
     args: dict[str, Any] = {
         "dtype": cfg.model.dtype,
@@ -109,7 +112,8 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
 
 
 def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
-    """Of the placement group: engines, actor ranks, then copies of the reward model, each of them only on GPUs.
+    """Lists the bundles of the placement group: engines, actor ranks, then copies of the reward model, each only on
+    GPUs.
 
     Colocated, engine i shares bundle i, hence its GPU, with one actor rank.
     """
@@ -125,7 +129,7 @@ def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
 
 
 class Placement:
-    """Ray options for each role: GPUs by one placement group on CUDA, thread counts on CPU."""
+    """Holds Ray options for each role: GPUs by one placement group on CUDA, thread counts on CPU."""
 
     def __init__(self, cfg: Config, device: str) -> None:
         self._cfg = cfg
@@ -147,7 +151,7 @@ class Placement:
             self._node_of = placement_group_table(self._group)["bundles_to_node_id"]
 
     def rollout(self) -> list[dict[str, Any]]:
-        """One entry per engine."""
+        """Returns one entry per engine."""
         env = {
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "VLLM_NO_USAGE_STATS": "1",
@@ -166,7 +170,8 @@ class Placement:
         return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
 
     def actors(self) -> list[dict[str, Any]]:
-        """One entry per FSDP rank; neighbours are on one node, which sequence parallelism and shard groups live on."""
+        """Returns one entry per FSDP rank; neighbours are on one node, which sequence parallelism and shard groups live
+        on."""
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
@@ -176,7 +181,7 @@ class Placement:
         return [self._options(self._device, bundle, gpus, env) for bundle in bundles]
 
     def reward_model(self) -> list[dict[str, Any]]:
-        """One entry per copy of the reward model."""
+        """Returns one entry per copy of the reward model."""
         model, device = self._cfg.reward.model, reward_model_device(self._cfg, self._device)
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if device == "cpu":
@@ -186,7 +191,7 @@ class Placement:
         return [self._options(device, first + i, model.num_gpus, env) for i in range(model.num_workers)]
 
     def rewards(self) -> dict[str, Any]:
-        """Of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
+        """Returns the options of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
         return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
     def _options(self, device: str, bundle: int, gpus: float, env: dict[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Waiting for remote results: always with a deadline that says what is waited for, always with a readable error."""
+"""Waits for remote results: always with a deadline that says what is waited for, always with a readable error."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
@@ -11,15 +11,15 @@ FAILURE_GRACE_S = 2.0
 
 
 class RemoteError(RuntimeError):
-    """A remote role failed or kept silent; the message says which and why, without the remote traceback."""
+    """Says that a remote role failed or kept silent: which and why, without the remote traceback."""
 
 
 class PartialFailure(RemoteError):
-    """Some workers of a collective failed while others did not: they no longer stand at the same point."""
+    """Says that some workers of a collective failed while others did not: they no longer stand at the same point."""
 
 
 async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """The results of all refs, in order; the first failure ends the wait at once.
+    """Returns the results of all refs, in order; the first failure ends the wait at once.
 
     Raises:
         RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`).
@@ -29,7 +29,7 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> li
 
 
 async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str, key: str) -> AsyncIterator[Any]:
-    """The results of a streaming call one by one; `timeout_s` is for all of them together.
+    """Yields the results of a streaming call one by one; `timeout_s` is for all of them together.
 
     Raises:
         RemoteError: as `wait` does.
@@ -60,7 +60,7 @@ def _told(timeout_s: float, what: str, key: str) -> Iterator[None]:
 
 
 async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Results in rank order; fails as `together` does.
+    """Returns results in rank order; fails as `together` does.
 
     Raises:
         RemoteError: all ranks failed, or were silent for `timeout_s` (configuration key `key`).
@@ -71,7 +71,7 @@ async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: 
 
 
 async def together(waits: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results of all, in order. The first that fails ends the wait, though others may hang in a collective.
+    """Returns the results of all, in order. The first that fails ends the wait, though others may hang in a collective.
 
     One worker's end makes others fail in their collectives, at times before Ray tells of the end itself: a failure
     waits `FAILURE_GRACE_S` for theirs, and the message has all that differ, workers that died first. What still runs

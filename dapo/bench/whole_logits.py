@@ -1,5 +1,5 @@
-"""Log-probabilities in chunks (`workers.training.logprobs`) against whole logits and plain autograd: sizes in, seconds
-out.
+"""Compares log-probabilities in chunks (`workers.training.logprobs`) with whole logits and plain autograd: sizes in,
+seconds out.
 
 Both give log-probability and entropy and go backward through the first, or through both. On one thread, in CPU
 seconds, with the two ways taking turns: other processes of a shared machine count little.
@@ -19,7 +19,8 @@ Way = Callable[[Tensor, torch.nn.Linear, Tensor, float, bool], tuple[Tensor, Ten
 def compare(
     tokens: int, vocabulary: int, hidden_size: int, *, entropy_gradient: bool, repeats: int, temperature: float = 1.0
 ) -> list[tuple[float, float]]:
-    """(CPU seconds in chunks, and whole) of each repetition, forward and backward; one round before does not count."""
+    """Returns (CPU seconds in chunks, and whole) of each repetition, forward and backward; one round before does not
+    count."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     head = torch.nn.Linear(hidden_size, vocabulary, bias=False)

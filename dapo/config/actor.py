@@ -1,5 +1,4 @@
-"""The sections `model`, `actor` and `weight_sync` of the configuration: what is trained, how, and how it reaches the
-engines.
+"""Declares the sections `model`, `actor` and `weight_sync`: what is trained, how, and how it reaches the engines.
 
 Token budgets are per rank and in tokens; durations are in seconds (`_s`), sizes in bytes (`_bytes`).
 """

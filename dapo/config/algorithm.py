@@ -1,4 +1,4 @@
-"""The section `algorithm` of the configuration: advantage, loss, KL penalty, correction for older policies.
+"""Declares the section `algorithm`: advantage, loss, KL penalty, correction for older policies.
 
 Every default is the paper's (arXiv 2503.14476); what the paper does without is off.
 """
@@ -61,8 +61,8 @@ class KLConfig:
 
 @dataclass(slots=True)
 class RolloutCorrectionConfig:
-    """Where another policy sampled a token than the one that trains, a detached weight made of
-    exp(old - rollout log-probability) corrects its loss."""
+    """Corrects the loss of a token that another policy sampled than the one that trains, by a detached weight made of
+    exp(old - rollout log-probability)."""
 
     mode: str = one_of(
         CORRECTION_MODES,

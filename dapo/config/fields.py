@@ -1,4 +1,5 @@
-"""Fields of the configuration: default, meaning, allowed values, and the names that verl and TRL have for the same.
+"""Makes the fields of the configuration: default, meaning, allowed values, and the names that verl and TRL have for the
+same.
 
 In: one call per key in the dataclasses of `dapo.config`. Out: `keys`, all of them with what was said of them, for the
 command line and config/README.md; and `problems`, every value of a configuration that is not allowed.
@@ -18,8 +19,8 @@ ITEM = "[]"  # in a name: any item of a list
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What a field says of itself. values: the allowed ones in words that follow `must be`, empty for all of its type;
-    holds: the same as a test. verl, trl: their names, with a comma between several."""
+    """Holds what a field says of itself. values: the allowed ones in words that follow `must be`, empty for all of its
+    type; holds: the same as a test. verl, trl: their names, with a comma between several."""
 
     text: str
     values: str = ""
@@ -30,7 +31,7 @@ class About:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """A key with its dotted name, its type and the default of its type's class."""
+    """Holds a key with its dotted name, its type and the default of its type's class."""
 
     name: str
     kind: Any

@@ -1,4 +1,4 @@
-"""The shape of a decoder and what follows from it: parameters and FLOPs; a model's name in, a `ModelShape` out.
+"""Derives parameters and FLOPs from the shape of a decoder: a model's name in, a `ModelShape` out.
 
 Reads config.json alone: no torch, no network. The shapes of the shipped experiments' models lie in config/models, so
 that `dapo.plan` answers on a machine that has none of them.
@@ -19,12 +19,15 @@ KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 
 
 class UnknownShape(ValueError):
-    """The model has no config.json that can be found, or an architecture that `ModelShape` does not describe."""
+    """Says that the model has no config.json that can be found, or an architecture that `ModelShape` does not
+    describe.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """attention_bias: of the query, key and value projections. qk_norm: RMS norms on the heads' queries and keys."""
+    """Describes a decoder. attention_bias: of the query, key and value projections. qk_norm: RMS norms on the heads'
+    queries and keys."""
 
     model_type: str
     num_layers: int
@@ -40,62 +43,65 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of all heads' queries."""
+        """Returns the width of all heads' queries."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all heads' keys, and of their values."""
+        """Returns the width of all heads' keys, and of their values."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def head_shares(self) -> list[int]:
-        """See `head_shares`."""
+        """Returns `head_shares` of this model."""
         return head_shares(self.num_heads, self.num_kv_heads)
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters of one decoder layer that are multiplied with each token."""
+        """Counts the parameters of one decoder layer that are multiplied with each token."""
         attention = self.hidden_size * (2 * self.attention_size + 2 * self.kv_size)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer: matrices, biases, norms."""
+        """Counts the parameters of one decoder layer: matrices, biases, norms."""
         biases = self.attention_size + 2 * self.kv_size if self.attention_bias else 0
         return self.layer_matrices + biases + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding matrix; a head that is not tied has as many."""
+        """Counts the parameters of the embedding matrix; a head that is not tied has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def root_parameters(self) -> int:
-        """Outside the decoder layers: embedding, head unless tied, final norm."""
+        """Counts the parameters outside the decoder layers: embedding, head unless tied, final norm."""
         return self.embedding_parameters * (1 if self.tie_word_embeddings else 2) + self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All, tied ones once."""
+        """Counts all parameters, tied ones once."""
         return self.num_layers * self.layer_parameters + self.root_parameters
 
     @property
     def head_flops(self) -> int:
-        """FLOPs of the head for one token, forward."""
+        """Returns FLOPs of the head for one token, forward."""
         return 2 * self.embedding_parameters
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of the matrices for one token, forward, head included: all that does not grow with the length."""
+        """Returns FLOPs of the matrices for one token, forward, head included: all that does not grow with the
+        length.
+        """
         return 2 * self.num_layers * self.layer_matrices + self.head_flops
 
     def attention_flops(self, length: int) -> float:
-        """Causal attention of one sequence of `length` tokens, forward: scores and weighted values, half of 4 h L^2."""
+        """Counts causal attention of one sequence of `length` tokens, forward: scores and weighted values, half of 4 h
+        L^2."""
         return 2.0 * self.num_layers * self.attention_size * length * length
 
     def forward_flops(self, lengths: Iterable[int], head_tokens: int | None = None) -> float:
-        """FLOPs of one forward pass over sequences of these lengths.
+        """Returns FLOPs of one forward pass over sequences of these lengths.
 
         head_tokens: positions whose logits are computed; None = all.
         """
@@ -107,18 +113,19 @@ class ModelShape:
 
     @property
     def attention_equals_rest_tokens(self) -> int:
-        """Length at which attention costs as much as all matrices; scales the quadratic part of a length's work."""
+        """Returns the length at which attention costs as much as all matrices; scales the quadratic part of a length's
+        work."""
         return round(self.flops_per_token / (2 * self.num_layers * self.attention_size))
 
 
 def head_shares(heads: int, key_heads: int) -> list[int]:
-    """Numbers of ranks or GPUs that attention heads can be dealt out over: each divides the heads, and divides the
-    key-value heads or is a multiple of them, which are then copied."""
+    """Returns the numbers of ranks or GPUs that attention heads can be split over: each divides the heads, and divides
+    the key-value heads or is a multiple of them, which are then copied."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """config: what a config.json says. name: for errors, the value of `model.path`.
+    """Reads a shape out of what a config.json says. name: for errors, the value of `model.path`.
 
     Raises UnknownShape for mixtures of experts and whatever else is not one of `DENSE`.
     """
@@ -148,7 +155,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name known here or in the hub's cache.
+    """Reads config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name known here or in the hub's
+    cache.
 
     Raises UnknownShape when there is none.
     """
@@ -168,7 +176,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of `model.path`. Raises UnknownShape, a ValueError, when it cannot be found or is not described."""
+    """Returns the shape of `model.path`. Raises UnknownShape, a ValueError, when it cannot be found or is not
+    described."""
     return shape_of(read_config(path), path)
 
 

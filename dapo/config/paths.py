@@ -1,4 +1,4 @@
-"""Where a model or a data file is: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
+"""Finds models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
 
 In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
 the value and the nearest name that exists.
@@ -12,13 +12,13 @@ PKG_SCHEME = "pkg://"
 
 
 def resolve_path(value: str) -> str:
-    """`pkg://PACKAGE/NAME` and existing local paths as absolute paths; anything else as it is (a hub name)."""
+    """Returns `pkg://PACKAGE/NAME` and existing local paths as absolute paths; anything else as it is (a hub name)."""
     path = _local_path(value)
     return str(path.absolute()) if path is not None and path.exists() else value
 
 
 def checked_path(value: str, *, key: str) -> str:
-    """`resolve_path`, but a value that can only mean a local path must exist.
+    """Returns what `resolve_path` does, but a value that can only mean a local path must exist.
 
     key: the configuration key named in the error. Raises ValueError with the nearest name that does exist.
     """
@@ -37,7 +37,7 @@ def checked_path(value: str, *, key: str) -> str:
 
 
 def _local_path(value: str) -> Path | None:
-    """The path that `value` would be, existing or not; None when its package does not exist."""
+    """Returns the path that `value` would be, existing or not; None when its package does not exist."""
     if not value.startswith(PKG_SCHEME):
         return Path(value).expanduser()
     package, _, name = value.removeprefix(PKG_SCHEME).partition("/")
@@ -54,7 +54,7 @@ def _looks_local(value: str) -> bool:
 
 
 def config_dir() -> Path:
-    """The folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
+    """Returns the folder of the YAML files: inside an installed wheel, or next to the package in a checkout."""
     here = Path(__file__).resolve().parents[1]
     found = next((path for path in (here / "_config", here.parent / "config") if (path / "dapo.yaml").is_file()), None)
     if found is None:

@@ -10,7 +10,7 @@ from dapo.config.schema import Config
 
 
 def placement(cfg: Config) -> Iterator[str]:
-    """Colocated roles share GPUs one to one, and the transport must suit."""
+    """Requires that colocated roles share GPUs one to one, and that the transport suits."""
     if cfg.trainer.colocate:
         yield from _shared_gpus(cfg)
     elif cfg.weight_sync.transport == "ipc":

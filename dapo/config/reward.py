@@ -1,4 +1,4 @@
-"""The section `reward` of the configuration: functions, their limits, a reward model, the overlong rules (section 3.4).
+"""Declares the section `reward`: functions, their limits, a reward model, the overlong rules (section 3.4).
 
 In: nothing. Out: dataclasses whose defaults are the paper's, with the soft overlong punishment (Eq. 13) switched on.
 """

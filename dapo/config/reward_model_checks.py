@@ -16,7 +16,7 @@ DEFAULT_LABELS = 2  # of transformers, for a config.json that says nothing
 
 
 def reward_model(cfg: Config) -> Iterator[str]:
-    """Nothing to say without `reward.model.path`."""
+    """Checks the reward model; says nothing without `reward.model.path`."""
     if not cfg.reward.model.path:
         return
     yield from _tokens(cfg)
@@ -30,7 +30,7 @@ def reward_model(cfg: Config) -> Iterator[str]:
 
 
 def head_problems(path: str, architectures: Sequence[str], num_labels: int) -> Iterator[str]:
-    """A model of another kind would get a head of random weights, and its scores would be noise."""
+    """Refuses a model of another kind, which would get a head of random weights, so that its scores would be noise."""
     named = ", ".join(architectures) or "none"
     if not any(name.endswith(HEAD) for name in architectures):
         yield (
@@ -78,7 +78,8 @@ def _directory(cfg: Config, path: Path) -> Iterator[str]:
 
 
 def _too_short(what: str, tokens: int, cfg: Config) -> Iterator[str]:
-    """The tokenizers may differ; this finds what is far off. A person who set `max_length` knows."""
+    """Compares lengths across tokenizers that may differ; this finds what is far off. A person who set `max_length`
+    knows."""
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
     if not cfg.reward.model.max_length and 1 <= tokens < prompt + response:
         yield (

@@ -1,4 +1,4 @@
-"""The sections `data`, `rollout`, `eval` and `filter_groups` of the configuration: what is sampled, and what is kept.
+"""Declares the sections `data`, `rollout`, `eval` and `filter_groups`: what is sampled, and what is kept.
 
 Lengths are in tokens of the model's tokenizer. The defaults are those of the paper's run (arXiv 2503.14476, section 4).
 """

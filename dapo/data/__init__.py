@@ -1,1 +1,1 @@
-"""Rows of data files become prompts, and prompts an order of draws."""
+"""Turns rows of data files into prompts, and prompts into an order of draws."""

@@ -1,4 +1,4 @@
-"""Rows of data files in the DAPO-Math schema, a few thousand at a time, whatever their format.
+"""Reads rows of data files in the DAPO-Math schema, a few thousand at a time, whatever their format.
 
 In: a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library. Out: `Chunk`s whose
 columns exist; what stands in them is checked by `dapo.data.prompts`. What cannot be read is an error naming the file.
@@ -22,8 +22,8 @@ SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive rows of a file. `rest(i)` gives the other columns of row `first_row + i`, asked only of rows
-    that turn out to be new: converting them all doubles the time for a file that repeats each prompt 100 times."""
+    """Holds some consecutive rows of a file. `rest(i)` gives the other columns of row `first_row + i`, asked only of
+    rows that turn out to be new: converting them all doubles the time for a file that repeats each prompt 100 times."""
 
     first_row: int
     prompts: list[Any]

@@ -1,4 +1,5 @@
-"""Prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are drawn.
+"""Makes prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are
+drawn.
 
 In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
 an order that is computed from their index alone. A bad row is an error that names the file, the row and the column.
@@ -21,7 +22,8 @@ from dapo.types import Draw, Messages, Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """What became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct prompts.
+    """Counts what became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct
+    prompts.
 
     contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_prompts`.
     """
@@ -35,7 +37,7 @@ class DataReport:
 
 @dataclass(slots=True)
 class _Problem:
-    """A distinct prompt as its first row has it. contradiction: where another ground truth stands, and which."""
+    """Holds a distinct prompt as its first row has it. contradiction: where another ground truth stands, and which."""
 
     where: str
     messages: Messages
@@ -58,7 +60,7 @@ def load_prompts(
     if tokenizer.chat_template is None:
         raise ValueError(
             "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
-            "model or put a `chat_template.jinja` beside its tokenizer.json"
+            "model or put a `chat_template.jinja` next to its tokenizer.json"
         )
     rows, distinct = _distinct(files, key)
     problems = _without_contradictions(distinct, max_contradictory, key)
@@ -165,7 +167,7 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem]) -> N
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two ground truths differ in spelling alone, 34 and 34.0, as the reward functions read them."""
+    """Returns whether two ground truths differ in spelling alone, 34 and 34.0, as the reward functions read them."""
     return agree(read_truth(one), read_truth(other))
 
 
@@ -211,7 +213,7 @@ def _source_and_extra(rest: dict[str, Any], row: str) -> tuple[str, dict[str, An
 
 
 class PromptOrder:
-    """Which prompt a draw visits: `permutation(seed, epoch)[index % num_prompts]`.
+    """Decides which prompt a draw visits: `permutation(seed, epoch)[index % num_prompts]`.
 
     A pure function of the draw index, so that resuming needs the index only and a draw given back is the same again.
     """

@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics, log files, lines on the console."""
+"""Makes what a person sees of a run: metrics, log files, lines on the console."""

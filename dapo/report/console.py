@@ -1,4 +1,4 @@
-"""Lines that a person reads on the console while a program runs, and how it ends: one message and an exit code.
+"""Prints the lines that a person reads while a program runs, and ends it with one message and an exit code.
 
 In: text. Out: standard output for what happens, standard error for what went wrong.
 """

@@ -1,4 +1,4 @@
-"""What a step looked like, as metrics: of the groups drawn, of the update, and of the time it took.
+"""Computes what a step looked like, as metrics: of the groups drawn, of the update, and of the time it took.
 
 In: what the buffer collected, the actors' metrics, seconds per phase. Out: flat names. `perf/` and `ledger/` depend on
 timing; at staleness 0 everything else is a function of the seed alone.
@@ -51,7 +51,7 @@ def step_metrics(
 
 
 def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
-    """Of every group up to the last one needed, trained on or not."""
+    """Computes metrics of every group up to the last one needed, trained on or not."""
     scores = [score for group in drawn for score in group.scores]
     responses = [response for group in drawn for response in group.responses]
     lengths = np.array([length for group in drawn for length in group.lengths])
@@ -71,7 +71,8 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
 
 
 def _means(given: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each reward by name over the responses that have it; one that a function could not tell is left out."""
+    """Returns the mean of each reward by name over the responses that have it; one that a function could not compute is
+    left out."""
     found: dict[str, list[float]] = {}
     for values in given:
         for name, value in values.items():
@@ -85,7 +86,9 @@ def _mean_without_nan(values: Sequence[float]) -> float:
 
 
 def length_distance(trained: Sequence[Group], generated: Sequence[Group | Cut]) -> float:
-    """Two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: what selection does to them."""
+    """Returns the two-sample Kolmogorov-Smirnov statistic of response lengths, in [0, 1]: what selection does to
+    them.
+    """
     one, other = (np.sort([length for group in groups for length in group.lengths]) for groups in (trained, generated))
     at = np.union1d(one, other)
     shares = [np.searchsorted(lengths, at, side="right") / len(lengths) for lengths in (one, other)]
@@ -93,7 +96,7 @@ def length_distance(trained: Sequence[Group], generated: Sequence[Group | Cut]) 
 
 
 def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, float]:
-    """Of the groups trained on; advantages are those of the responses that are in the loss."""
+    """Computes metrics of the groups trained on; advantages are those of the responses that are in the loss."""
     scores = [score for group in groups for score in group.scores]
     sequences = [sequence for minibatch in batch.minibatches for sequence in minibatch]
     tokens = [group.num_tokens for group in groups]
@@ -110,8 +113,8 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
 
 
 def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Of the trained tokens: updates between the policy that sampled them and the one that the update starts from; and
-    the share of responses that crossed a weight update."""
+    """Computes the staleness of the trained tokens, in updates between the policy that sampled them and the one that
+    the update starts from; and the share of responses that crossed a weight update."""
     crossed = [len(set(sequence.staleness.tolist())) > 1 for sequence in sequences]
     tokens = np.concatenate([np.zeros(0), *(sequence.staleness for sequence in sequences)])
     return {
@@ -123,7 +126,7 @@ def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation (ddof 0), least and greatest; NaN without values."""
+    """Returns mean, standard deviation (ddof 0), least and greatest; NaN without values."""
     array = np.array(values) if len(values) else np.array([math.nan])
     return {
         f"{name}_mean": float(array.mean()),
@@ -134,7 +137,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def sample_text(collected: Collected, index: int) -> str:
-    """Prompt, answer and verdict of one trained response, cut to a readable length."""
+    """Returns prompt, answer and verdict of one trained response, cut to a readable length."""
     group = collected.groups[index % len(collected.groups)]
     response, score = group.responses[0], group.scores[0]
     return (
@@ -145,5 +148,5 @@ def sample_text(collected: Collected, index: int) -> str:
 
 
 def _fenced(text: str) -> str:
-    """The end of a text as a Markdown block that the text itself cannot close."""
+    """Returns the end of a text as a Markdown block that the text itself cannot close."""
     return "```\n" + text[-MAX_SAMPLE_CHARS:].replace("```", "'''") + "\n```"

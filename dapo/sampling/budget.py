@@ -1,4 +1,4 @@
-"""The budget of draws for one update: what they gave, and an error that helps when it is spent.
+"""Bounds the draws for one update: what they gave, and an error that helps when the budget is spent.
 
 In: the outcome and pass rate of every scored group of a step. Out: a message with rates, a histogram of pass rates, and
 what to change.
@@ -22,23 +22,24 @@ BINS = 4  # of pass rates strictly between 0 and 1
 
 
 class BudgetExhausted(RuntimeError):
-    """One update drew its whole budget without a full batch."""
+    """Says that one update drew its whole budget without a full batch."""
 
 
 class Budget:
-    """What one update has drawn so far, and what it may.
+    """Counts what one update has drawn so far, and bounds what it may.
 
     drawn: draws started for it. stale: draws that went back to the stream before it, because they were too old for it.
     """
 
     def __init__(self, *, max_draws: int, train_partial: bool) -> None:
-        """max_draws: 0 = no bound. train_partial: an update that has spent them trains on what there is."""
+        """Bounds the draws of one update by max_draws; 0 = no bound. train_partial: an update that has spent them
+        trains on what there is."""
         self._max_draws = max_draws
         self._train_partial = train_partial
         self.open(stale=0)
 
     def open(self, *, stale: int) -> None:
-        """The next update."""
+        """Starts the next update."""
         self.drawn = 0
         self.stale = stale
         self._outcomes: Counter[str] = Counter()
@@ -47,11 +48,11 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Draws that may still start."""
+        """Counts the draws that may still start."""
         return self._max_draws - self.drawn if self._max_draws else math.inf
 
     def end(self, *, usable: int, wanted: int) -> int:
-        """The budget is spent: the number of groups to train on.
+        """Returns the number of groups to train on when the budget is spent.
 
         Raises:
             BudgetExhausted: none, or fewer than wanted where only a full batch will do.
@@ -87,7 +88,7 @@ class Budget:
 
 
 def _bin(rate: float) -> int:
-    """0 for none right, BINS + 1 for all right, and equal shares between."""
+    """Returns 0 for none right, BINS + 1 for all right, and equal shares between."""
     if rate <= 0:
         return 0
     return BINS + 1 if rate >= 1 else 1 + min(BINS - 1, int(rate * BINS))

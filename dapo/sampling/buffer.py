@@ -1,4 +1,4 @@
-"""The oversampling buffer: which draws to generate, which groups to keep, when a step has enough (DAPO Eq. 11).
+"""Decides which draws to generate, which groups to keep, when a step has enough (DAPO Eq. 11): the oversampling buffer.
 
     take ─▶ (engines) ─▶ generated ─▶ (verifier) ─▶ add ─▶ full? ─▶ close ─▶ a batch of usable groups
       ▲                                                               │
@@ -47,9 +47,10 @@ class OversamplingBuffer:
         total_steps: int = 0,
         has_signal: Callable[[Group], bool] = lambda group: True,
     ) -> None:
-        """max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or `train_partial` with
-        what there is. filter_groups false keeps every group that can be scored. total_steps: updates of the run, for
-        which alone is generated ahead; 0 = no end. has_signal: whether a mixed group leaves something to train on."""
+        """Makes an empty buffer. max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or
+        `train_partial` with what there is. filter_groups false keeps every group that can be scored. total_steps:
+        updates of the run, for which alone is generated ahead; 0 = no end. has_signal: whether a mixed group leaves
+        something to train on."""
         self._batch = train_batch_size
         self._max_in_flight = max_in_flight
         self._has_signal = has_signal if filter_groups else lambda group: True
@@ -101,7 +102,7 @@ class OversamplingBuffer:
 
     @property
     def in_flight(self) -> int:
-        """Draws started and not scored."""
+        """Counts the draws started and not scored."""
         return self.draws.counts[State.IN_GENERATION] + self.draws.counts[State.IN_REWARD]
 
     def take(self, room: int | None = None) -> list[int]:
@@ -171,7 +172,7 @@ class OversamplingBuffer:
 
     @property
     def full(self) -> bool:
-        """Whether the batch is known: in draw order, once every draw up to its last group is."""
+        """Returns whether the batch is known: in draw order, once every draw up to its last group is."""
         return (self._ready if self._in_order else self.draws.usable) >= self._wanted
 
     def close(self) -> Collected:

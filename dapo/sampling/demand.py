@@ -1,4 +1,4 @@
-"""How many draws a step still needs: verdicts of finished draws in, a number of draws to start out.
+"""Computes how many draws a step still needs: verdicts of finished draws in, a number of draws to start out.
 
 A running estimate of the share of draws that give a usable group, and quantiles of the sum of Bernoulli draws made of
 it. Pure arithmetic: the same code plans for real engines and for simulated ones.
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supply:
-    """What is there for the next updates. usable: groups. in_flight: draws whose outcome is not known."""
+    """Counts what is there for the next updates. usable: groups. in_flight: draws whose outcome is not known."""
 
     usable: int
     in_flight: int
 
 
 class UsableRate:
-    """Running estimate of the share of draws that give a usable group.
+    """Estimates the share of draws that give a usable group, as it goes.
 
     It holds about the last two steps, so that it follows a rate that drifts with the policy, and learns within a step
     from every draw that finishes. What finishes within a step depends on timing; what a step used up does not, and
@@ -29,13 +29,13 @@ class UsableRate:
     AHEAD_Z = 2.0  # a draw too many ahead of time may be stale when its turn comes
 
     def __init__(self, *, certain: bool) -> None:
-        """certain: every draw is usable (no filter)."""
+        """Starts from a guess; certain: every draw is usable (no filter)."""
         self._certain = certain
         self._usable, self._draws = self._past = (1.0, 1.0) if certain else (0.5, 1.0)
 
     @property
     def value(self) -> float:
-        """The estimate, in (0, 1]."""
+        """Returns the estimate, in (0, 1]."""
         return 1.0 if self._certain else self._usable / self._draws
 
     def observe(self, usable: bool) -> None:
@@ -50,7 +50,8 @@ class UsableRate:
         self._usable, self._draws = self._past
 
     def missing(self, wanted: int, supply: Supply) -> int:
-        """Draws to start now so that `wanted` usable groups come out of the window with a probability of about 84 %.
+        """Counts the draws to start now so that `wanted` usable groups come out of the window with a probability of
+        about 84 %.
 
         With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u), and sd holds
         the uncertainty of p itself, which matters in the very first step.
@@ -70,7 +71,8 @@ class UsableRate:
         return max(0, math.ceil(total - supply.in_flight - 1e-9))
 
     def allowed(self, limit: int, supply: Supply) -> int:
-        """Draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the window."""
+        """Counts the draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the
+        window."""
         p = self.value
         room = limit - supply.usable - supply.in_flight * p
         if room <= 0:
@@ -84,10 +86,10 @@ class UsableRate:
         return max(0, int((y * y - own) / (p * (1.0 - p))))
 
     def state(self) -> list[float]:
-        """For the checkpoint."""
+        """Returns what a checkpoint needs."""
         return list(self._past)
 
     def restore(self, state: list[float]) -> None:
-        """From the checkpoint."""
+        """Restores what `state` returned."""
         usable, draws = state
         self._usable, self._draws = self._past = (usable, draws)

@@ -1,4 +1,4 @@
-"""The one table of draws: where each draw is that has not ended, and totals of those that have.
+"""Keeps the one table of draws: where each draw is that has not ended, and totals of those that have.
 
     start ─▶ in generation ─▶ in reward ─▶ buffered ─▶ training ─▶ trained, or dropped for lack of a signal
       ▲             │             │           │
@@ -19,7 +19,7 @@ from dapo.types import Group
 
 
 class State(StrEnum):
-    """Where a draw is that has not ended."""
+    """Says where a draw is that has not ended."""
 
     IN_GENERATION = auto()
     IN_REWARD = auto()  # all responses are there; the verdicts are not
@@ -38,8 +38,8 @@ LOST = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the s
 
 @dataclass(slots=True)
 class LiveDraw:
-    """A draw that has not ended. started: policy version at its last start. tokens: of all its responses, once they are
-    there. group, outcome, fate: once it has its scores; how it will end if an update uses it up."""
+    """Holds a draw that has not ended. started: policy version at its last start. tokens: of all its responses, once
+    they are there. group, outcome, fate: once it has its scores; how it will end if an update uses it up."""
 
     started: int
     state: State
@@ -51,9 +51,9 @@ class LiveDraw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferState:
-    """What a continued run needs of the buffer besides the groups that it holds; draws in flight are as if they had
-    gone back. retry: draws that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones
-    by reason. rate: `UsableRate.state()`."""
+    """Holds what a continued run needs of the buffer besides its groups; draws in flight are as if they had gone back.
+    retry: draws that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones by reason.
+    rate: `UsableRate.state()`."""
 
     retry: list[int]
     draws: dict[str, int]
@@ -74,7 +74,7 @@ class BufferState:
 
 
 class Draws:
-    """Every draw that has not ended, by index; the others are only counted: a run has millions of them.
+    """Holds every draw that has not ended, by index; the others are only counted: a run has millions of them.
 
     live: scored draws stand in the order of their verdicts. counts: draws by state or fate. tokens: of ended draws by
     fate, and of draws that went back by reason. usable: buffered draws that an update can train on.
@@ -88,12 +88,12 @@ class Draws:
 
     @property
     def drawn(self) -> int:
-        """Draws that were ever started, which is also the index of the next new one."""
+        """Counts the draws that were ever started, which is also the index of the next new one."""
         return self.counts.total()
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of every group that was generated to its end or cut off."""
+        """Counts the tokens of every response that has ended."""
         return self.tokens.total() + sum(draw.tokens for draw in self.live.values())
 
     def at(self, *states: State) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
+"""Classifies what a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
 
 from dapo.types import Group
 
@@ -10,7 +10,7 @@ OVERLONG = "overlong"  # a mixed group of which overlong filtering leaves nothin
 
 
 def classify(group: Group, min_scored: int = 2) -> str:
-    """MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
+    """Returns MIXED, ALL_CORRECT, ALL_WRONG or UNSCORABLE, from raw accuracies and never from shaped rewards (Eq. 11).
 
     Fewer than `min_scored` scorable responses make a group unscorable. Equal accuracies count as all correct above 0.5.
     """

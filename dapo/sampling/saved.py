@@ -1,4 +1,5 @@
-"""The driver's part of a checkpoint: which draws have ended, and the groups that were accepted and not trained on.
+"""Writes the driver's part of a checkpoint: which draws have ended, and the groups that were accepted and not trained
+on.
 
 In and out: `DriverState` as JSON; groups as Parquet, one row per response, so that a continued run does not generate
 them again. Prompts are not written but found again by their draw.
@@ -37,7 +38,8 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverState:
-    """What the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on resuming.
+    """Holds what the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on
+    resuming.
 
     version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
     """
@@ -64,7 +66,7 @@ class DriverState:
 
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
-    """groups: each with the policy version at its start."""
+    """Writes groups, each with the policy version at its start."""
     rows = [
         (group.draw.index, started, response, score)
         for group, started in groups
@@ -87,7 +89,7 @@ def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
 
 
 def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
-    """What `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
+    """Returns what `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
     path = directory / FILE
     if not path.is_file():
         return []
@@ -115,7 +117,7 @@ def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Grou
 
 
 def _column(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.LargeListArray:
-    """One list per array, without a Python number per token."""
+    """Returns one list per array, without a Python number per token."""
     offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays], dtype=np.int64)])
     values = np.concatenate([np.zeros(0, dtype), *arrays])
     return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), pa.array(values))

@@ -1,4 +1,4 @@
-"""The stream: draws go out to the engines, scored groups come back into the buffer.
+"""Streams draws out to the engines and scored groups back into the buffer (DAPO, Algorithm 1).
 
 There is no generation barrier: a response is scored when it ends, its group is kept when all have their scores, and the
 buffer refills at once. What runs concurrently, all on one event loop:
@@ -156,7 +156,7 @@ class GroupStream:
         self._running.clear()
 
     async def _run(self) -> None:
-        """The pump."""
+        """Pumps draws out and groups in."""
         while True:
             for index in self.buffer.take(self._rollouts.room(self._sampling.n)):
                 self._start(index)
@@ -210,7 +210,7 @@ class GroupStream:
             if index in collected.unfinished:
                 unfinished[key] = task
             else:
-                task.cancel()  # nobody waits for its verdict
+                task.cancel()  # its verdict is not waited for
         if not unfinished:
             return collected
         try:

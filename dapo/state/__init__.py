@@ -1,1 +1,1 @@
-"""What survives a crash: the claimed run directory and whole checkpoints."""
+"""Keeps what survives a crash: the claimed run directory and whole checkpoints."""

@@ -1,7 +1,7 @@
-"""Checkpoints: one directory per step, complete or not there at all.
+"""Writes checkpoints: one directory per step, complete or not there at all.
 
 In: a step and whatever the caller and the actors write into the directory they are given. Out: the newest directory
-whose every byte is as written. A step is written beside its place, hashed into `manifest.json`, renamed, and only then
+whose every byte is as written. A step is written next to its place, hashed into `manifest.json`, renamed, and only then
 named by `LATEST`; reading verifies the manifest before anything is opened, because DCP's metadata is a pickle.
 """
 
@@ -31,21 +31,23 @@ HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred g
 
 
 class BrokenCheckpoint(Exception):
-    """A checkpoint that is not as it was written; the message names the file."""
+    """Says that a checkpoint is not as it was written; the message names the file."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
+    """Owns the checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
 
     def __init__(self, root: Path, *, keep: int) -> None:
-        """root: usually OUTPUT_DIR/checkpoints; need not exist. keep: newest checkpoints kept, 0 = all."""
+        """Opens the store at root, usually OUTPUT_DIR/checkpoints, which need not exist. keep: newest checkpoints kept,
+        0 = all."""
         self._root = root
         self._keep = keep
         self._whole: set[Path] = set()  # found whole by this process, which alone writes here: not hashed again
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Path]:
-        """A directory to write the checkpoint of `step` into: committed at the end, removed when the body raises.
+        """Yields a directory to write the checkpoint of `step` into: committed at the end, removed when the body
+        raises.
 
         Hashing and moving files is left to a thread, so that generation can go on meanwhile. A checkpoint of the same
         step is replaced. Later ones go: they belong to a course that resuming has left.
@@ -74,7 +76,8 @@ class CheckpointStore:
         self._prune(step)
 
     def latest(self) -> Path | None:
-        """The checkpoint named by `LATEST` or else the newest one that is whole; None when there is none at all.
+        """Returns the checkpoint named by `LATEST` or else the newest one that is whole; None when there is none at
+        all.
 
         Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss.
         """
@@ -100,7 +103,8 @@ class CheckpointStore:
         return None
 
     def completed(self, total_steps: int) -> Path | None:
-        """The newest whole checkpoint when it is of step `total_steps` or later; None while there is more to train."""
+        """Returns the newest whole checkpoint when it is of step `total_steps` or later; None while there is more to
+        train."""
         newest = self.latest()
         return newest if newest is not None and step_of(newest) >= total_steps else None
 
@@ -132,7 +136,7 @@ class CheckpointStore:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint directory, from its name."""
+    """Returns the step of a checkpoint directory, from its name."""
     match = STEP_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is no checkpoint; its name must be step_ and at least six digits")
@@ -156,7 +160,9 @@ def verify(directory: Path) -> None:
 
 
 def _fault(path: Path, recorded: dict[str, Any]) -> str:
-    """What is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most faults."""
+    """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
+    faults.
+    """
     try:
         size = path.stat().st_size
         if size != recorded["bytes"]:

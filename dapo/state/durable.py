@@ -1,7 +1,6 @@
-"""Files that a crash leaves either old or new, never half written.
+"""Writes files that a crash leaves either old or new, never half written.
 
-In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_dir` and `dapo.report.log` (DESIGN section
-9).
+In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_dir` and `dapo.report.log`.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The output directory of a run: claimed before anything starts, held by one live process, described by `config.yaml`.
+"""Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it.
 
 In: `trainer.output_dir`, `checkpoint.resume` and the resolved configuration. Out: a held `RunDirectory`, or an error
-that names the keys in which the run that is there differs from the one that was asked for (DESIGN section 9).
+that names the keys in which the run that is there differs from the one that was asked for.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ FIXED_KEYS = (
 
 
 class RunDirectory:
-    """An output directory that this process holds until `release` or its end, however it ends."""
+    """Holds an output directory for this process until `release` or its end, however it ends."""
 
     def __init__(self, path: Path, lock: TextIO) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Root for `dapo.state.checkpoint.CheckpointStore`."""
+        """Returns the root for `dapo.state.checkpoint.CheckpointStore`."""
         return self.path / CHECKPOINTS
 
     def check_data(self, fingerprint: str) -> None:
@@ -94,7 +94,8 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
 
 
 def holds_steps(path: Path) -> bool:
-    """Whether a run got anywhere here. One that ended before its first line of metrics leaves nothing to protect."""
+    """Returns whether a run got anywhere here. One that ended before its first line of metrics leaves nothing to
+    protect."""
     metrics = path / METRICS
     return any(path.glob(f"{CHECKPOINTS}/step_*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -143,7 +144,8 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _locked(path: Path, where: str) -> TextIO:
-    """The lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to remove."""
+    """Returns the lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to
+    remove."""
     lock = (path / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

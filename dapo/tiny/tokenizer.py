@@ -17,7 +17,7 @@ _BYTES = (*_TEXT_BYTES, *(byte for byte in range(256) if byte not in _TEXT_BYTES
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + len(_TEXT_BYTES)
 FULL_VOCAB_SIZE = len(SPECIAL_TOKENS) + len(_BYTES)
 
-# A turn is its role's token, the text, and the end token: three tokens beside a one-turn prompt's own text.
+# A turn is its role's token, the text, and the end token: three tokens besides a one-turn prompt's own text.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"

@@ -40,7 +40,7 @@ def write_run(out: Path, rung: str, seed: int, accuracies: list[float | None], t
 
 
 def student_t_cdf(t: float, df: int) -> float:
-    """By Simpson's rule over the density."""
+    """Integrates the density by Simpson's rule."""
     scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
     count = 2000
     values = [scale * (1 + (t * i / count) ** 2 / df) ** (-(df + 1) / 2) for i in range(count + 1)]

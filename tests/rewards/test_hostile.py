@@ -105,7 +105,7 @@ def test_hostile_responses_are_wrong_and_harm_nothing(function: str, trace: Path
 
 
 def test_what_a_careless_verifier_does_ends_at_its_limits(trace: Path, tmp_path: Path) -> None:
-    """Without the filter of `math_verify` the corpus reaches them; the controls in between never notice."""
+    """The corpus reaches them without the filter of `math_verify`; the controls in between never notice."""
     wanted = ("power tower", "factorial", "huge exponent", "binomial", "deep nesting", "matrix")
     items = corpus(3, 2 * len(KINDS), trace)
     items = [item for place, item in enumerate(items) if items[place - place % 2].kind in wanted]

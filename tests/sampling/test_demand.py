@@ -95,7 +95,7 @@ def test_what_was_started_is_enough_and_no_excuse_for_more(share, certain):
 @pytest.mark.parametrize("wanted", [16, 128, 512])
 @pytest.mark.parametrize("running", [0, 40])
 def test_against_the_exact_binomial(share, wanted, running):
-    """With a rate that is known: 84 % for what is missing, 2 % of too many for what is allowed, about as a normal."""
+    """A rate that is known gives 84 % for what is missing, 2 % of too many for what is allowed, about as a normal."""
     rate = rate_of(share, 1e9)
     enough = running + rate.missing(wanted, supply(running=running))
     assert 0.80 <= at_least(wanted, enough, share) <= 0.97 or enough == running

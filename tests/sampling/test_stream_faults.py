@@ -117,7 +117,7 @@ def test_what_aborted_groups_had_generated_is_counted():
 
 @pytest.mark.parametrize(("done", "staleness"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)])
 def test_close_may_come_at_any_time_and_twice(done, staleness):
-    """Before the first step, between two and in the middle of one."""
+    """It may come before the first step, between two and in the middle of one."""
     stream = make_stream(FakeRollouts(max_turns=30), staleness=staleness)
 
     async def close_twice() -> None:

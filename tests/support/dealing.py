@@ -1,4 +1,5 @@
-"""In which order files go to the processes of pytest-xdist: long ones first, and together what shares a slow start."""
+"""Decides in which order files go to the processes of pytest-xdist: long ones first, and together what shares a slow
+start."""
 
 from collections.abc import Iterable
 

@@ -66,7 +66,7 @@ class BrokenRewards(FakeRewards):
 
 
 class EndlessRollouts(BrokenRollouts):
-    """From draw `first` on, groups end by abort alone."""
+    """Groups from draw `first` on end by abort alone."""
 
     first = 0
 

@@ -12,7 +12,7 @@ class Role:
 
 
 def gpus_of_roles(cfg: Config, num_gpus: int) -> dict[str, list[list[str]]]:
-    """Of each worker of each role: the GPUs that Ray has given it."""
+    """Returns the GPUs that Ray has given to each worker of each role."""
     ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     try:
         placement = Placement(cfg, "cuda")

@@ -151,7 +151,7 @@ def _plain_means(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _plain_parity(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Over all tokens; and, where some are stale, per staleness, 4 or older together."""
+    """Returns the mismatch over all tokens; and, where some are stale, per staleness, 4 or older together."""
     staleness = tokens["staleness"].int().clamp(max=4)
     chosen = {"parity": staleness >= 0}
     if bool((staleness > 0).any()):

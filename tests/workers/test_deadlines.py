@@ -126,7 +126,7 @@ def is_anext(node: ast.AST) -> bool:
 
 
 def mentions_directly(node: ast.AST, names: set[str]) -> bool:
-    """As `mentions`, but not inside a call: what that does with the result is its own business."""
+    """Sees what `mentions` does, but not inside a call: what that does with the result is its own business."""
     if is_remote_call(node):
         return True
     if isinstance(node, ast.Call | ast.Await):

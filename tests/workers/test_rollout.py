@@ -94,7 +94,7 @@ def differences(model, response) -> np.ndarray:
 
 
 def largest_difference(model, responses) -> float:
-    """Over all tokens of all responses."""
+    """Returns the largest difference over all tokens of all responses."""
     return max(differences(model, response).max() for response in responses)
 
 
@@ -264,7 +264,7 @@ def test_every_transport_brings_the_same_bits(engines, loop):
 
 
 def test_a_sync_that_fails_midway_is_told_and_nothing_is_served(engines, loop):
-    """Of two engines one bit flips on the way; a single one dies. The last test: they are of no use afterwards."""
+    """One bit flips on the way to one of two engines; one dies. The last test: they are of no use afterwards."""
     from workers.remote import RemoteError
 
     pool, model, count = engines

@@ -1,1 +1,1 @@
-"""What an actor rank is made of: the forward pass, the shards and their files, the optimizer step."""
+"""Holds what an actor rank is made of: the forward pass, the shards and their files, the optimizer step."""

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, plugged into transformers under the name `PACKED_ATTENTION`.
+"""Computes attention over packed sequences, plugged into transformers under the name `PACKED_ATTENTION`.
 
 In: queries, keys and values of all sequences of a micro-batch laid end to end, and their `Segments`. Out: causal
 attention within each sequence. No [T, T] mask exists: variable-length kernels on GPU, one call per sequence on CPU.
@@ -27,7 +27,7 @@ _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).par
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The places of a micro-batch's sequences. Made by `workers.training.policy`, consumed by `packed_attention`.
+    """Says where the sequences of a micro-batch lie. Made by `workers.training.policy`, consumed by `packed_attention`.
 
     lengths: tokens of each of the N sequences. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
     group: the sequence-parallel ranks, each with an equal run of the tokens; None: this rank has all.
@@ -56,7 +56,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """The signature is transformers': query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None).
+    """Computes attention with transformers' signature: query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H,
+    D], None).
 
     T are the tokens of this rank, of all ranks in `segments.group` together those of the micro-batch.
     Dropout is ignored on purpose: log-probabilities must be those of the sampling policy.
@@ -76,7 +77,7 @@ def packed_attention(
 def implementation(name: str) -> str:
     """Returns the name to build a model with, for `model.attn_implementation`.
 
-    A name of transformers' stays, and its function is told where the sequences lie, as flash attention wants to be.
+    A name of transformers' stays, and its function is given where the sequences lie, as flash attention wants to be.
     Raises ValueError for a name that transformers does not know.
     """
     if name == "auto":

@@ -1,4 +1,4 @@
-"""FSDP2 around the policy: loading, sharding, optimizer, and the way back to full tensors.
+"""Wraps the policy in FSDP2: loading, sharding, optimizer, and the way back to full tensors.
 
 In: the configuration and the ranks' mesh. Out: a sharded `PackedPolicy` with float32 master weights; NCCL on GPU, gloo
 on CPU. The public functions are collectives: all ranks call them in the same order.

@@ -1,4 +1,5 @@
-"""A transformers model without memory, and this rank's rows of its weights straight from the safetensors files.
+"""Makes a transformers model without memory, and reads this rank's rows of its weights straight from the safetensors
+files.
 
 In: `model.path`, a local directory or a hub name. Out: a model on the meta device; later, once it is sharded and has
 memory, its weights and buffers. No rank ever holds the whole model.

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA) on the policy: peft's layers inside the model, sharded by FSDP like every other parameter.
+"""Puts low-rank adapters (LoRA) on the policy: peft's layers inside the model, sharded by FSDP like every other
+parameter.
 
 In: a model of transformers and `model.lora`. Out: the same model, of which only the adapters train. Outside the actors
 nothing knows of them: engines, exports and checksums get merged weights, W + (alpha / rank) B A, under the base model's
@@ -53,7 +54,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
-    """Returns names of the layers that `model.lora.target_modules` means."""
+    """Returns the names of the layers that `model.lora.target_modules` means."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if ALL_LINEAR in cfg.target_modules:
@@ -151,7 +152,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class BasePolicy(nn.Module):
-    """The reference policy of a policy with adapters: the same module with them off, to be called without gradient."""
+    """Makes a policy with adapters its own reference policy: the same module with them off, to be called without
+    gradient."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters on disk: in peft's format for others, and beside a checkpoint what its adapters belong to.
+"""Writes adapters: in peft's format for others, and next to a checkpoint what its adapters belong to.
 
 In: a sharded model with the adapters of `workers.training.lora`. Out: `adapter_config.json` and
 `adapter_model.safetensors`; and `lora.json`, by which a checkpoint refuses another rank, alpha, choice of layers or

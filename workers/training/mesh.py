@@ -1,4 +1,4 @@
-"""The actor ranks' process groups: who shards parameters with whom, and whose ranks are sequence-parallel.
+"""Forms the actor ranks' process groups: who shards parameters with whom, and who shares a sequence.
 
 In: rank, world size and two sizes of the configuration. Out: a `Mesh`. Neighbouring ranks, which usually sit on one
 node, form each sequence-parallel group and each shard group.
@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """The ranks that share each micro-batch, of which this is number `rank` of `size`. group: None for one alone."""
+    """Describes the ranks that share each micro-batch, of which this is number `rank` of `size`. group: None for one
+    alone."""
 
     rank: int = 0
     size: int = 1
@@ -24,8 +25,8 @@ class SequenceParallel:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups of one rank. device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with copies side by
-    side (HSDP), 2-D ("replicate", "shard")."""
+    """Holds the process groups of one rank. device: `cpu` or `cuda`. device: `cpu` or `cuda`. fsdp: for `fully_shard`,
+    1-D ("shard") or, with copies side by side (HSDP), 2-D ("replicate", "shard")."""
 
     device: str
     rank: int
@@ -53,7 +54,7 @@ def join(device: str, *, rank: int, world_size: int, address: str, port: int, ti
 
 
 def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
-    """Makes the groups of all ranks that have joined; a collective. `timeout_s` bounds each of theirs.
+    """Arranges all ranks that have joined in groups; a collective. `timeout_s` bounds each of theirs.
 
     fsdp_size: `actor.fsdp_size`. sequence_parallel_size: `actor.ulysses_sequence_parallel_size`. Both divide the number
     of ranks (`dapo.config.model_checks` has checked).

@@ -1,4 +1,4 @@
-"""The end-to-end check of the weight sync: do actors and engines agree on the tokens of a batch?
+"""Checks the weight sync from end to end: do actors and engines agree on the tokens of a batch?
 
 In: totals of the mismatch per staleness, taken before the first optimizer step. Out: nothing, or an error that stops
 the run and names what to suspect: the weight sync, the compute types, or staleness.
@@ -12,11 +12,13 @@ _TYPE_ARGS = ("dtype", "quantization", "kv_cache_dtype")
 
 
 class WeightParityError(RuntimeError):
-    """The engines sampled from other probabilities than the actors compute; nothing was trained on the batch."""
+    """Says that the engines sampled from other probabilities than the actors compute; nothing was trained on the
+    batch.
+    """
 
 
 def check_parity(totals: Totals, cfg: Config) -> None:
-    """Tokens of the current policy have one bound, tokens of older policies another.
+    """Checks tokens of the current policy against one bound, tokens of older policies against another.
 
     Raises:
         WeightParityError: the mean of |log-probability of the actors - of the engines| is above a bound, or NaN.

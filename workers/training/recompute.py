@@ -1,4 +1,4 @@
-"""Activation checkpointing per decoder layer: what the backward pass computes again instead of keeping it.
+"""Applies activation checkpointing per decoder layer: what the backward pass computes again instead of keeping it.
 
 In: a model and `model.gradient_checkpointing`. Out: the same model, whose layers keep in training mode their inputs
 alone (`full`), also what is expensive to compute (`selective`), or everything (`none`).

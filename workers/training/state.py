@@ -1,4 +1,4 @@
-"""The actors' state as files: distributed checkpoints to go on from, and exports that transformers and vLLM load.
+"""Keeps the actors' state as files: distributed checkpoints to go on from, and exports that transformers and vLLM load.
 
 In: the sharded policy, its optimizer, a directory that all ranks see. Every function is a collective: all ranks call it
 in the same order.
@@ -28,7 +28,7 @@ from workers.training.mesh import Mesh
 from workers.training.policy import PackedPolicy
 
 EXPORT_FILE_BYTES = 4 << 30
-ADAPTER_FOLDER = "adapter"  # beside the model transformers would load the adapters a second time
+ADAPTER_FOLDER = "adapter"  # next to the model transformers would load the adapters a second time
 
 
 def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh, directory: str) -> None:

@@ -1,1 +1,1 @@
-"""How parameters travel from actor ranks to engines: buckets, transports, both ends."""
+"""Moves parameters from actor ranks to engines: buckets, transports, both ends."""

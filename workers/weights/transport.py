@@ -1,4 +1,4 @@
-"""The two ways of a bucket from an actor rank to the engines, a process group and shared memory: the sender's end.
+"""Carries a bucket from an actor rank to the engines in one of three ways: the sender's end of each.
 
 In: a size. Out: slots, memory in which buckets are put together in turn, and what the engines must know to read them.
 At most two buckets exist at a time: one that the engines load, and the next.
@@ -18,7 +18,7 @@ SLOTS = 2
 
 
 class Transport(Protocol):
-    """One rank's end of a way. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
+    """Carries buckets from one rank's end. `slot` and `send` are called in turn, for bucket 0, 1, ... of every sync."""
 
     def endpoint(self) -> Endpoint:
         """Returns what the engines need to find this end."""
@@ -65,7 +65,7 @@ class GroupTransport:
 
 
 class MemoryTransport:
-    """Shares slots that the engine on the same GPU (without one: on the same machine) reads in place."""
+    """Keeps slots that the engine on the same GPU (without one: on the same machine) reads in place."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device, self._capacity = device, capacity
@@ -75,7 +75,7 @@ class MemoryTransport:
         return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
 
     def join(self, num_receivers: int) -> None:
-        """The engines open the handles by themselves."""
+        """Does nothing: the engines open the handles by themselves."""
 
     def slot(self, index: int) -> Tensor:
         return self._slots[index % SLOTS]

@@ -66,7 +66,7 @@ def binomials(rng: random.Random) -> Pairs:
 
 
 def nested(rng: random.Random) -> Pairs:
-    """Around a wrong number, so that a verifier which gets through has no excuse either."""
+    """Nests a wrong number, so that a verifier which gets through has no excuse either."""
     wrong = rng.randrange(11, 9999)
     pairs = [("(", ")"), ("{", "}"), ("[", "]"), ("\\left(", "\\right)"), ("\\frac{1}{", "}"), ("\\sqrt{", "}")]
     pairs += [("-(", ")"), ("|", "|"), ("\\text{", "}"), ("\\boxed{", "}"), ("\\left|", "\\right|"), ("\\{", "\\}")]

@@ -81,7 +81,8 @@ def latex_code(rng: random.Random, path: str) -> Pairs:
 
 
 def format_codes(rng: random.Random, path: str) -> Pairs:
-    """For str.format, %, string.Template, re.sub and page templates: they read, take memory or fill in the truth."""
+    """Yields codes for str.format, %, string.Template, re.sub and page templates: they read, take memory or fill in the
+    truth."""
     t = str(rng.randrange(11, 9999))
     a = rng.randrange(4, 90)
     answers = [

@@ -97,7 +97,7 @@ def test_an_unknown_attention_is_refused_with_those_there_are() -> None:
 
 
 def test_another_attention_of_transformers_is_told_where_sequences_lie() -> None:
-    """As flash attention wants it; its kernels run on GPUs alone."""
+    """Its arguments are as flash attention wants them; its kernels run on GPUs alone."""
     told: dict[str, object] = {}
 
     def kernel(module: object, query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, None]:

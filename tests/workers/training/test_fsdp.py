@@ -59,7 +59,7 @@ def build(pool: ActorPool, model_dir: Path, dtype: str = "float32", max_tokens: 
 
 
 def checksums(pool: ActorPool) -> set[str]:
-    """Of each rank's copy."""
+    """Returns the checksum of each rank's copy."""
     return set(on_all(pool, rank_checksum))
 
 

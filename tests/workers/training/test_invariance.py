@@ -1,4 +1,4 @@
-"""Gradient invariance: neither micro-batches nor ranks change gradient or step, for every objective (DESIGN section 5).
+"""Gradient invariance: neither micro-batches nor ranks change gradient or step, for every objective.
 
 The reference is plain autograd in one process, one sequence at a time, through the formula of each aggregation mode.
 """

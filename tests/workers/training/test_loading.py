@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def load(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """As `workers.training.fsdp` does, unsharded."""
+    """Loads as `workers.training.fsdp` does, unsharded."""
     model = meta_model(ModelConfig(path=str(path)), dtype)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     model.to_empty(device="cpu")

@@ -165,7 +165,7 @@ def test_nothing_is_kept_without_a_gradient() -> None:
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
-    """As with LoRA: only the hidden states have one."""
+    """Only the hidden states have a gradient, as with LoRA."""
     torch.manual_seed(4)
     head, labels = nn.Linear(HIDDEN, VOCABULARY).requires_grad_(False), torch.arange(4)
     x, y = (torch.ones(4, HIDDEN).requires_grad_() for _ in range(2))

@@ -88,7 +88,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(model_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
-    """Without and with adapters."""
+    """Returns the plain results without and with adapters."""
     found = {}
     for lora in (False, True):
         model = reference(model_dir)
