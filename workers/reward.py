@@ -1,4 +1,4 @@
-"""Reward workers and their driver-side pool (DESIGN section 6).
+"""Reward workers and their driver-side pool.
 
 In: one response at a time, as it ends. Out: its `Score`: the weighted reward functions, the overlong penalty, and the
 reward model's part where there is one. A failure of the machinery is tried once more elsewhere and is then unscorable
@@ -7,7 +7,6 @@ reward model's part where there is one. A failure of the machinery is tried once
 
 import asyncio
 import math
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -20,17 +19,22 @@ from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
-from workers.remote import RemoteError
+from workers.remote import RemoteError, wait
 from workers.scoring.children import Children
-from workers.scoring.fleet import Fleet
-from workers.scoring.verdict import Verdict, no_score
+from workers.scoring.fleet import Fleet, WorkerLost
+from workers.scoring.verdict import CanaryError, Verdict, unscorable, verdict_of_failure
 
-TOGETHER_S = 0.005  # verdicts that come within this travel together
-INNOCENT = ("wall", "crash")  # failures that say nothing about the response: once more elsewhere
+BATCHING_S = 0.005  # verdicts that come within this travel together
+RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
+ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 MAX_METRICS = 128
 RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
-WARNINGS = 3  # of one kind that are told in full; then every time that their number doubles
+WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
+FILES_DIFFER = (
+    "the files of `reward.functions` differ from node to node or have changed during the run; give all nodes the same "
+    "files, and start a new run for new ones"
+)
 
 
 class RewardWorker:
@@ -39,13 +43,15 @@ class RewardWorker:
     async def start(
         self, functions: Sequence[RewardFunctionConfig], limits: LimitsConfig, children: int
     ) -> dict[str, Any]:
-        """What is told of the functions, with `granted`. Raises ValueError, CanaryError: see `Children.start`."""
+        """Returns what the fork server says of the functions, with `granted`. Raises ValueError, CanaryError: see
+        `Children.start`."""
         self._children = Children(functions, limits, children)
+        self._respawned_before = 0
         await self._children.start()
-        return {**self._children.about, "granted": self._children.granted, "worker_pid": os.getpid()}
+        return {**self._children.about, "granted": self._children.granted}
 
     async def score(self, items: list[Item]) -> AsyncIterator[list[tuple[int, Verdict]]]:
-        """The verdicts with the numbers of their items, as they are made. Raises CanaryError."""
+        """Yields the verdicts with the numbers of their items, as they are made. Raises CanaryError."""
         done: asyncio.Queue[asyncio.Task[Verdict]] = asyncio.Queue()
         numbers = {asyncio.create_task(self._children.score(item)): number for number, item in enumerate(items)}
         for task in numbers:
@@ -53,22 +59,26 @@ class RewardWorker:
         while numbers:
             part = [await done.get()]
             if len(numbers) > 1:
-                await asyncio.sleep(TOGETHER_S)
+                await asyncio.sleep(BATCHING_S)
             while not done.empty():
                 part.append(done.get_nowait())
             yield [(numbers.pop(task), task.result()) for task in part]
 
-    async def check(self) -> None:
-        """See `Children.check`."""
+    async def check(self) -> int:
+        """Checks the known answers (see `Children.check`) and returns how many children were replaced since the last
+        check."""
         await self._children.check()
-
-    async def pids(self) -> list[int]:
-        """Of the children, for tests."""
-        return self._children.pids
+        before, self._respawned_before = self._respawned_before, self._children.respawned
+        return self._respawned_before - before
 
 
 class RewardModel(Protocol):
-    """A model that scores, such as `workers.reward_model.RewardModelPool`; NaN where it cannot."""
+    """Stands for a model that scores, such as `workers.reward_model.RewardModelPool`; NaN where it cannot.
+
+    fleet: its workers.
+    """
+
+    fleet: Fleet
 
     async def start(self, timeout_s: float) -> None: ...
 
@@ -78,7 +88,8 @@ class RewardModel(Protocol):
 
 
 class RewardPool:
-    """All reward workers, seen from the driver. failures: responses by the kind of failure, over the whole run."""
+    """Holds all reward workers. failures: responses by the kind of failure, over the whole run. respawned_children:
+    child processes that were replaced, known at each check."""
 
     def __init__(
         self,
@@ -90,17 +101,21 @@ class RewardPool:
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """options: Ray options of every worker, from `workers.cluster`. max_response_length: tokens."""
-        worker: Any = ray.remote(RewardWorker)
-        worker_class = worker.options(**options)
+        self._cfg = cfg
+        self._options = options
         self.fleet = Fleet(
-            worker_class.remote,
-            (cfg.functions, cfg.limits, cfg.children_per_worker),
+            self._create,
+            self._start_worker,
+            name="reward worker",
             count=cfg.num_workers,
-            children=cfg.children_per_worker,
+            window=ITEMS_PER_CHILD * cfg.children_per_worker,
             timeout_s=cfg.timeout_s,
+            timeout_key="reward.timeout_s",
+            warn=warn,
         )
         self.failures: Counter[str] = Counter()
-        self._cfg = cfg
+        self.respawned_children = 0
+        self._digest = ""
         self._max_response_length = max_response_length
         self._model = model
         self._warn = warn
@@ -109,7 +124,7 @@ class RewardPool:
         self._metrics: set[str] = set()
 
     async def start(self, start_timeout_s: float) -> str:
-        """Waits until every worker has scored the known answers; a line for a person about what guards the run.
+        """Waits until every worker has scored the known answers; returns a line about what guards the run.
 
         Raises:
             RemoteError: a reward function cannot be loaded, or fails a known answer, and why.
@@ -122,15 +137,15 @@ class RewardPool:
         return _describe(self._cfg, about)
 
     async def check(self) -> None:
-        """Before an optimizer step: every child that scored since its last check scores the known answers again.
+        """Lets every child that scored since its last check score the known answers again, before an optimizer step.
 
         Raises:
             RemoteError: one of them failed; no verdict can be trusted.
         """
-        await self.fleet.check()
+        self.respawned_children += sum(await self.fleet.check())
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
-        """The score of response number `sample` of a prompt.
+        """Returns the score of response number `sample` of a prompt.
 
         Raises:
             RemoteError: the pool failed its known answers, or no response gets a verdict any more.
@@ -158,19 +173,35 @@ class RewardPool:
             ground_truth=prompt.ground_truth,
             extra_info={**prompt.extra_info, "num_response_tokens": len(response.token_ids)},
         )
-        verdict, worker = await self.fleet.verdict(item)
-        if verdict.score.failure in INNOCENT or verdict.score.failure == "cpu" and self._was_starved(verdict):
+        verdict, worker = await self._try(item)
+        # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
+        starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
+        if verdict.score.failure in RETRIED_FAILURES or starved:
             await asyncio.sleep(RETRY_PAUSE_S)
-            verdict, _ = await self.fleet.verdict(item, avoid=worker)
+            verdict, _ = await self._try(item, avoid=worker)
         return verdict
 
-    def _was_starved(self, verdict: Verdict) -> bool:
-        """Whether it computed up to the wall-clock limit: where another machine is less busy, it may do with its CPU
-        time."""
-        return verdict.wall_s >= self._cfg.limits.wall_s
+    async def _try(self, item: Item, avoid: int = -1) -> tuple[Verdict, int]:
+        try:
+            return await self.fleet.score(item, avoid=avoid)
+        except WorkerLost as lost:
+            return verdict_of_failure("crash", str(lost), 0.0), lost.worker
+
+    def _create(self, index: int) -> Any:
+        worker: Any = ray.remote(RewardWorker)
+        return worker.options(**self._options).remote()
+
+    async def _start_worker(self, worker: Any, index: int, timeout_s: float) -> dict[str, Any]:
+        """Returns what the worker says of the functions, whose files must be the same for all and for the whole run."""
+        ref = worker.start.remote(self._cfg.functions, self._cfg.limits, self._cfg.children_per_worker)
+        [about] = await wait([ref], timeout_s, f"reward worker {index} to start", "rollout.start_timeout_s")
+        self._digest = self._digest or about["digest"]
+        if about["digest"] != self._digest:
+            raise RemoteError(FILES_DIFFER) from CanaryError()
+        return about
 
     def _watch(self, verdict: Verdict, where: str) -> None:
-        """Tells of failures; stops the run where there is nothing but failures."""
+        """Counts and warns of failures; stops the run where there is nothing but failures."""
         failure = verdict.score.failure
         unscorable = bool(failure) and math.isnan(verdict.score.accuracy)
         self._failed_in_a_row = self._failed_in_a_row + 1 if unscorable else 0
@@ -184,12 +215,12 @@ class RewardPool:
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(
                 f"the reward functions gave no verdict on {self._failed_in_a_row} responses in a row; the last was "
-                f"{where}: {verdict.detail}; mend the function or raise its `reward.limits`"
+                f"{where}: {verdict.detail}; fix the function or raise its `reward.limits`"
             )
 
     def _with_known_metrics(self, score: Score) -> Score:
-        """With the first `MAX_METRICS` names of the run alone: every name becomes a curve, and a function may make them
-        of the model's text."""
+        """Keeps the first `MAX_METRICS` names of the run alone: every name becomes a curve, and a function may make
+        them of the model's text."""
         for name in score.metrics:
             if name not in self._metrics and len(self._metrics) < MAX_METRICS:
                 self._metrics.add(name)
@@ -211,7 +242,7 @@ class RewardPool:
 
     def _with_model(self, score: Score, value: float) -> Score:
         if math.isnan(value):
-            return score if score.failure else no_score("model")
+            return score if score.failure else unscorable("model")
         reward = score.reward + self._cfg.model.weight * value
         return replace(score, reward=reward, parts={**score.parts, "reward_model": value})
 

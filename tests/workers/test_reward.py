@@ -51,7 +51,8 @@ async def score_all(pool, texts, length=1):
 
 async def pids(pool):
     """Of the children, by worker."""
-    return await asyncio.gather(*[worker.handle.pids.remote() for worker in pool.fleet._workers])
+    calls = [worker.handle.__ray_call__.remote(lambda self: self._children.pids) for worker in pool.fleet._workers]
+    return await asyncio.gather(*calls)
 
 
 WEIGHTS = {"compute_score": 1.0, "length": 0.5}
@@ -76,12 +77,18 @@ def test_weights_metrics_and_overlong_penalty(program, tmp_path):
 
 def test_what_waits_travels_in_few_calls(program):
     async def body(pool):
-        scores = await score_all(pool, ["7", "8"] * 150)
-        return scores, pool.fleet.calls
+        send, calls = pool.fleet._send, []
+
+        async def counted(worker, jobs):
+            calls.append(len(jobs))
+            await send(worker, jobs)
+
+        pool.fleet._send = counted
+        return await score_all(pool, ["7", "8"] * 150), calls
 
     scores, calls = use(program, body)
     assert [score.accuracy for score in scores] == [1.0, 0.0] * 150
-    assert calls < 100
+    assert sum(calls) == 300 and len(calls) < 100
 
 
 def test_infrastructure_fails_once_more_elsewhere_and_is_then_unscorable(program, tmp_path):
@@ -104,7 +111,7 @@ def test_infrastructure_fails_once_more_elsewhere_and_is_then_unscorable(program
 TEXTS = ["7", "pause 0.2", "8", "none"] * 30
 
 
-@pytest.mark.parametrize("victim", ["a child", "all children", "a worker", "a clean process", "a frozen worker"])
+@pytest.mark.parametrize("victim", ["a child", "all children", "a worker", "a fork server", "a frozen worker"])
 def test_a_fault_changes_no_reward(program, victim):
     """Kill -9 while responses are being scored; SIGSTOP stands for a machine that is lost without a word."""
 
@@ -114,8 +121,9 @@ def test_a_fault_changes_no_reward(program, victim):
         assert not scoring.done()
         worker = pool.fleet._workers[0]
         if victim in ("a worker", "a frozen worker"):
-            os.kill(worker.about["worker_pid"], signal.SIGKILL if victim == "a worker" else signal.SIGSTOP)
-        elif victim == "a clean process":
+            pid = await worker.handle.__ray_call__.remote(lambda self: os.getpid())
+            os.kill(pid, signal.SIGKILL if victim == "a worker" else signal.SIGSTOP)
+        elif victim == "a fork server":
             os.kill(worker.about["pid"], signal.SIGKILL)
         else:
             children = [pid for some in await pids(pool) for pid in some]
@@ -125,13 +133,16 @@ def test_a_fault_changes_no_reward(program, victim):
         await pool.check()  # finds what died with nothing to score
         while [len(some) for some in await pids(pool)] != [2, 2]:
             await asyncio.sleep(0.1)
-        return scores
+        await pool.check()
+        return scores, pool.fleet.respawned, pool.respawned_children
 
-    scores = use(program, body, timeout_s=4.0)
+    scores, respawned, respawned_children = use(program, body, timeout_s=4.0)
     expected = [(1.0, ""), (1.0, ""), (0.0, ""), (math.nan, "")] * 30
     assert [(score.accuracy, score.failure) for score in scores] == [
         pytest.approx(pair, nan_ok=True) for pair in expected
     ]
+    least = {"a child": (0, 1), "all children": (0, 4), "a fork server": (0, 2)}.get(victim, (1, 0))
+    assert respawned >= least[0] and respawned_children >= least[1]
 
 
 def test_a_function_that_only_fails_stops_the_run(program, monkeypatch):

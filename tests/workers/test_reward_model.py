@@ -6,52 +6,59 @@ import os
 import signal
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from dapo.config.reward import RewardModelConfig
 from tests.support.fakes import make_prompt, make_response
 from tests.support.tiny_reward_model import NAN, make_reward_model, one_by_one
 from workers.remote import RemoteError
-from workers.reward_model import RewardModelPool, Started
-from workers.scoring.classifier import Verdict
+from workers.reward_model import RewardModelPool
+from workers.scoring.classifier import ModelScore
 
 
 class Remote:
-    """A method of an actor that is called in this process."""
+    """A method of an actor that is called in this process; a streaming one gives references."""
 
     def __init__(self, call):
         self.remote = call
 
+    def options(self, **options):
+        return self
+
 
 class FakeWorker:
-    """Scores the length of a response; `trouble(worker, texts)` may raise, hang or give another verdict before."""
+    """Scores the length of a response; `trouble(worker, texts)` may raise, hang or give another score before."""
 
     def __init__(self, index, log, trouble, canary):
         async def start(*arguments):
-            return Started(pid=0, canary=canary(index))
+            return canary(index)
 
-        async def score(conversations):
-            texts = [conversation.response for conversation in conversations]
+        async def score(texts):
             log.append((index, texts))
             await asyncio.sleep(0)
             other = await trouble(index, texts)
-            return [other or Verdict(score=float(len(text))) for text in texts]
+            return [(number, other or ModelScore(value=float(len(text)))) for number, text in enumerate(texts)]
 
-        self.start, self.score = Remote(start), Remote(score)
+        async def stream(conversations):
+            yield score([conversation.response for conversation in conversations])
+
+        self.start, self.score = Remote(start), Remote(stream)
 
 
 async def no_trouble(index, texts):
     return None
 
 
-def run_with_fakes(monkeypatch, use, *, workers=2, trouble=no_trouble, canary=None, **settings):
+def run_with_fakes(monkeypatch, use, *, workers=2, trouble=no_trouble, canary=None, warnings=None, **settings):
     """The pool over `FakeWorker`s; what `use(pool)` gives, and the calls: (worker, texts) each."""
     calls = []
-    canary = canary or (lambda index: Verdict(score=1.0))
+    canary = canary or (lambda index: ModelScore(value=1.0))
+    warn = (lambda message: None) if warnings is None else warnings.append
     monkeypatch.setattr(RewardModelPool, "_create", lambda self, index: FakeWorker(index, calls, trouble, canary))
-    monkeypatch.setattr("workers.reward_model.ray.kill", lambda worker: None)
+    monkeypatch.setattr("workers.scoring.fleet.ray.kill", lambda worker: None)
 
     async def body():
-        pool = RewardModelPool(RewardModelConfig(path="m", **settings), [{}] * workers, device="cpu")
+        pool = RewardModelPool(RewardModelConfig(path="m", **settings), [{}] * workers, device="cpu", warn=warn)
         try:
             await pool.start(5)
             return await asyncio.wait_for(use(pool), 20)
@@ -99,7 +106,7 @@ def test_responses_that_nobody_waits_for_are_not_scored(monkeypatch):
 def raises_on(bad):
     async def trouble(index, texts):
         if bad in texts:
-            raise RemoteError("no")
+            raise RayTaskError("score", "the remote traceback", RuntimeError("no"))
 
     return trouble
 
@@ -114,11 +121,17 @@ async def hangs_on_bad(index, texts):
 )
 def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatch):
     async def use(pool):
-        return await score_all(pool, ["a", "bb", "bad", "dddd"]), pool.respawned, dict(pool.failures)
+        return await score_all(pool, ["a", "bb", "bad", "dddd"]), pool.fleet.respawned, dict(pool.failures)
 
-    (scores, respawned, failures), _ = run_with_fakes(monkeypatch, use, workers=1, trouble=trouble, timeout_s=0.5)
+    warnings = []
+    (scores, respawned, failures), calls = run_with_fakes(
+        monkeypatch, use, workers=1, trouble=trouble, warnings=warnings, timeout_s=0.5
+    )
     assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0] and math.isnan(scores[2])
-    assert (respawned, failures) == (3, {"worker": 1})  # with others, with others again, alone
+    assert (respawned, failures) == (2, {"worker": 1})  # with others, alone
+    assert [texts for _, texts in calls] == [["a", "bb", "bad", "dddd"], ["a"], ["bb"], ["bad"], ["dddd"]]
+    assert sum("reward model worker 0 is replaced: its worker was lost" in warning for warning in warnings) == 2
+    assert sum("to prompt 7 has no score: worker its worker was lost" in warning for warning in warnings) == 1
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,7 @@ def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatc
 )
 def test_a_verdict_without_score_is_nan_or_an_error_that_names_the_prompt(failure, outcome, monkeypatch):
     async def verdict(index, texts):
-        return Verdict(score=math.nan, failure=failure, detail="no tools")
+        return ModelScore(value=math.nan, failure=failure, detail="no tools")
 
     async def use(pool):
         return await asyncio.gather(score_all(pool, ["a"]), return_exceptions=True), dict(pool.failures)
@@ -143,7 +156,7 @@ def test_a_pool_that_fails_again_and_again_ends_the_run(monkeypatch):
     async def use(pool):
         await asyncio.gather(*[score_all(pool, ["bad"]) for _ in range(9)])
 
-    with pytest.raises(RemoteError, match="failed 10 times in a row.* no"):
+    with pytest.raises(RemoteError, match="were lost 10 times in a row.* no"):
         run_with_fakes(monkeypatch, use, trouble=raises_on("bad"))
 
 
@@ -152,7 +165,7 @@ def test_who_waits_is_told_when_a_worker_cannot_be_replaced(monkeypatch):
         waiting = asyncio.gather(*[score_all(pool, [text]) for text in ("bad", "a", "b")], return_exceptions=True)
         return await waiting, await asyncio.gather(score_all(pool, ["a"]), return_exceptions=True)
 
-    starts = iter([Verdict(score=1.0), Verdict(score=9.0)])
+    starts = iter([ModelScore(value=1.0), ModelScore(value=9.0)])
     (waiting, later), _ = run_with_fakes(
         monkeypatch, use, workers=1, trouble=raises_on("bad"), canary=lambda index: next(starts)
     )
@@ -163,8 +176,10 @@ def test_who_waits_is_told_when_a_worker_cannot_be_replaced(monkeypatch):
 @pytest.mark.parametrize(
     ("canary", "message"),
     [
-        pytest.param(lambda i: Verdict(score=math.nan, failure="not_finite"), "no score for a plain", id="no-number"),
-        pytest.param(lambda i: Verdict(score=1.0 + i), "must be the same for all", id="other-weights"),
+        pytest.param(
+            lambda i: ModelScore(value=math.nan, failure="not_finite"), "no score for a plain", id="no-number"
+        ),
+        pytest.param(lambda i: ModelScore(value=1.0 + i), "must be the same for all", id="other-weights"),
     ],
 )
 def test_a_canary_that_fails_stops_the_start(canary, message, monkeypatch):
@@ -201,9 +216,10 @@ def signalled(number, worker):
     """The worker's process gets a signal while there is something to do."""
 
     async def use(pool):
+        pid = await pool.fleet._workers[worker].handle.__ray_call__.remote(lambda self: os.getpid())
         tasks = [asyncio.create_task(score_all(pool, [text], LENGTH)) for text in LOAD]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(pool.pids[worker], number)
+        os.kill(pid, number)
         return [score for task in tasks for score in await task]
 
     return use
@@ -226,15 +242,22 @@ LOAD = [f"{'7' * (number % 40)}{number}" for number in range(240)] + [f"{NAN}{nu
         pytest.param(signalled(signal.SIGSTOP, 1), 1, id="silent"),
     ],
 )
-def test_scores_are_the_same_whatever_happens_to_a_worker(use, respawned, pool, path):
+def test_scores_are_the_same_whatever_happens_to_a_worker(use, respawned, pool, path, monkeypatch):
     runner, workers = pool
-    before = workers.respawned, workers.calls, workers.failures["not_finite"]
+    send, calls = workers.fleet._send, []
+
+    async def counted(worker, jobs):
+        calls.append(len(jobs))
+        await send(worker, jobs)
+
+    monkeypatch.setattr(workers.fleet, "_send", counted)
+    before = workers.fleet.respawned, workers.failures["not_finite"]
     scores = runner.run(use(workers))
     expected = one_by_one(path, LOAD, messages=(("user", "7"),))
     assert scores == pytest.approx(expected, abs=1e-5, nan_ok=True)
     assert [math.isnan(score) for score in scores] == [False] * 240 + [True] * 10
-    assert workers.respawned - before[0] >= respawned
-    assert workers.failures["not_finite"] - before[2] == 10
+    assert workers.fleet.respawned - before[0] >= respawned
+    assert workers.failures["not_finite"] - before[1] == 10
     assert workers.failures["worker"] == 0
     if not respawned:
-        assert workers.calls - before[1] < len(LOAD) / 4
+        assert sum(calls) == len(LOAD) and len(calls) < len(LOAD) / 4

@@ -1,4 +1,4 @@
-"""The child processes of one reward worker: fed, limited, checked, replaced (DESIGN section 6).
+"""Feeds, limits, checks and replaces the child processes of one reward worker.
 
 In: `Item`s. Out: one `Verdict` each, whatever the item does to the process that scores it. Plain asyncio; needs no Ray.
 """
@@ -12,17 +12,20 @@ from typing import Any
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.fork_server import Item
-from workers.scoring.process import Child, CleanProcess
-from workers.scoring.verdict import LIMIT_REACHED, Verdict, of_end, of_limit, of_reply
+from workers.scoring.process import Child, ForkServer
+from workers.scoring.verdict import (
+    LIMIT_REACHED,
+    CanaryError,
+    Verdict,
+    verdict_at_limit,
+    verdict_from_reply,
+    verdict_of_failure,
+)
 
 CANARY_EVERY = 1000  # items of one child between two checks of the known answers
 MAX_FAILED_STARTS = 4  # in a row and per child: what kills them all at once may strike their successors too
 CHANGED = "the files of `reward.functions` have changed during the run; put them back or start a new run"
 TOLERANCE = 1e-6  # of a known score
-
-
-class CanaryError(RuntimeError):
-    """Known answers are not scored as they must be, or no child comes to score: no verdict can be trusted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,7 +35,7 @@ class _Job:
 
 
 class Children:
-    """`count` children, each with a task that feeds it and replaces it. `async with` starts and ends them.
+    """Holds `count` children, each with a task that feeds it and replaces it. `async with` starts and ends them.
 
     respawned: children that were replaced. granted: what the kernel granted of `processes` and `network`.
     """
@@ -43,8 +46,8 @@ class Children:
         self._limits = limits
         self._settings = {"functions": [asdict(spec) for spec in functions], "limits": asdict(limits)}
         self._count = count
-        self._clean: CleanProcess | None = None
-        self._cleaning = asyncio.Lock()
+        self._server: ForkServer | None = None
+        self._restarting = asyncio.Lock()
         self._children: set[Child] = set()
         self._backlog: deque[_Job] = deque()
         self._waiting: deque[asyncio.Future[_Job | None]] = deque()
@@ -66,12 +69,12 @@ class Children:
         await self.close()
 
     async def start(self) -> None:
-        """Returns when every child has scored the known answers.
+        """Waits until every child has scored the known answers.
 
         Raises:
             ValueError: a reward function cannot be loaded. CanaryError: a known answer is scored otherwise.
         """
-        self._clean = await CleanProcess.start(self._settings)
+        self._server = await ForkServer.start(self._settings)
         self._slots = [asyncio.create_task(self._slot()) for _ in range(self._count)]
         for slot in self._slots:
             slot.add_done_callback(self._slot_ended)
@@ -85,21 +88,21 @@ class Children:
         await asyncio.gather(*self._slots, return_exceptions=True)
         for job in list(self._open):
             job.done.cancel()
-        if self._clean is not None:
-            self._clean.kill()
+        if self._server is not None:
+            self._server.kill()
 
     @property
     def about(self) -> dict[str, Any]:
-        """See `CleanProcess`."""
-        return self._clean.about if self._clean is not None else {}
+        """Holds what the fork server says of the functions: see `ForkServer`."""
+        return self._server.about if self._server is not None else {}
 
     @property
     def pids(self) -> list[int]:
-        """Of the living children."""
+        """Lists the process numbers of the living children."""
         return [child.pid for child in self._children]
 
     async def score(self, item: Item) -> Verdict:
-        """The verdict on one item; any number of calls may wait at a time.
+        """Returns the verdict on one item; any number of calls may wait at a time.
 
         Raises:
             CanaryError: the children failed a check of known answers.
@@ -118,7 +121,7 @@ class Children:
         return await job.done
 
     async def check(self) -> None:
-        """Every child that scored since its last check scores the known answers again.
+        """Lets every child that scored since its last check score the known answers again.
 
         Raises:
             CanaryError: one of them failed.
@@ -135,14 +138,14 @@ class Children:
         self._raise_if_broken()
 
     async def _slot(self) -> None:
-        """One child after the other."""
-        held: _Job | None = None
+        """Runs one child after the other."""
+        retry: _Job | None = None
         while (child := await self._new_child()) is not None:
             self._children.add(child)
             if len(self._children) == self._count:
                 self._up.set()
             try:
-                held = await self._feed(child, held)
+                retry = await self._feed_until_end(child, retry)
             finally:
                 self._children.remove(child)
                 child.end("crash")
@@ -151,11 +154,11 @@ class Children:
             self.respawned += 1
 
     async def _new_child(self) -> Child | None:
-        """A child that has scored the known answers; None when the worker is broken."""
+        """Returns a child that has scored the known answers; None when the worker is broken."""
         while self._broken is None:
             try:
-                clean = await self._clean_process()
-                child = await clean.fork()
+                server = await self._running_server()
+                child = await server.fork()
                 self.granted = child.granted
                 if await self._canary(child):
                     self._failed_starts = 0
@@ -170,23 +173,27 @@ class Children:
                 self._break(CanaryError(f"{count} reward children in a row did not come to score; the last: {reason}"))
         return None
 
-    async def _clean_process(self) -> CleanProcess:
-        async with self._cleaning:
-            if self._clean is None or self._clean.gone.is_set():
-                before, self._clean = self.about, await CleanProcess.start(self._settings)
+    async def _running_server(self) -> ForkServer:
+        """Returns the fork server, a new one where it has ended."""
+        async with self._restarting:
+            if self._server is None or self._server.gone.is_set():
+                before, self._server = self.about, await ForkServer.start(self._settings)
                 if before["digest"] != self.about["digest"]:
                     self._break(CanaryError(CHANGED))
-            return self._clean
+            return self._server
 
-    async def _feed(self, child: Child, held: _Job | None) -> _Job | None:
-        """Until the child ends. Gives back an item at a limit to which others may have brought the process, by memory
-        or threads that they left: only what reaches it in a fresh process is wrong by itself. held: such an item."""
+    async def _feed_until_end(self, child: Child, retry: _Job | None) -> _Job | None:
+        """Gives items to a child until it ends. Returns the item that the next child shall score again, if any.
+
+        retry: the item to begin with. An item that reaches a limit in a process that has scored others is tried again:
+        the others may have left memory or threads there. At the limit in a fresh process, it is wrong by itself.
+        """
         while not child.exit_status.done() and not child.failure:
             if child.check_wanted is not None or child.since_canary >= CANARY_EVERY:
                 if not await self._canary(child):
                     break
                 continue
-            job, held = held or await self._next_job(child), None
+            job, retry = retry or await self._next_job(child), None
             if job is None:
                 continue
             shared = ("memory", "cpu") if child.has_threads else ("memory",) if child.scored else ()
@@ -195,10 +202,10 @@ class Children:
                 return job
             if not job.done.done():
                 job.done.set_result(verdict)
-        return held
+        return retry
 
     async def _next_job(self, child: Child) -> _Job | None:
-        """None when the child ended, or shall be checked, before there was one."""
+        """Returns None when the child ended, or shall be checked, before there was one."""
         while self._backlog:
             job = self._backlog.popleft()
             if not job.done.done():
@@ -216,16 +223,16 @@ class Children:
         child.since_canary += 1
         try:
             if reply is not None:
-                return of_reply(reply, wall_s)
+                return verdict_from_reply(reply, wall_s)
         except ValueError:  # a function has spoken into the socket
             child.end("crash")
         if child.failure in LIMIT_REACHED:
-            return of_limit(child.failure, self.about["at_limit"], self._limits.cpu_s, wall_s)
-        return of_end(child.failure, child.detail, wall_s)
+            return verdict_at_limit(child.failure, self.about["at_limit"], self._limits.cpu_s, wall_s)
+        return verdict_of_failure(child.failure, child.detail, wall_s)
 
     async def _canary(self, child: Child) -> bool:
-        """Whether the child scores every known answer as it must. An answer that it scores otherwise breaks the worker;
-        a child that ends over one does not yet."""
+        """Returns whether the child scores every known answer as it must. An answer that it scores otherwise breaks the
+        worker; a child that ends over one does not yet."""
         for request in self.about["canaries"]:
             reply = await child.ask(request, self._limits)
             if reply is None:
@@ -237,7 +244,7 @@ class Children:
                     CanaryError(
                         f"reward function `{request['label']}` gave {got} for a known answer whose score is "
                         f"{expected} ({text}, truth {request['canary']['ground_truth']!r}); no verdict of this worker "
-                        "can be trusted: mend the function or its `canaries`"
+                        "can be trusted: fix the function or its `canaries`"
                     )
                 )
                 return False
@@ -256,7 +263,7 @@ class Children:
         self._up.set()
 
     def _slot_ended(self, slot: "asyncio.Task[None]") -> None:
-        """A defect of ours must not leave items waiting for ever."""
+        """Breaks the worker for a defect of ours, which must not leave items waiting for ever."""
         if not slot.cancelled() and (error := slot.exception()) is not None:
             self._break(CanaryError(f"the task that feeds reward children failed: {type(error).__name__}: {error}"))
 

@@ -1,7 +1,8 @@
-"""Scores of a Hugging Face sequence-classification model with one label, for whole conversations (DESIGN section 6).
+"""Scores whole conversations with a Hugging Face sequence-classification model that has one label.
 
-In: conversations. Out: one `Verdict` each, the same as if it had been scored alone: neither its neighbours in a batch
-nor padding change it. Response text is adversarial: it can neither write turns of the conversation nor be cut to fit.
+In: conversations. Out: one `ModelScore` each, the same as if it had been scored alone: neither its neighbours in a
+batch nor padding change it. Response text is adversarial: it can neither write turns of the conversation nor be cut
+to fit.
 """
 
 import math
@@ -20,7 +21,7 @@ from dapo.types import Messages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What is scored. Made by `workers.reward_model`, consumed by `Classifier`.
+    """Describes what is scored. Made by `workers.reward_model`, consumed by `Classifier`.
 
     messages, prompt_text: those of the `Prompt` with this id; the text counts only where the model's tokenizer has no
     chat template. response: text of the response, of any kind: empty, NUL, lone surrogates, special tokens spelt out.
@@ -33,26 +34,26 @@ class Conversation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The score of one conversation. Made by `Classifier`, consumed by `workers.reward_model`.
+class ModelScore:
+    """Holds the score of one conversation. Made by `Classifier`, consumed by `workers.reward_model`.
 
-    score: the model's logit; NaN with a `failure`: "too_long", "empty" (no token at all), "not_finite", "memory" (does
+    value: the model's logit; NaN with a `failure`: "too_long", "empty" (no token at all), "not_finite", "memory" (does
     not fit on the GPU, even alone), "template" (the chat template raised on this response) or "prompt" (it does so on
     its prompt, whatever the response). detail: the error or the length, where there is one.
     """
 
-    score: float
+    value: float
     failure: str = ""
     detail: str = ""
 
 
-def failed(failure: str, detail: str = "") -> Verdict:
-    """No score; never a zero, which would be one."""
-    return Verdict(score=math.nan, failure=failure, detail=detail)
+def no_score(failure: str, detail: str = "") -> ModelScore:
+    """Returns no score; never a zero, which would be one."""
+    return ModelScore(value=math.nan, failure=failure, detail=detail)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in batches of at most `max_tokens` padded tokens each, longest first: neighbours are of like length."""
+    """Returns indices in batches of at most `max_tokens` padded tokens each, longest first: neighbours are alike."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
@@ -63,7 +64,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class Classifier:
-    """The model with its tokenizer, on one device."""
+    """Holds the model with its tokenizer, on one device."""
 
     def __init__(self, config: RewardModelConfig, path: str, device: str) -> None:
         """path: `config.path`, resolved. device: `cpu` or `cuda`.
@@ -100,28 +101,28 @@ class Classifier:
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 
-    def score(self, conversations: Sequence[Conversation]) -> list[Verdict]:
-        """One verdict per conversation, in order."""
+    def score(self, conversations: Sequence[Conversation]) -> list[ModelScore]:
+        """Returns one score per conversation, in order."""
         texts: list[str] = []
-        verdicts: dict[int, Verdict] = {}
+        scores: dict[int, ModelScore] = {}
         for index, conversation in enumerate(conversations):
             text = self._text(conversation)
-            texts.append("" if isinstance(text, Verdict) else text)
-            if isinstance(text, Verdict):
-                verdicts[index] = text
+            texts.append("" if isinstance(text, ModelScore) else text)
+            if isinstance(text, ModelScore):
+                scores[index] = text
         # A chat template has written every special token itself; without one they are the tokenizer's to add.
         ids = self._tokenizer(texts, add_special_tokens=not self._tokenizer.chat_template, verbose=False)["input_ids"]
         for index, tokens in enumerate(ids):
-            if index not in verdicts and not 0 < len(tokens) <= self._max_length:
-                verdicts[index] = failed("too_long" if tokens else "empty", f"{len(tokens)} tokens")
-        left = [index for index in range(len(ids)) if index not in verdicts]
+            if index not in scores and not 0 < len(tokens) <= self._max_length:
+                scores[index] = no_score("too_long" if tokens else "empty", f"{len(tokens)} tokens")
+        left = [index for index in range(len(ids)) if index not in scores]
         for batch in micro_batches([len(ids[index]) for index in left], self._max_tokens):
             chosen = [left[i] for i in batch]
-            verdicts.update(zip(chosen, self._scores([ids[index] for index in chosen]), strict=True))
-        return [verdicts[index] for index in range(len(conversations))]
+            scores.update(zip(chosen, self._scores([ids[index] for index in chosen]), strict=True))
+        return [scores[index] for index in range(len(conversations))]
 
-    def _text(self, conversation: Conversation) -> str | Verdict:
-        """The conversation as the model reads it."""
+    def _text(self, conversation: Conversation) -> str | ModelScore:
+        """Returns the conversation as the model reads it."""
         response = _without(self._special, _readable(conversation.response))
         if not self._tokenizer.chat_template:
             return _readable(conversation.prompt_text) + response
@@ -132,28 +133,28 @@ class Classifier:
         try:
             self._rendered(conversation.messages, "yes")
         except Exception:
-            return failed("prompt", detail)
-        return failed("template", detail)
+            return no_score("prompt", detail)
+        return no_score("template", detail)
 
     def _rendered(self, messages: Messages, response: str) -> str:
         turns = [{"role": role, "content": content} for role, content in (*messages, ("assistant", response))]
         return _readable(str(self._tokenizer.apply_chat_template(turns, tokenize=False)))
 
-    def _scores(self, ids: list[list[int]]) -> list[Verdict]:
+    def _scores(self, ids: list[list[int]]) -> list[ModelScore]:
         try:
             scores = self._forward(ids).tolist()
-            return [Verdict(score=score) if math.isfinite(score) else failed("not_finite") for score in scores]
+            return [ModelScore(value=score) if math.isfinite(score) else no_score("not_finite") for score in scores]
         except torch.OutOfMemoryError as error:
             detail = str(error)
         if len(ids) == 1:
-            return [failed("memory", detail)]
+            return [no_score("memory", detail)]
         torch.cuda.empty_cache()  # only here: in the handler above, the failed pass still holds its tensors
         half = len(ids) // 2
         return self._scores(ids[:half]) + self._scores(ids[half:])
 
     @torch.inference_mode()
     def _forward(self, ids: list[list[int]]) -> Tensor:
-        """Logits [B], float32, of B token lists, padded on the right."""
+        """Returns logits [B], float32, of B token lists, padded on the right."""
         pad = self._text_config.pad_token_id = self._pad(ids)
         width = max(map(len, ids))
         tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=self._device)
@@ -163,9 +164,9 @@ class Classifier:
         return logits.float().reshape(len(ids))
 
     def _pad(self, ids: list[list[int]]) -> int:
-        """The model's padding token. Decoders read the score at the last token that is none: where the model names no
-        padding token, or one that it has no embedding for, it must be one that no sequence holds, or a stop token
-        taken for padding would move the score of every response that ends with it."""
+        """Returns the model's padding token. Decoders read the score at the last token that is none: where the model
+        names no padding token, or one that it has no embedding for, it must be one that no sequence holds, or a stop
+        token taken for padding would move the score of every response that ends with it."""
         if self._declared_pad is not None and 0 <= self._declared_pad < self._vocabulary:
             return int(self._declared_pad)
         used = {token for row in ids for token in row}
@@ -173,12 +174,12 @@ class Classifier:
 
 
 def _readable(text: str) -> str:
-    """Lone surrogates, which no tokenizer takes, become U+FFFD."""
+    """Replaces lone surrogates, which no tokenizer takes, by U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _without(special: Sequence[str], response: str) -> str:
-    """Special tokens that a response spells out get a space: as plain text they open no turn of the conversation."""
+    """Puts a space into special tokens that a response spells out: as plain text they open no turn."""
     for token in special:
         for _ in range(2):  # a token may overlap itself
             if len(token) > 1 and token in response:

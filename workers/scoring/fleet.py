@@ -1,44 +1,47 @@
-"""The Ray side of scoring: items out to the workers in few calls, verdicts back as they are made, workers replaced.
+"""Supervises the Ray workers that score, those of the reward functions and those of the reward model alike.
 
-In: items. Out: a verdict each, or the failure of the worker that had it. The fleet knows no prompt and no reward.
+In: items, each with its cost. Out: what a worker made of each, or `WorkerLost`. Items travel in few calls, results come
+back as they are made, and a worker that dies or keeps silent is replaced. The fleet knows neither prompts nor rewards.
 """
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dapo.rewards.fork_server import Item
-from workers.remote import RemoteError, wait
-from workers.scoring.children import CHANGED, CanaryError
-from workers.scoring.verdict import Verdict, of_end
-
-WINDOW = 64  # items of one child that may be with its worker: half of them keep it busy while a call brings more
-
+from workers.remote import RemoteError
+from workers.scoring.verdict import CanaryError
 
 START_ATTEMPTS = 3  # of a worker in another's place: what killed that one may not be over
+MAX_LOST_IN_A_ROW = 5  # workers, per worker of the fleet, with no result in between: then it is no accident
 GAP_S = 0.01  # between two calls to a worker: what ends meanwhile goes together
 
 
-class _Silent(RuntimeError):
-    """A worker with items has said nothing for too long."""
+class WorkerLost(RuntimeError):
+    """A worker was lost with an item; the message says how. worker: its number."""
+
+    def __init__(self, reason: str, worker: int) -> None:
+        super().__init__(reason)
+        self.worker = worker
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Job:
-    item: Item
-    done: "asyncio.Future[tuple[Verdict, int]]"
+    item: Any
+    cost: int
     avoid: int
+    done: "asyncio.Future[tuple[Any, int]]"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Worker:
-    """progress: when it last gave a verdict, or got items while it had none. called: when it last got items."""
+    """Holds what is known of a worker. load: cost of the items that are with it. progress: when it last gave a result,
+    or got items while it had none. called: when it last got items. about: what it said at its start."""
 
     index: int
     handle: Any
@@ -46,91 +49,108 @@ class _Worker:
     load: int = 0
     progress: float = 0.0
     called: float = -math.inf
-    about: dict[str, Any] = field(default_factory=dict)
+    about: Any = None
 
 
 class Fleet:
-    """All reward workers. respawned: workers that were replaced. calls: remote calls made for items."""
+    """Holds all workers of one kind. respawned: workers that were replaced."""
 
     def __init__(
-        self, create: Callable[[], Any], arguments: tuple[Any, ...], *, count: int, children: int, timeout_s: float
+        self,
+        create: Callable[[int], Any],
+        start: Callable[[Any, int, float], Awaitable[Any]],
+        *,
+        name: str,
+        count: int,
+        window: int,
+        timeout_s: float,
+        timeout_key: str,
+        one_call: bool = False,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """create: a new worker, not started. arguments: of its `start`. children: processes of each worker."""
-        self.respawned = self.calls = 0
-        self._create = create
-        self._arguments = arguments
-        self._window = WINDOW * children
-        self._timeout_s = timeout_s
+        """Creates the workers and starts none.
+
+        create(index): a new actor; its streaming method `score(items)` yields lists of (number of the item, result).
+        start(handle, index, timeout_s): waits until it can score and returns what it says of itself; raises
+        RemoteError, from a CanaryError where another worker in its place would do no better. name: of a worker, for
+        messages. window: cost of the items that may be with a worker at a time. timeout_s: longest silence of a worker
+        that has items; timeout_key: the setting that holds it. one_call: a worker works on all items of a call
+        together, so that it gets items only when it has none; otherwise calls overlap, so that it never waits.
+        """
+        self.respawned = 0
+        self._create, self._start_worker = create, start
+        self._name, self._window, self._one_call = name, window, one_call
+        self._timeout_s, self._timeout_key = timeout_s, timeout_key
+        self._warn = warn
         self._start_timeout_s = 0.0
-        self._workers = [_Worker(index=index, handle=create()) for index in range(count)]
+        self._workers = [_Worker(index=index, handle=create(index)) for index in range(count)]
         self._waiting: deque[_Job] = deque()
         self._planned = False
+        self._lost_in_a_row = 0
         self._broken: RemoteError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def start(self, start_timeout_s: float) -> dict[str, Any]:
-        """Waits until all workers have scored the known answers; what they tell of the functions.
+    async def start(self, start_timeout_s: float) -> Any:
+        """Waits until all workers can score; returns what the first one says of itself.
+
+        start_timeout_s: also for every worker that takes another's place later.
 
         Raises:
-            RemoteError: a function cannot be loaded or fails a known answer, and why.
+            RemoteError: a worker cannot score, and why.
         """
         self._start_timeout_s = start_timeout_s
         await asyncio.gather(*[self._start(worker) for worker in self._workers])
-        if len({worker.about["digest"] for worker in self._workers}) > 1:
-            raise RemoteError("the files of `reward.functions` differ from node to node; give all nodes the same")
         return self._workers[0].about
 
-    async def verdict(self, item: Item, *, avoid: int = -1) -> tuple[Verdict, int]:
-        """The verdict and the number of the worker that gave it. avoid: a worker that shall not have it again, unless
-        there is no other.
+    async def score(self, item: Any, *, cost: int = 1, avoid: int = -1) -> tuple[Any, int]:
+        """Returns the result and the number of the worker that gave it.
+
+        cost: of the whole window or more, the item is alone with its worker. avoid: a worker that shall not have the
+        item, unless there is no other.
 
         Raises:
-            RemoteError: the pool is broken; no verdict can be trusted.
+            WorkerLost: no result; the worker that had the item is lost.
+            RemoteError: the fleet is broken; no result can be trusted.
         """
         if self._broken is not None:
             raise self._broken
-        job = _Job(item=item, done=asyncio.get_running_loop().create_future(), avoid=avoid)
+        job = _Job(item=item, cost=cost, avoid=avoid, done=asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._plan()
         return await job.done
 
-    async def check(self) -> None:
-        """Every child that scored since its last check scores the known answers again.
+    async def check(self) -> list[Any]:
+        """Returns what `check` of each worker returns; a worker that cannot answer is replaced.
 
         Raises:
-            RemoteError: one of them failed.
+            RemoteError: one of them failed its known answers.
         """
         if self._broken is not None:
             raise self._broken
-        await asyncio.gather(*[self._check(worker) for worker in self._workers if worker.up])
+        results = await asyncio.gather(*[self._check(worker) for worker in self._workers if worker.up])
         if self._broken is not None:
             raise self._broken
+        return [result for result in results if result is not None]
 
     def stop(self) -> None:
-        """Ends all workers; their children end with them."""
-        self._broken = self._broken or RemoteError("the reward workers are stopped")
+        """Ends all workers, and their children with them; who still waits for a result gets an error."""
+        self._break(f"the {self._name}s are stopped")
         for task in self._tasks:
             task.cancel()
         for worker in self._workers:
             ray.kill(worker.handle)
 
     async def _start(self, worker: _Worker) -> None:
-        what = f"reward worker {worker.index} to start"
-        [worker.about] = await wait(
-            [worker.handle.start.remote(*self._arguments)], self._start_timeout_s, what, "rollout.start_timeout_s"
-        )
-        others = [other.about["digest"] for other in self._workers if other.up]
-        if others and self.respawned and worker.about["digest"] not in others:
-            raise RemoteError(CHANGED) from CanaryError()
+        worker.about = await self._start_worker(worker.handle, worker.index, self._start_timeout_s)
         worker.up = True
         self._plan()
 
-    async def _check(self, worker: _Worker) -> None:
+    async def _check(self, worker: _Worker) -> Any:
         handle = worker.handle
         try:
-            await asyncio.wait_for(handle.check.remote(), self._timeout_s)
+            return await asyncio.wait_for(handle.check.remote(), self._timeout_s)
         except RayTaskError as error:
-            raise self._break(f"reward worker {worker.index}: {error.cause}") from error.cause
+            raise self._break(f"{self._name} {worker.index}: {error.cause}") from error.cause
         except (RayError, TimeoutError):
             await self._replace(worker, handle)  # the new one is checked as it starts
 
@@ -141,68 +161,74 @@ class Fleet:
             asyncio.get_running_loop().call_later(delay_s, self._deal)
 
     def _deal(self) -> None:
+        """Sends what waits to the workers with the least load. What fits nowhere yet keeps its place, and the workers
+        that it may go to take nothing else until it fits."""
         self._planned = False
         dealt: dict[int, list[_Job]] = {}
         kept: deque[_Job] = deque()
         now = asyncio.get_running_loop().time()
-        takers = [worker for worker in self._workers if worker.up and self._takes(worker, now)]
-        while self._waiting:
-            rooms = [worker for worker in takers if worker.load < self._window]
-            if not rooms:
-                break
+        waiting = sum(job.cost for job in self._waiting)
+        takers = [worker for worker in self._workers if worker.up and self._takes(worker, now, waiting)]
+        while self._waiting and takers:
             job = self._waiting.popleft()
             if job.done.done():  # nobody waits for it any more
                 continue
-            others = [worker for worker in rooms if worker.index != job.avoid or len(self._workers) == 1]
-            if not others:
+            allowed = [worker for worker in takers if worker.index != job.avoid or len(self._workers) == 1]
+            fitting = [one for one in allowed if not one.load or one.load + job.cost <= self._window]
+            if not fitting:
                 kept.append(job)
+                takers = [worker for worker in takers if worker not in allowed]
                 continue
-            worker = min(others, key=lambda one: one.load)
-            worker.load += 1
+            worker = min(fitting, key=lambda one: one.load)
+            worker.load += job.cost
             dealt.setdefault(worker.index, []).append(job)
         self._waiting.extendleft(reversed(kept))
         for index, jobs in dealt.items():
             self._workers[index].called = now
-            self._spawn(self._call(self._workers[index], jobs))
+            self._spawn(self._send(self._workers[index], jobs))
         if self._waiting:
             self._plan(GAP_S)
 
-    def _takes(self, worker: _Worker, now: float) -> bool:
-        """A call costs as much as scoring a dozen responses: a worker gets one in `GAP_S`, and half a window at a time
-        where that much waits."""
+    def _takes(self, worker: _Worker, now: float, waiting: int) -> bool:
+        """Returns whether a worker gets another call: one in `GAP_S`, because a call costs as much as scoring a dozen
+        responses, and half a window at a time where that much waits."""
+        if self._one_call:
+            return worker.load == 0
         room = self._window - worker.load
-        return now - worker.called >= GAP_S and room >= min(len(self._waiting), self._window // 2)
+        return now - worker.called >= GAP_S and room >= min(waiting, self._window // 2)
 
-    async def _call(self, worker: _Worker, jobs: list[_Job]) -> None:
-        """One remote call; what it leaves without a verdict fell with its worker."""
+    async def _send(self, worker: _Worker, jobs: Sequence[_Job]) -> None:
+        """Makes one remote call; the items that it leaves without a result are lost with their worker."""
         handle, left = worker.handle, dict(enumerate(jobs))
         reason = "its worker gave no verdict"
-        if worker.load == len(jobs):
+        if worker.load == sum(job.cost for job in jobs):
             worker.progress = asyncio.get_running_loop().time()
-        self.calls += 1
         try:
             stream = handle.score.options(num_returns="streaming").remote([job.item for job in jobs])
             async for part in self._parts(worker, stream):
-                for number, verdict in part:
-                    _finish(left.pop(number), verdict, worker.index)
-                    worker.load -= 1
+                self._lost_in_a_row = 0
+                for number, result in part:
+                    job = left.pop(number)
+                    worker.load -= job.cost
+                    if not job.done.done():
+                        job.done.set_result((result, worker.index))
                 self._plan()
-        except RayTaskError as error:
-            self._break(f"reward worker {worker.index}: {error.cause}")
-        except (RayError, _Silent) as error:
-            reason = f"its worker was lost ({str(error).splitlines()[0]})"
-            self._spawn(self._replace(worker, handle))
+        except (RayError, TimeoutError) as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError):
+                self._break(f"{self._name} {worker.index}: {error.cause}")
+            else:
+                told = f"{type(error.cause).__name__}: {error.cause}" if isinstance(error, RayTaskError) else str(error)
+                reason = f"its worker was lost ({told.splitlines()[0]})"
+                self._lose(worker, handle, reason)
         finally:
-            worker.load -= len(left)
-            lost = of_end("crash", reason, 0.0)
+            worker.load -= sum(job.cost for job in left.values())
             for job in left.values():
-                if self._broken is None:
-                    _finish(job, lost, worker.index)
-                elif not job.done.done():
-                    job.done.set_exception(self._broken)
+                if not job.done.done():
+                    job.done.set_exception(self._broken or WorkerLost(reason, worker.index))
 
-    async def _parts(self, worker: _Worker, stream: AsyncIterator[Any]) -> AsyncIterator[list[tuple[int, Verdict]]]:
-        """The call's verdicts. A call may wait long behind others; silence is when none of a worker's calls goes on."""
+    async def _parts(self, worker: _Worker, stream: AsyncIterator[Any]) -> AsyncIterator[list[tuple[int, Any]]]:
+        """Yields the call's results. A call may wait long behind others: a worker is silent when none of its calls goes
+        on."""
         clock = asyncio.get_running_loop().time
         while True:
             step = asyncio.ensure_future(_next(stream))
@@ -210,7 +236,7 @@ class Fleet:
                 while not step.done():
                     quiet = clock() - worker.progress
                     if quiet >= self._timeout_s:
-                        raise _Silent(f"no verdict for {self._timeout_s:g} s, `reward.timeout_s`")
+                        raise TimeoutError(f"no verdict for {self._timeout_s:g} s, `{self._timeout_key}`")
                     await asyncio.wait({step}, timeout=self._timeout_s - quiet)
             finally:
                 if not step.done():
@@ -221,15 +247,25 @@ class Fleet:
             worker.progress = clock()
             yield part
 
+    def _lose(self, worker: _Worker, handle: Any, reason: str) -> None:
+        """Replaces a lost worker, once for all calls that it had."""
+        if worker.handle is not handle or not worker.up:
+            return
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW * len(self._workers):
+            self._break(f"{self._name}s were lost {self._lost_in_a_row} times in a row; the last time {reason}")
+            return
+        self._warn(f"{self._name} {worker.index} is replaced: {reason}")
+        self._spawn(self._replace(worker, handle))
+
     async def _replace(self, worker: _Worker, handle: Any) -> None:
-        """Once for all calls that a lost worker had."""
         if worker.handle is not handle:
             return
         worker.up = False
         began = asyncio.get_running_loop().time()
         for left in reversed(range(START_ATTEMPTS)):
             ray.kill(worker.handle)
-            worker.handle = self._create()
+            worker.handle = self._create(worker.index)
             self.respawned += 1
             try:
                 return await self._start(worker)
@@ -240,6 +276,7 @@ class Fleet:
                     return
 
     def _break(self, reason: str) -> RemoteError:
+        """From now on every call of `score` raises, those that wait included: better than to wait for ever."""
         self._broken = self._broken or RemoteError(reason)
         for job in self._waiting:
             if not job.done.done():
@@ -253,13 +290,8 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
 
-def _finish(job: _Job, verdict: Verdict, index: int) -> None:
-    if not job.done.done():
-        job.done.set_result((verdict, index))
-
-
 async def _next(stream: AsyncIterator[Any]) -> Any:
-    """None at the end."""
+    """Returns the stream's next value, None at its end."""
     try:
         return await (await anext(stream))
     except StopAsyncIteration:

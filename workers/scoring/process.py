@@ -1,4 +1,4 @@
-"""Two kinds of process: the clean one that imports the reward functions, and the children that it forks.
+"""Starts, asks and ends two kinds of process: the fork server and the children that it forks.
 
 In: settings, items. Out: replies, or why there is none. The processes themselves run `dapo.rewards.fork_server`.
 """
@@ -31,7 +31,7 @@ READ_ERRORS = (
 
 
 class Child:
-    """One process that scores. failure: why it ended, in the terms of `Score.failure`; "" while it lives."""
+    """Holds one process that scores. failure: why it ended, in the terms of `Score.failure`; "" while it lives."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = 0
@@ -50,14 +50,14 @@ class Child:
 
     @property
     def detail(self) -> str:
-        """For a person: how it ended."""
+        """Says how it ended."""
         if self.failure == "wall":
             return "its process gave no verdict within `reward.limits.wall_s` and was killed"
         status = self.exit_status.result() if self.exit_status.done() else None
         return f"its process ended ({self.failure}, exit status {'unknown' if status is None else status})"
 
     async def ask(self, request: dict[str, Any], limits: LimitsConfig) -> dict[str, Any] | None:
-        """The reply, or None when the process ended before it gave one: see `failure`."""
+        """Returns the reply, or None when the process ended before it gave one: see `failure`."""
         self._asked += 1
         try:
             self._writer.write(pack({**request, "number": self._asked}))
@@ -92,13 +92,13 @@ class Child:
         self.pid, self.granted, self._clock = words["pid"], words["granted"], words["clock"]
 
     def exited(self, status: int) -> None:
-        """The report of its end; one that nothing was asked of ended for a reason of its own."""
+        """Takes the report of its end; one that nothing was asked of ended for a reason of its own."""
         if not self.exit_status.done():
             self.exit_status.set_result(status)
         self.wake()
 
     def _computes(self, at_least_s: float) -> bool:
-        """Whether it runs, or is ready to, and has used CPU time since its last words."""
+        """Returns whether it runs, or is ready to, and has used CPU time since its last words."""
         try:
             state, used = state_and_cpu(self.pid)
         except OSError:
@@ -112,16 +112,16 @@ class Child:
         self._writer.close()
 
     def kill(self) -> None:
-        """SIGKILL; a process whose end is known has given its number back."""
+        """Sends SIGKILL, unless its end is known: its number may then be another process's."""
         if self.pid and not self.exit_status.done():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)  # with what a function was allowed to start
 
 
-class CleanProcess:
+class ForkServer:
     """Imports the reward functions and forks children on request; when it ends, they end with it.
 
-    about: what it tells of the functions: digest, reads_last, canaries, without_canary, at_limit.
+    about: what it says of itself (pid) and of the functions: digest, reads_last, canaries, without_canary, at_limit.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
@@ -135,8 +135,9 @@ class CleanProcess:
         self._listener: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, settings: dict[str, Any]) -> "CleanProcess":
-        """Raises ValueError when a reward function cannot be loaded, RuntimeError when the process does not start."""
+    async def start(cls, settings: dict[str, Any]) -> "ForkServer":
+        """Starts the process and waits until it has imported the functions. Raises ValueError when one cannot be
+        loaded, RuntimeError when the process does not start."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -172,13 +173,13 @@ class CleanProcess:
         return reader
 
     async def fork(self) -> Child:
-        """A new child, ready for items. Raises RuntimeError."""
+        """Returns a new child, ready for items. Raises RuntimeError."""
         ours, theirs = socket.socketpair()
         try:
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise RuntimeError(f"the process that forks reward children is gone ({error})") from None
+            raise RuntimeError(f"the fork server of the reward children is gone ({error})") from None
         finally:
             theirs.close()
         child = Child(*await asyncio.open_unix_connection(sock=ours))
@@ -224,13 +225,14 @@ class CleanProcess:
 
 
 def state_and_cpu(pid: int) -> tuple[str, float]:
-    """State of a process (R: running or ready) and its seconds of CPU time: proc(5). Raises OSError when it is gone."""
+    """Returns the state of a process (R: running or ready) and its seconds of CPU time: proc(5). Raises OSError when it
+    is gone."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Raises ValueError for what is no frame."""
+    """Returns the next frame. Raises ValueError for what is none."""
     size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
     if size > MAX_REPLY_BYTES:
         raise ValueError(f"a frame of {size} bytes")
@@ -241,7 +243,7 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """One thread each and no GPU; the modules that this process finds are found there."""
+    """Returns variables for one thread each and no GPU; the modules that this process finds are found there."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     return {**os.environ, **threads, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""What becomes of one response in a reward worker: a child's reply, or the end of the child, as a `Verdict`."""
+"""Turns a child's reply, or the end of the child, into the `Verdict` on one response of a reward worker."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,12 +12,16 @@ LIMIT_REACHED = {
 }
 
 
+class CanaryError(RuntimeError):
+    """Known answers are not scored as they must be, or no process comes to score: no verdict can be trusted."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Made by `workers.scoring.children`, consumed by the reward pool.
+    """Holds the score of one response. Made by `workers.scoring.children`, consumed by the reward pool.
 
-    score: of NaN where there is none. detail: why not, for a person. cpu_s: of the child, NaN where that is unknown;
-    wall_s: from hand-over to reply.
+    score: NaN where there is none. detail: why not, for a person. cpu_s: seconds of the child, NaN where that is
+    unknown. wall_s: seconds from hand-over to reply.
     """
 
     score: Score
@@ -26,16 +30,16 @@ class Verdict:
     wall_s: float
 
 
-def no_score(failure: str) -> Score:
-    """Unscorable, and why."""
+def unscorable(failure: str) -> Score:
+    """Returns a score of NaN, with the reason."""
     return Score(accuracy=math.nan, reward=math.nan, parts={}, metrics={}, prediction="", failure=failure)
 
 
-def of_reply(reply: dict[str, Any], wall_s: float) -> Verdict:
-    """Of a child's words: an error of a function, or numbers and one text. Raises ValueError for other words."""
+def verdict_from_reply(reply: dict[str, Any], wall_s: float) -> Verdict:
+    """Reads a child's reply: an error of a function, or numbers and one text. Raises ValueError for any other."""
     try:
         if "error" in reply:
-            score, detail = no_score("error"), str(reply["error"])
+            score, detail = unscorable("error"), str(reply["error"])
         else:
             score, detail = _score(reply), ""
         return Verdict(score=score, detail=detail, cpu_s=float(reply["cpu_s"]), wall_s=wall_s)
@@ -43,16 +47,17 @@ def of_reply(reply: dict[str, Any], wall_s: float) -> Verdict:
         raise ValueError(f"a child's reply is no verdict ({type(error).__name__}: {error})") from None
 
 
-def of_limit(failure: str, at_limit: dict[str, Any], cpu_s: float, wall_s: float) -> Verdict:
-    """failure: a key of `LIMIT_REACHED`. at_limit: the score of a response that reached it."""
+def verdict_at_limit(failure: str, at_limit: dict[str, Any], cpu_s: float, wall_s: float) -> Verdict:
+    """Returns the verdict on a response that reached the limit `failure`, a key of `LIMIT_REACHED`. at_limit: its
+    score."""
     score = replace(_score(at_limit), failure=failure)
     spent = cpu_s if failure == "cpu" else math.nan
     return Verdict(score=score, detail=LIMIT_REACHED[failure], cpu_s=spent, wall_s=wall_s)
 
 
-def of_end(failure: str, detail: str, wall_s: float) -> Verdict:
-    """The child ended and the response is innocent, or nobody knows better."""
-    return Verdict(score=no_score(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s)
+def verdict_of_failure(failure: str, detail: str, wall_s: float) -> Verdict:
+    """Returns no score: the process ended, and the response is not known to be the cause."""
+    return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s)
 
 
 def _score(reply: dict[str, Any]) -> Score:

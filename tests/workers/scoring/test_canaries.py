@@ -9,7 +9,7 @@ import pytest
 from tests.support.reward_children import item, use
 from tests.support.reward_programs import CANARIES, PROGRAM
 from workers.scoring import children as module
-from workers.scoring.children import CanaryError
+from workers.scoring.verdict import CanaryError
 
 
 def test_a_function_that_is_edited_during_a_run_stops_it(tmp_path):

@@ -1,17 +1,21 @@
-"""The Ray side of scoring with stand-ins for the workers: dealing, batches, losses. The real ones: test_reward.py."""
+"""The Ray side of scoring with stand-ins for the workers: dealing, batches, losses. The real ones: test_reward.py and
+test_reward_model.py."""
 
 import asyncio
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
-from dapo.rewards.fork_server import Item
-from workers.remote import RemoteError
+from dapo.config.reward import RewardConfig
+from tests.support.fakes import make_prompt, make_response
+from workers.remote import RemoteError, wait
+from workers.reward import RewardPool
 from workers.scoring import fleet as reward_fleet
-from workers.scoring.fleet import Fleet
-from workers.scoring.verdict import of_end
+from workers.scoring.fleet import Fleet, WorkerLost
+from workers.scoring.verdict import CanaryError, verdict_of_failure
 
-ITEM = Item(source="test", text="7", ground_truth="7", extra_info={})
+ITEM = "an item"
+WINDOW = 64
 
 
 class Method:
@@ -39,17 +43,18 @@ async def _value(value):
 
 
 class Worker:
-    """Answers every item at once, in one part. starts, checks: what happens at each call, an error or None."""
+    """Answers every item in one part, `seconds` for each. starts, checks: what happens at each call, an error or None.
+    lost: errors of the first calls."""
 
-    def __init__(self, log, *, starts=None, checks=None, lost=0, digest="a"):
-        self.digest = digest
+    def __init__(self, log, *, starts=None, checks=None, lost=(), digest="a", seconds=0.0):
+        self.digest, self.seconds = digest, seconds
         self.log, self.starts, self.checks, self.lost = log, starts, checks, lost
         self.start, self.check, self.score = Method(self._start), Method(self._check), Method(self._score, streams=True)
 
     async def _start(self, *arguments):
         if self.starts:
             raise self.starts
-        return {"digest": self.digest}
+        return {"digest": self.digest, "reads_last": None, "granted": [], "without_canary": []}
 
     async def _check(self):
         if self.checks:
@@ -57,10 +62,11 @@ class Worker:
 
     async def _score(self, items):
         self.log.append(len(items))
+        await asyncio.sleep(self.seconds * len(items))
         if self.lost:
-            self.lost -= 1
-            raise ActorDiedError()
-        yield [(number, of_end("crash", "a verdict", 0.0)) for number in range(len(items))]
+            first, *self.lost = self.lost
+            raise first
+        yield [(number, "a verdict") for number in range(len(items))]
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +74,24 @@ def no_ray(monkeypatch):
     monkeypatch.setattr(reward_fleet.ray, "kill", lambda handle: None)
 
 
-def run(workers, body, count=1):
+async def start_worker(worker, index, timeout_s):
+    [about] = await wait([worker.start.remote()], timeout_s, f"reward worker {index} to start", "a.key")
+    return about
+
+
+def run(workers, body, count=1, timeout_s=5.0, window=WINDOW, **settings):
     async def whole():
         waiting = iter(workers)
-        fleet = Fleet(lambda: next(waiting), (), count=count, children=1, timeout_s=5.0)
+        fleet = Fleet(
+            lambda index: next(waiting),
+            start_worker,
+            name="reward worker",
+            count=count,
+            window=window,
+            timeout_s=timeout_s,
+            timeout_key="a.key",
+            **settings,
+        )
         await fleet.start(5.0)
         async with asyncio.timeout(10):
             try:
@@ -86,11 +106,11 @@ def test_what_waits_goes_half_a_window_at_a_time():
     calls = []
 
     async def body(fleet):
-        return await asyncio.gather(*[fleet.verdict(ITEM) for _ in range(300)])
+        return await asyncio.gather(*[fleet.score(ITEM) for _ in range(300)])
 
     assert len(run([Worker(calls)], body)) == 300
-    assert sum(calls) == 300 and max(calls) <= reward_fleet.WINDOW
-    assert min(calls[:-1]) >= reward_fleet.WINDOW // 2
+    assert sum(calls) == 300 and max(calls) <= WINDOW
+    assert min(calls[:-1]) >= WINDOW // 2
 
 
 def test_a_check_that_loses_its_worker_for_good_is_no_success():
@@ -100,7 +120,7 @@ def test_a_check_that_loses_its_worker_for_good_is_no_success():
         with pytest.raises(RemoteError, match="reward worker 0 to start"):
             await fleet.check()
         with pytest.raises(RemoteError):
-            await fleet.verdict(ITEM)
+            await fleet.score(ITEM)
         return fleet.respawned
 
     workers = [Worker([], checks=dead), *[Worker([], starts=dead) for _ in range(reward_fleet.START_ATTEMPTS)]]
@@ -112,43 +132,64 @@ def test_a_worker_that_dies_while_it_starts_is_tried_again():
     calls = []
 
     async def body(fleet):
-        lost, _ = await fleet.verdict(ITEM)
-        found, _ = await fleet.verdict(ITEM)
-        return lost.detail, found.detail, fleet.respawned
+        with pytest.raises(WorkerLost, match="its worker was lost"):
+            await fleet.score(ITEM)
+        return await fleet.score(ITEM), fleet.respawned
 
-    workers = [Worker(calls, lost=1), Worker(calls, starts=dead), Worker(calls)]
-    lost, found, respawned = run(workers, body)
-    assert "its worker was lost" in lost and (found, respawned) == ("a verdict", 2)
+    warnings = []
+    workers = [Worker(calls, lost=[dead]), Worker(calls, starts=dead), Worker(calls)]
+    assert run(workers, body, warn=warnings.append) == (("a verdict", 0), 2)
+    assert len(warnings) == 1 and "reward worker 0 is replaced: its worker was lost" in warnings[0]
 
 
-def test_reward_files_that_differ_are_found_at_the_start_and_after_a_loss():
-    async def body(fleet):
+def test_reward_files_that_differ_are_found_at_the_start_and_after_a_loss(monkeypatch):
+    def use_pool(workers, body):
+        async def whole():
+            pool = RewardPool({}, RewardConfig(num_workers=2), max_response_length=20)
+            try:
+                await pool.start(5.0)
+                await body(pool)
+            finally:
+                pool.stop()
+
+        waiting = iter(workers)
+        monkeypatch.setattr(RewardPool, "_create", lambda self, index: next(waiting))
+        asyncio.run(whole())
+
+    class Verdicts(Worker):
+        async def _score(self, items):
+            async for part in super()._score(items):
+                yield [(number, verdict_of_failure("error", text, 0.0)) for number, text in part]
+
+    async def body(pool):
         with pytest.raises(RemoteError, match="changed during the run"):
             while True:
-                await asyncio.gather(*[fleet.verdict(ITEM) for _ in range(100)])
+                await asyncio.gather(*[pool.score(make_prompt(7), 0, make_response()) for _ in range(20)])
 
     with pytest.raises(RemoteError, match="differ from node to node"):
-        run([Worker([]), Worker([], digest="b")], body, count=2)
-    run([Worker([]), Worker([], lost=1), *[Worker([], digest="b") for _ in range(3)]], body, count=2)
+        use_pool([Verdicts([]), Verdicts([], digest="b")], body)
+    lost = Verdicts([], lost=[ActorDiedError()])
+    use_pool([Verdicts([]), lost, *[Verdicts([], digest="b") for _ in range(3)]], body)
 
 
 def test_a_call_that_ends_early_leaves_no_item_without_an_answer():
     class Forgetful(Worker):
         async def _score(self, items):
-            yield [(0, of_end("crash", "a verdict", 0.0))]
+            yield [(0, "a verdict")]
 
     async def body(fleet):
-        return await asyncio.gather(*[fleet.verdict(ITEM) for _ in range(3)])
+        return await asyncio.gather(*[fleet.score(ITEM) for _ in range(3)], return_exceptions=True)
 
-    details = [verdict.detail for verdict, _ in run([Forgetful([])], body)]
-    assert details == ["a verdict", "its worker gave no verdict", "its worker gave no verdict"]
+    first, *others = run([Forgetful([])], body)
+    assert first == ("a verdict", 0)
+    assert [str(error) for error in others] == ["its worker gave no verdict"] * 2
 
 
 def test_nobody_waits_for_cancelled_items():
     calls = []
 
     async def body(fleet):
-        tasks = [asyncio.ensure_future(fleet.verdict(ITEM)) for _ in range(10)]
+        tasks = [asyncio.ensure_future(fleet.score(ITEM)) for _ in range(10)]
         await asyncio.sleep(0)
         for task in tasks[:9]:
             task.cancel()
@@ -156,3 +197,90 @@ def test_nobody_waits_for_cancelled_items():
 
     run([Worker(calls)], body)
     assert calls == [1]
+
+
+def test_a_cancelled_item_keeps_its_worker_busy_and_costs_the_next_one_no_try():
+    """As when a draw goes back that waits for its verdict: the worker goes on, and is neither free nor silent."""
+
+    async def body(fleet):
+        gone = asyncio.ensure_future(fleet.score(ITEM))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        return await fleet.score(ITEM), fleet.respawned
+
+    assert run([Worker([], seconds=0.4)], body, timeout_s=0.6) == (("a verdict", 0), 0)
+
+
+def test_items_are_dealt_by_cost_and_one_of_the_whole_window_goes_alone():
+    calls = []
+
+    async def body(fleet):
+        return await asyncio.gather(*[fleet.score(ITEM, cost=cost) for cost in (3, 3, 3, 10, 3, 12, 1)])
+
+    run([Worker(calls)], body, window=10, one_call=True)
+    assert calls == [3, 1, 1, 1, 1]  # 3 + 3 + 3, then 10, then 3, then more than the window, then 1
+
+
+def test_an_item_that_was_lost_with_one_worker_waits_for_another_to_be_empty():
+    """Small items that come meanwhile do not keep the other worker from it."""
+    first, second = [], []
+
+    async def body(fleet):
+        busy = [asyncio.ensure_future(fleet.score(ITEM, cost=2)) for _ in range(4)]
+        await asyncio.sleep(0.02)
+        whole = asyncio.ensure_future(fleet.score("whole", cost=10, avoid=0))
+        while not whole.done():
+            busy.append(asyncio.ensure_future(fleet.score(ITEM, cost=2)))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*busy)
+        return await whole
+
+    assert run([Worker(first, seconds=0.02), Worker(second, seconds=0.02)], body, count=2, window=10)[1] == 1
+
+
+def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_between_does_not():
+    dead = ActorDiedError()
+
+    async def score_until(fleet, count):
+        lost = 0
+        while lost < count:
+            try:
+                await fleet.score(ITEM)
+            except WorkerLost:
+                lost += 1
+
+    async def lost_always(fleet):
+        with pytest.raises(RemoteError, match=f"were lost {reward_fleet.MAX_LOST_IN_A_ROW} times in a row"):
+            await score_until(fleet, 100)
+
+    run([Worker([], lost=[dead]) for _ in range(6)], lost_always)
+
+    class EverySecond(Worker):
+        async def _score(self, items):
+            yield [(0, "a verdict")]
+            raise dead
+
+    async def lost_with_results(fleet):
+        for _ in range(20):
+            await fleet.score(ITEM)
+            await asyncio.sleep(0.02)
+        return fleet.respawned
+
+    assert run([EverySecond([]) for _ in range(30)], lost_with_results) > reward_fleet.MAX_LOST_IN_A_ROW
+
+
+@pytest.mark.parametrize(
+    ("cause", "outcome"),
+    [
+        pytest.param(CanaryError("7 is not 8"), "reward worker 0: 7 is not 8", id="known-answers"),
+        pytest.param(ValueError("odd"), "its worker was lost (ValueError: odd)", id="any-other-error"),
+    ],
+)
+def test_what_a_worker_raises(cause, outcome):
+    async def body(fleet):
+        with pytest.raises(RuntimeError) as raised:
+            await fleet.score(ITEM)
+        return str(raised.value)
+
+    error = RayTaskError("score", "the remote traceback", cause)
+    assert run([Worker([], lost=[error]), Worker([])], body) == outcome
