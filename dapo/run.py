@@ -210,7 +210,8 @@ def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
 
 
 def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:
-    return RewardModelPool(cfg.reward.model, placement.reward_model(), device=reward_model_device(cfg, device))
+    where = reward_model_device(cfg, device)
+    return RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
 
 
 def cancel_on_signals() -> None:
