@@ -1,4 +1,4 @@
-"""Policy losses and KL penalties per token, and the weight of each token in one optimizer step (DAPO Eqs. 8-12).
+"""Computes policy losses and KL penalties per token, and each token's weight in an optimizer step (DAPO Eqs. 8-12).
 
 In: log-probabilities and advantages of tokens, or lengths of responses; out: tensors of the same shape. The loss of a
 step is the sum of weight x loss over its tokens (`dapo.objective`): the weights are made once on the driver over the
@@ -25,7 +25,7 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate with decoupled bounds (clip-higher, Eq. 10) and dual clip (arXiv 1912.09729).
+    """Returns the clipped surrogate with decoupled bounds (clip-higher, Eq. 10) and dual clip (arXiv 1912.09729).
 
     loss = max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c, with r = exp(logp - old_logp) and the
     exponent clamped to +-20.
@@ -60,14 +60,15 @@ def gspo_loss(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO (arXiv 2507.18071, Eqs. 5-7): one ratio per response, s = exp(mean over its tokens of logp - old_logp).
+    """Returns the loss of GSPO (arXiv 2507.18071, Eqs. 5-7): one ratio s per response.
 
     All tensors are [R], the response tokens of whole responses laid end to end; segment_ids: int [R], the response that
-    a token belongs to, counted from 0. Every token of a response gets the response's loss
-    max(-A s, -A clip(s, 1 - low, 1 + high)), so that `seq-mean-token-mean` weights give Eq. 5. Its gradient flows
-    through the token's own log-probability (GSPO-token, Eqs. 13-14). For the response as a whole this is the same, and
-    a factor per token (`rollout_correction` with level token) acts on its token alone: a masked one has no gradient.
-    The bounds are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false everywhere.
+    a token belongs to, counted from 0. s = exp(mean over the response of logp - old_logp). Every token gets the loss
+    max(-A s, -A clip(s, 1 - low, 1 + high)) of its response, so that `seq-mean-token-mean` weights give Eq. 5. Its
+    gradient flows through the token's own log-probability (GSPO-token, Eqs. 13-14). For the response as a whole this is
+    the same, and a factor per token (`rollout_correction` with level token) acts on its token alone: a masked one has
+    no gradient. The bounds are of the order of 3e-4 and 4e-4. Second value as in `policy_loss`; "dual_clipped" is false
+    everywhere.
     """
     log_ratio = clamped_difference(logprobs, old_logprobs)
     through_own = log_ratio - log_ratio.detach()
@@ -87,8 +88,8 @@ def gspo_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses its gradient, and none
-    flows into `old_logprobs`.
+    """Returns the loss of CISPO (arXiv 2506.13585, Eqs. 4-5): -A sg(clip(r, 1 - low, 1 + high)) logp; no token loses
+    its gradient, and none flows into `old_logprobs`.
 
     The paper bounds the weight from above only: clip_ratio_low 1 does that. Shapes and second value as in
     `policy_loss`; "clipped": the weight is not the ratio; "dual_clipped" is false everywhere.
@@ -106,7 +107,7 @@ def cispo_loss(
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) per token, from tokens that the policy sampled, in nats; any shape.
+    """Estimates KL(policy || reference) per token, from tokens that the policy sampled, in nats; any shape.
 
     With d = ref - logp, clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, clamped to +-10 (the estimators of
     "Approximating KL Divergence", 2020). The gradient is k2's for all three, straight-through: its mean is the gradient
@@ -127,19 +128,19 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 
 def clamped_difference(left: Tensor, right: Tensor) -> Tensor:
-    """left - right, clamped to +-20, so that exp of it is finite."""
+    """Returns left - right, clamped to +-20, so that exp of it is finite."""
     return (left - right).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor) -> Tensor:
-    """[R] -> [R]: for each token the sum over all tokens of its segment; segment_ids: int [R], counted from 0."""
+    """Returns for each token the sum over all tokens of its segment, [R]; segment_ids: int [R], counted from 0."""
     num_segments = int(segment_ids.max()) + 1 if len(segment_ids) else 0
     sums = torch.zeros(num_segments, dtype=values.dtype, device=values.device).index_add(0, segment_ids, values)
     return sums[segment_ids]
 
 
 def _checked(loss: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Broadcasting [N] against [N, 1] would quietly train on every pair."""
+    """Raises where shapes differ: broadcasting [N] against [N, 1] would quietly train on every pair."""
     if loss.shape != logprobs.shape:
         raise ValueError(
             f"`old_logprobs` {tuple(old_logprobs.shape)} and `advantages` {tuple(advantages.shape)} must fit "
@@ -155,7 +156,7 @@ def token_weights(
     group_sizes: Sequence[int] | Tensor | None = None,
     max_response_length: int | None = None,
 ) -> Tensor:
-    """Weight of each token of each response in the loss of one optimizer step.
+    """Returns the weight of each token of each response in the loss of one optimizer step.
 
     response_lengths: int [N], trained tokens |o_i| of the N responses of the step; 0 = masked response. Returns float
     [N] (torch's default dtype). With N, P and the sums over responses and groups that have at least one token:
@@ -196,7 +197,7 @@ def token_weights(
 
 
 def _group_divisor(lengths: Tensor, group_sizes: Sequence[int] | Tensor | None) -> Tensor:
-    """P times the tokens of each response's group, [N]; P counts the groups that have tokens."""
+    """Returns P times the tokens of each response's group, [N]; P counts the groups that have tokens."""
     sizes = torch.as_tensor([] if group_sizes is None else group_sizes, dtype=torch.long, device=lengths.device)
     if int(sizes.sum()) != len(lengths):
         raise ValueError(

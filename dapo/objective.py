@@ -1,4 +1,4 @@
-"""The objective of one optimizer step: policy loss, KL term and entropy bonus, summed under the tokens' weights.
+"""Computes the objective of one optimizer step: policy loss, KL term and entropy bonus under the tokens' weights.
 
 In: log-probabilities and entropies of response tokens with the constants that go with them. Out: the scalar that is
 differentiated, and detached values per token for the metrics (DAPO Eqs. 8-12). `rollout_correction` makes one of the
@@ -17,7 +17,7 @@ from dapo.loss import MAX_LOG_RATIO, cispo_loss, gspo_loss, kl_penalty, policy_l
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the gradient does not flow through, per response token, [R].
+    """Holds what the gradient does not flow through, per response token, [R].
 
     old_logprobs: the policy's before the update. ref_logprobs: the reference policy's; None without a KL term.
     correction: factor of the policy loss (`rollout_correction`). weights: `dapo.loss.token_weights`; a token of weight
@@ -35,8 +35,10 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """loss: scalar with gradient, the sum of weights x (policy loss + KL term - entropy bonus). The rest is detached,
-    [R], and 0 or false where the token is masked: trained, clipped_low, clipped_high, dual_clipped (bool: not masked;
+    """Holds the objective and its parts.
+
+    loss: scalar with gradient, the sum of weights x (policy loss + KL term - entropy bonus). The rest is detached, [R],
+    and 0 or false where the token is masked: trained, clipped_low, clipped_high, dual_clipped (bool: not masked;
     the lower, the upper bound, the dual clip binds), log_ratio (logp - old_logp), kl and entropy (nats).
     """
 

@@ -40,7 +40,9 @@ def files(*folders: str) -> list:
     return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
 
 
-@pytest.mark.parametrize("path", files("dapo/ablation", "dapo/plan", "dapo/simulate", "dapo/tiny"))
+@pytest.mark.parametrize(
+    "path", files("dapo/ablation", "dapo/plan", "dapo/rewards", "dapo/simulate", "dapo/tiny", "workers/scoring")
+)
 def test_docstrings_begin_with_a_verb(path):
     wrong = [f"{name}: {text.splitlines()[0]}" for name, text in docstrings(path.read_text())]
     assert [line for line in wrong if not begins_with_a_verb(line.split(": ", 1)[1])] == []

@@ -1,4 +1,4 @@
-"""Reward workers and their driver-side pool.
+"""Scores responses in reward workers, which a pool on the driver's side feeds.
 
 In: one response at a time, as it ends. Out: its `Score`: the weighted reward functions, the overlong penalty, and the
 reward model's part where there is one. A failure of the machinery is tried once more elsewhere and is then unscorable
@@ -100,7 +100,7 @@ class RewardPool:
         model: RewardModel | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """options: Ray options of every worker, from `workers.cluster`. max_response_length: tokens."""
+        """Creates the workers. options: Ray options of each, from `workers.cluster`. max_response_length: tokens."""
         self._cfg = cfg
         self._options = options
         self.fleet = Fleet(

@@ -1,4 +1,4 @@
-"""Reward model workers and their driver-side pool.
+"""Scores responses with copies of a reward model, which a pool on the driver's side feeds.
 
 In: a prompt and a response, one call each, as responses end. Out: the model's score, NaN where there is none. What
 waits travels together, a bounded number of tokens in each remote call. `workers.scoring.fleet` replaces a worker that
@@ -52,7 +52,8 @@ class RewardModelPool:
         device: str,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """options: Ray options of each worker. Both these and device, `cpu` or `cuda`, are from `workers.cluster`."""
+        """Creates the workers. options: Ray options of each. These and device, `cpu` or `cuda`, are from
+        `workers.cluster`."""
         self._options = options
         self._arguments = (config, resolve_path(config.path), device)
         self._key = f"`reward.model.path` ({config.path})"
@@ -103,8 +104,8 @@ class RewardModelPool:
         self.fleet.stop()
 
     async def _score(self, conversation: Conversation, tokens: int) -> ModelScore:
-        """tokens: of the policy's tokenizer, to size a call by. A second try fills a call of its own: should the
-        response be the cause, it takes no other down with it."""
+        """Tries once or twice; the second time alone, so that a response that kills workers takes no other with it.
+        tokens: of the policy's tokenizer, to size a call by."""
         try:
             return (await self.fleet.score(conversation, cost=tokens))[0]
         except WorkerLost as lost:

@@ -1,1 +1,1 @@
-"""Reward functions: ready ones, the loader of a person's own, and the process that calls them (DESIGN section 6)."""
+"""Scores responses: ready reward functions, the loader of a person's own, and the process that calls them."""

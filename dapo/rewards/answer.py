@@ -1,4 +1,4 @@
-"""A solution in, its answer out: where it stands, how it reads, and whether it says the same as the ground truth.
+"""Finds the answer of a solution, reads it, and says whether it is the ground truth.
 
 The answer follows the last `Answer:` in the last 300 characters (DAPO's rule, paper section 2.4) or, where there is
 none, is what the last \\boxed{...} there holds. Work is bounded by those 300 characters, whatever they are.
@@ -35,7 +35,7 @@ _UPPER_SENTINELS = ("N/A", "NA", "<NA>", "NaT")  # n/a is a fraction
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One answer as it was understood. Made by `read`; compared by `agree`.
+    """Holds one answer as it was understood. Made by `read`; compared by `agree`.
 
     dapo, careful: its two spellings. value: its exact number, else None. several: it is a list of answers.
     nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to 9; it is then never right.
@@ -55,7 +55,7 @@ NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, nothing=True
 
 
 def find_answer(solution: str) -> str:
-    """The text of the answer, as it was written, or "".
+    """Returns the text of the answer, as it was written, or "".
 
     After the last label with something behind it, the first line that holds more than markup: a display formula may
     follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, but two different
@@ -74,7 +74,7 @@ def find_answer(solution: str) -> str:
 
 
 def read(text: str) -> Reading:
-    """How an answer's text is understood, of a solution or of the data alike.
+    """Returns how an answer's text is understood, in a solution and in the data alike.
 
     DAPO's spelling decides the number where it is one, so that all answers that its rule accepts are accepted.
     """
@@ -97,12 +97,12 @@ def read(text: str) -> Reading:
 
 @lru_cache(maxsize=4096)
 def read_truth(text: str) -> Reading:
-    """`read` for a ground truth, which all responses of a group share."""
+    """Reads a ground truth, which all responses of a group share."""
     return read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
 
 
 def agree(answer: Reading, truth: Reading) -> bool:
-    """Whether two readings are the same answer: by value where both are numbers, else by a spelling."""
+    """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling."""
     if answer.nothing or truth.nothing or answer.several != truth.several:
         return False
     if answer.dapo and answer.dapo == truth.dapo:
@@ -113,15 +113,15 @@ def agree(answer: Reading, truth: Reading) -> bool:
 
 
 def _says_something(line: str) -> bool:
-    """Whether a line holds more than white space and markup."""
+    """Returns whether a line holds more than white space and markup."""
     if not line or line.isspace():
         return False
     return bool(_DIGIT.search(line) or careful_spelling(line)) or any(map(str.isalnum, dapo_spelling(line)))
 
 
 def _several(text: str) -> bool:
-    """Whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes or formulas of
-    numbers that differ.
+    """Returns whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes or
+    formulas of numbers that differ.
 
     Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item.
     """

@@ -1,6 +1,6 @@
-"""`python -m dapo.rewards.fork_server FD`: the clean process that imports the reward functions and forks the children.
+"""Runs the fork server, `python -m dapo.rewards.fork_server FD`: imports the reward functions and forks the children.
 
-    reward worker ──fork requests──▶ this process ──fork──▶ child   (limited, scores one response at a time)
+    reward worker ──fork requests──▶ fork server  ──fork──▶ child   (limited, scores one response at a time)
          ▲  ▲──────pids and ends──────────┘                   │
          └─────────────────── JSON over a socket ─────────────┘
 
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards import sandbox as sandbox
+from dapo.rewards import sandbox
 from dapo.rewards.functions import RewardFunctionError, RewardFunctions
 from dapo.rewards.loading import PACKAGE, Canary, describe, ready_name, tail
 
@@ -39,7 +39,7 @@ DENIED = "Operation not permitted"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One response to be scored. Made by the reward pool, consumed by a child."""
+    """Describes one response to be scored. Made by the reward pool, consumed by a child."""
 
     source: str
     text: str
@@ -47,7 +47,7 @@ class Item:
     extra_info: dict[str, Any]
 
     def request(self, reads_last: int | None) -> dict[str, Any]:
-        """What goes to the child; of the text, only the end that the functions read."""
+        """Returns what goes to the child; of the text, only the end that the functions read."""
         return {
             "source": self.source,
             "text": tail(self.text, reads_last),
@@ -57,7 +57,7 @@ class Item:
 
 
 def pack(value: Any) -> bytes:
-    """A frame. Numpy's values become Python's; what JSON has no form for becomes text."""
+    """Returns a frame. Numpy's values become Python's; what JSON has no form for becomes text."""
     image = json.dumps(value, default=_plain).encode("ascii")
     return HEADER.pack(len(image)) + image
 
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_frame(channel: socket.socket) -> Any:
-    """The next value, waiting for it; None at the end of the stream."""
+    """Waits for the next value and returns it; None at the end of the stream."""
     header = _read(channel, HEADER.size)
     return None if header is None else json.loads(_read(channel, HEADER.unpack(header)[0]) or b"null")
 
@@ -83,7 +83,7 @@ def _read(channel: socket.socket, size: int) -> bytes | None:
 
 
 def main() -> None:
-    """The clean process: until the reward worker closes its end."""
+    """Runs until the reward worker closes its end."""
     sandbox.die_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = read_frame(control)
@@ -91,9 +91,9 @@ def main() -> None:
     try:
         functions = RewardFunctions(specs)
         _warm_up(functions, specs)
-    except Exception as error:  # a person's module may raise anything; what is told names the key
-        told = str(error) if isinstance(error, ValueError | RewardFunctionError) else describe(error)
-        control.sendall(pack({"error": told}))
+    except Exception as error:  # a person's module may raise anything; the message names the key
+        message = str(error) if isinstance(error, ValueError | RewardFunctionError) else describe(error)
+        control.sendall(pack({"error": message}))
         return
     gc.collect()
     sandbox.live_without_parent()  # from here on the end of `control` tells, and the children are ended with it
@@ -111,8 +111,8 @@ def main() -> None:
 
 
 def _warm_up(functions: RewardFunctions, specs: list[RewardFunctionConfig]) -> None:
-    """What ready functions do once (tables of parsers) is done here and not in each child. A person's function might
-    start threads, which do not survive a fork."""
+    """Lets ready functions do here, and not in each child, what they do once (tables of parsers). A person's function
+    might start threads, which do not survive a fork."""
     ready = {label for label, spec in zip(functions.labels, specs, strict=True) if ready_name(spec.path)}
     for label, canary in functions.canaries():
         if label in ready:
@@ -180,8 +180,8 @@ def _become_child(fd: int, functions: RewardFunctions, limits: LimitsConfig, kee
 
 
 def _score_items(channel: socket.socket, functions: RewardFunctions, cpu_s: float) -> None:
-    """One item after the other. The timer counts CPU time and ends the process by SIGPROF, however busy its machine and
-    deep in C its code: the parent reads that as the CPU limit."""
+    """Scores one item after the other. The timer counts CPU time and ends the process by SIGPROF, however busy its
+    machine and deep in C its code: the parent reads that as the CPU limit."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while (item := read_frame(channel)) is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -206,7 +206,7 @@ def _verdict(functions: RewardFunctions, item: dict[str, Any]) -> dict[str, Any]
         return asdict(score)
     except MemoryError:
         raise
-    except Exception as error:  # the functions' own are told as RewardFunctionError; what they give may raise too
+    except Exception as error:  # the functions' own come as RewardFunctionError; what they give may raise too
         if DENIED in str(error):  # EPERM, as the filter gives it
             return {
                 "error": f"{error}; network and new processes are denied to reward functions "

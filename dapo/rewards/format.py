@@ -1,4 +1,4 @@
-"""Whether a response keeps to a layout: one <think>...</think>, then one <answer>...</answer>, and nothing outside.
+"""Scores a layout: one <think>...</think>, then one <answer>...</answer>, and nothing outside.
 
 A score for the form alone, 1.0 or 0.0, to add to a verifier's by weight; it says nothing about the answer, so no `acc`.
 """
@@ -20,7 +20,7 @@ def compute_score(
     answer: str = "answer",
     opened: bool = False,
 ) -> dict[str, float]:
-    """1.0 when each of the four tags stands there once, in order, with only white space outside; else 0.0.
+    """Returns 1.0 when each of the four tags stands there once, in order, with only white space outside; else 0.0.
 
     think, answer: the tags' names. opened: the chat template has already written the first tag, so that the response
     starts inside it. Returns score and, for metrics, how often each tag occurs: think_open, think_close, answer_open,
@@ -41,7 +41,7 @@ def compute_score(
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Known responses, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    """Yields known responses, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     think, answer = kwargs.get("think", "think"), kwargs.get("answer", "answer")
     first = "" if kwargs.get("opened", False) else f"<{think}>"
     yield f"{first}2 + 2 is 4.</{think}>\n<{answer}>4</{answer}>\n", "4", {}, 1.0
@@ -50,7 +50,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 
 
 def _in_order(text: str, tags: tuple[str, str, str, str]) -> bool:
-    """Whether the tags, each of which occurs once, enclose all of the text but white space, part by part."""
+    """Returns whether the tags, each of which occurs once, enclose all of the text but white space, part by part."""
     rest, parts = text, []
     for tag in tags:
         part, found, rest = rest.partition(tag)

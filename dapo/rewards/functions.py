@@ -1,4 +1,4 @@
-"""The weighted reward functions of a run, evaluated on one response.
+"""Evaluates the weighted reward functions of a run on one response.
 
 In: `reward.functions` of the configuration, and a response's text; out: a `Score`. Runs in a reward worker's child
 process: pure, but for the code that a person brings, in verl's signature
@@ -28,14 +28,14 @@ RESERVED = ("score", "acc", "pred")  # all else that a function gives is a metri
 
 
 class RewardFunctionError(RuntimeError):
-    """A reward function raised; the message names the function, the data source, the exception and its place."""
+    """Says that a reward function raised; names the function, the data source, the exception and its place."""
 
 
 class RewardFunctions:
-    """The functions of `reward.functions`, loaded once, evaluated on one response at a time."""
+    """Holds the functions of `reward.functions`, loaded once, evaluated on one response at a time."""
 
     def __init__(self, specs: Sequence[RewardFunctionConfig]) -> None:
-        """Load every function. Raises ValueError naming `reward.functions[i]` for what cannot be loaded or weighted."""
+        """Loads every function. Raises ValueError naming `reward.functions[i]` for what cannot be loaded."""
         if not specs:
             raise ValueError("`reward.functions` is empty; give at least one, such as path math")
         self.labels = labels(specs)
@@ -45,17 +45,17 @@ class RewardFunctions:
 
     @property
     def reads_last(self) -> int | None:
-        """Characters at the end of a solution that any of the functions looks at; None: all."""
+        """Returns how many characters at the end of a solution the functions look at; None: all."""
         limits = [function.reads_last for function in self._functions]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 
     @property
     def digest(self) -> str:
-        """Of the files that the functions are in: all workers of a run must agree on it."""
+        """Returns the digest of the files that the functions are in: all workers of a run must agree on it."""
         return " ".join(function.digest for function in self._functions)
 
     def canaries(self) -> list[tuple[str, Canary]]:
-        """Every known answer with the label of the function that it is for."""
+        """Returns every known answer with the label of the function that it is for."""
         return [
             (label, canary)
             for label, function in zip(self.labels, self._functions, strict=True)
@@ -63,17 +63,17 @@ class RewardFunctions:
         ]
 
     def without_canary(self) -> list[str]:
-        """Labels of the functions that nothing is known of."""
+        """Returns the labels of the functions without known answers."""
         return [label for label, f in zip(self.labels, self._functions, strict=True) if not f.canaries]
 
     def score_alone(self, label: str, canary: Canary) -> float:
-        """What one function gives for one known answer."""
+        """Returns what one function gives for one known answer."""
         function = self._functions[self.labels.index(label)]
         value = _call(label, function, "canary", canary.solution_str, canary.ground_truth, canary.extra_info)
         return _as_float(label, "score", value["score"] if isinstance(value, dict) else value)
 
     def at_limit(self, failure: str) -> Score:
-        """The verdict on a response whose scoring reached the CPU or memory limit: wrong, `wrong` from each function.
+        """Returns the score of a response whose scoring reached the CPU or memory limit: `wrong` of each function.
 
         Anything milder would pay a policy for breaking the verifier.
         """
@@ -82,7 +82,7 @@ class RewardFunctions:
         return Score(accuracy=0.0, reward=reward, parts=parts, metrics={}, prediction="", failure=failure)
 
     def score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Score:
-        """Evaluate all functions on one response.
+        """Evaluates all functions on one response.
 
         parts: what each function gave, by label, before its weight. reward: the weighted sum. accuracy: the `acc` of
         the first function that gives one, else 1.0 where the first function's score is positive and 0.0 where not. A
@@ -143,8 +143,8 @@ def _call(label: str, function: LoadedFunction, source: str, text: str, truth: s
 
 
 def _metrics(label: str, details: dict[str, Any]) -> dict[str, float]:
-    """Numbers under names of the function's own. What is no number is its own business, and the count is bounded: every
-    name becomes a curve."""
+    """Returns the numbers under names of the function's own. What is no number is its own business, and the count is
+    bounded: every name becomes a curve."""
     found: dict[str, float] = {}
     for key, value in details.items():
         if key not in RESERVED and isinstance(value, numbers.Real | np.bool_) and len(found) < MAX_METRICS:
@@ -162,7 +162,7 @@ def _shown_keys(details: dict[Any, Any]) -> str:
 
 
 def _as_float(label: str, field: str, value: Any) -> float:
-    """A finite number or NaN. Numbers are bool, int, float, numpy's scalars; None is NaN."""
+    """Returns a finite number or NaN. Numbers are bool, int, float, numpy's scalars; None is NaN."""
     if value is None:
         return math.nan
     if not isinstance(value, numbers.Real | np.bool_):
@@ -181,5 +181,5 @@ def _as_float(label: str, field: str, value: Any) -> float:
 
 
 def _printable(prediction: Any) -> str:
-    """At most 300 characters of the prediction that any file and database can hold."""
+    """Returns at most 300 characters of the prediction that any file and database can hold."""
     return printable(str(prediction)[:MAX_PREDICTION_CHARS])

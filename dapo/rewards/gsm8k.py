@@ -1,4 +1,4 @@
-"""The verifier for GSM8K's own format: +1 when the number after the last `####` is the ground truth's, else -1.
+"""Verifies answers in GSM8K's own format: +1 when the number after the last `####` is the ground truth's, else -1.
 
 A ground truth is the number, or the data set's whole reference solution, which ends with `#### 1,080`.
 """
@@ -15,11 +15,11 @@ _MARK = "####"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The verdict on one solution, in verl's signature; only solution_str and ground_truth are looked at.
+    """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
 
     What stands on the line behind the last mark must be one number, read as `dapo.rewards.math` does: with thousands
     separators, a dollar sign, a unit or a closing dot. Returns score (1.0 right, -1.0 wrong), acc (the same as a bool)
-    and pred (the number as it was read, "" when there is none). Never raises for any solution_str.
+    and pred (the answer as it was read, "" when there is none). Never raises for any solution_str.
     """
     answer = read(_after_mark(solution_str[-TAIL_CHARS:]))
     correct = answer.value is not None and agree(answer, _read_truth(str(ground_truth)))
@@ -27,7 +27,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Known answers, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    """Yields known answers, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     yield "She makes 9 * 2 = 18 dollars.\n#### $18.00", "She makes 9 * 2 = <<9*2=18>>18.\n#### 18", {}, 1.0
     yield "#### 1,080", "1080", {}, 1.0
     yield "#### 18", "1080", {}, -1.0
@@ -36,7 +36,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 
 
 def _after_mark(text: str) -> str:
-    """The line behind the last mark, or ""; what follows a mark at the end of a line is on the next one."""
+    """Returns the line behind the last mark, or ""; what follows a mark at the end of a line is on the next one."""
     _, mark, behind = text.rpartition(_MARK)
     return behind.strip().partition("\n")[0] if mark else ""
 

@@ -1,4 +1,4 @@
-"""Which LaTeX expressions may reach a computer algebra system: short, flat, of known commands, with small numbers.
+"""Lets through LaTeX that a computer algebra system may see: short, flat, of known commands, with small numbers.
 
 A power tower, a factorial, 60 parentheses or a matrix of 30,000 columns fit in one line and hang or fill a process.
 What passes is parsed and simplified in milliseconds; the few that are not are what the limits of the child are for.
@@ -37,7 +37,7 @@ _COMMANDS = _COSTLY.union(
 
 
 def is_tame(latex: str) -> bool:
-    """Whether an expression may be parsed. Linear in its length, but for a scan of each exponent."""
+    """Returns whether an expression may be parsed. Linear in its length, but for a scan of each exponent."""
     if len(latex) > MAX_CHARS or not latex or not _CHARS.fullmatch(latex):
         return False
     bare, environments = _ENVIRONMENT.subn(" ", latex)
@@ -58,7 +58,7 @@ def is_tame(latex: str) -> bool:
 
 
 def _is_flat(latex: str) -> bool:
-    """Brackets of all kinds closed and at most MAX_DEPTH deep; half-open intervals may mix ( with ]."""
+    """Returns whether brackets are closed and at most MAX_DEPTH deep; half-open intervals may mix ( with ]."""
     depth = bars = 0
     for char in latex:
         if char in "([{":
@@ -75,7 +75,8 @@ def _is_flat(latex: str) -> bool:
 
 
 def _powers_are_small(latex: str) -> bool:
-    """No tower, no large exponent, and no large product of exponents, as in ((2^{900}+1)^{20}+1)^{20}."""
+    """Returns whether there is no tower, no large exponent and no large product of exponents, as in
+    ((2^{900}+1)^{20}+1)^{20}."""
     total = 1.0
     for match in re.finditer(r"\^", latex):
         exponent = _argument(latex[match.end() :])
@@ -99,7 +100,7 @@ def _stands_on_letter(before: str) -> bool:
 
 
 def _argument(text: str) -> str:
-    """What an exponent holds: a group in braces, a command or one character."""
+    """Returns what an exponent holds: a group in braces, a command or one character."""
     text = text.lstrip()
     if not text.startswith("{"):
         match = re.match(r"\\[A-Za-z]+|.", text)

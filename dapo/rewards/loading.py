@@ -1,6 +1,6 @@
-"""Finding reward functions: ready ones by their short name, a person's own in a file or an importable module.
+"""Finds reward functions: ready ones by their short name, a person's own in a file or an importable module.
 
-In: an entry of `reward.functions`. Out: the loaded function with what its module tells about it: how much of a text it
+In: an entry of `reward.functions`. Out: the loaded function with what its module says about it: how much of a text it
 reads, and known answers to check it with.
 """
 
@@ -27,7 +27,7 @@ MAX_MESSAGE_CHARS = 200  # of a person's exception, which may quote the model's 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """An answer whose score is known. Made by `canaries` of a reward module, scored by the child processes."""
+    """Holds an answer whose score is known. Made by `canaries` of a reward module, scored by the child processes."""
 
     solution_str: str
     ground_truth: str
@@ -37,7 +37,7 @@ class Canary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedFunction:
-    """A reward function, ready to be called.
+    """Holds a reward function, ready to be called.
 
     reads_last: characters at the end of a solution that it looks at (`READS_LAST` of its module); None: all of them.
     file: where it is defined, for messages. digest: of that file.
@@ -52,7 +52,7 @@ class LoadedFunction:
 
 
 def load(spec: RewardFunctionConfig, *, index: int = 0) -> LoadedFunction:
-    """The function of an entry; index is its place in the configuration.
+    """Returns the function of an entry; index is its place in the configuration.
 
     A file is loaded under a name of its own: it shadows no module, and its folder does not enter the search path.
     Raises ValueError naming `reward.functions[index]`, the value and the remedy.
@@ -76,26 +76,26 @@ def load(spec: RewardFunctionConfig, *, index: int = 0) -> LoadedFunction:
 
 
 def tail(text: str, reads_last: int | None) -> str:
-    """The last `reads_last` characters; None: all of them."""
+    """Returns the last `reads_last` characters; None: all of them."""
     return text if reads_last is None else text[max(0, len(text) - reads_last) :]
 
 
 def ready_name(path: str) -> str | None:
-    """`math` of `math` and of `dapo.rewards.math`; None for a person's own."""
+    """Returns `math` for `math` and for `dapo.rewards.math`; None for a person's own."""
     name = path.removeprefix(PACKAGE + ".")
     return name if name in READY else None
 
 
 def describe(error: BaseException) -> str:
-    """Type and shortened message; escaped, because it may quote the model's text."""
+    """Returns type and shortened message; escaped, because it may quote the model's text."""
     message = str(error)
     short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
     return f"{type(error).__name__}: {ascii(short)[1:-1]}"
 
 
 def labels(specs: Sequence[RewardFunctionConfig]) -> tuple[str, ...]:
-    """A name per function for metrics: a ready one's short name, else the function's own, or module.name where several
-    share it, as verl's convention invites."""
+    """Returns a name per function for metrics: a ready one's short name, else the function's own, or module.name where
+    several share it, as verl's convention invites."""
     names = [ready_name(spec.path) or spec.name for spec in specs]
     found: list[str] = []
     for index, (spec, name) in enumerate(zip(specs, names, strict=True)):
@@ -142,7 +142,7 @@ def _check_numbers(spec: RewardFunctionConfig, key: str) -> None:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether it reaches a child process unchanged."""
+    """Returns whether it reaches a child process unchanged."""
     try:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)
     except (TypeError, ValueError):
@@ -152,14 +152,14 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 def _check_signature(function: Callable[..., Any], spec: RewardFunctionConfig, key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a callable of another language, which tells none
+    except ValueError:  # a callable of another language, which has none
         return
     try:
         signature.bind(data_source="", solution_str="", ground_truth="", extra_info={}, **spec.kwargs)
     except TypeError as error:
         raise ValueError(
             f"`{key}` ({spec.name} of {spec.path}) cannot be called with data_source, solution_str, ground_truth, "
-            f"extra_info and `{key}.kwargs` {sorted(spec.kwargs)}: {error}; mend the function or the kwargs"
+            f"extra_info and `{key}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
         ) from None
 
 
@@ -181,7 +181,7 @@ def _canaries(module: ModuleType, spec: RewardFunctionConfig, key: str) -> tuple
 
 
 def _load_module(path: str, key: str) -> ModuleType:
-    """Import a ready one, a file or a dotted module. Code that ends the process at import is an import error too."""
+    """Imports a ready one, a file or a dotted module. Code that ends the process at import is an import error too."""
     file = Path(path).expanduser().resolve() if path.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"`{key}` ({path!r}): there is no file {file}; give an absolute path or a dotted module")

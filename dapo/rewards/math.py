@@ -1,4 +1,4 @@
-"""The default verifier: a solution's text and the ground truth in, +1 or -1 out, by DAPO's rule (paper section 2.4).
+"""Verifies answers by DAPO's rule (paper section 2.4), the default: solution and ground truth in, +1 or -1 out.
 
 The answer is found and read by `dapo.rewards.answer`, and compared as a number (integer, decimal or fraction, exactly)
 or else as a string. Whatever DAPO's rule accepts is right, but for lists of answers, calculations that were not carried
@@ -14,10 +14,10 @@ READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The verdict on one solution, in verl's signature; only solution_str and ground_truth are looked at.
+    """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
 
     Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred (the answer as it was read, "" when there
-    is none; printable). Never raises for any solution_str; bounded work whatever it holds.
+    is none, all of a list; printable). Never raises for any solution_str; bounded work whatever it holds.
     """
     answer = read(find_answer(solution_str))
     correct = agree(answer, read_truth(str(ground_truth)))
@@ -25,7 +25,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Known answers, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    """Yields known answers, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     yield "Adding up gives 1080.\nAnswer: 1,080.", "1080", {}, 1.0
     yield "Half of it is left: \\boxed{\\frac{1}{2}}", "0.5", {}, 1.0
     yield "Answer: 1079", "1080", {}, -1.0

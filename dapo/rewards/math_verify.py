@@ -1,4 +1,4 @@
-"""The verifier for symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
+"""Verifies symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
 
 The library sees only an expression that `dapo.rewards.latex_filter` lets through, in dollar signs, and only its LaTeX
 reader, a grammar that builds expressions, looks at it: its reader of plain expressions hands text to Python and is
@@ -36,7 +36,7 @@ _OR_AND = re.compile(r"[,;]?\s*(?<![A-Za-z])(?:or|and)(?![A-Za-z])\s*|;\s*", re.
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The verdict on one solution, in verl's signature; only solution_str and ground_truth are looked at.
+    """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
 
     Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
     truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
@@ -48,7 +48,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Known answers, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself."""
+    """Yields known answers, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself."""
     yield "Answer: 1,080", "1080", {}, 1.0
     yield "Answer: $\\frac{1}{\\sqrt{2}}$", "\\frac{\\sqrt{2}}{2}", {}, 1.0
     yield "So it is \\boxed{(x+1)^2}.", "x^2+2x+1", {}, 1.0
@@ -78,14 +78,14 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
 
 
 def _is_relation(truth: str) -> bool:
-    """Whether a ground truth is an inequality, or an equation that is more than a value with a name before it."""
+    """Returns whether a ground truth is an inequality, or an equation that is more than a value with a name."""
     text = _expression(truth, right_side=False)
     left = _RELATION.split(text, maxsplit=1)[0].strip()
     return bool(_INEQUALITY.search(text)) or ("=" in text and not _NAMED.fullmatch(left))
 
 
 def _items(text: str) -> str:
-    """A list of answers with commas between, without the name where all have one: x = 1 or x = 2 is 1, 2."""
+    """Returns a list of answers with commas between, without the name where all have one: x = 1 or x = 2 is 1, 2."""
     text = _expression(text, right_side=False)
     names = _ITEM_NAME.findall(text)
     if len(set(names)) == 1 and len(names) == text.count(",") + 1:
@@ -94,14 +94,14 @@ def _items(text: str) -> str:
 
 
 def _expression(text: str, *, right_side: bool) -> str:
-    """What is handed to the library: the formula alone, without units, its `or`, `and` and semicolons as commas."""
+    """Returns what the library gets: the formula alone, without units, its `or`, `and` and semicolons as commas."""
     text = without_units(formula(text, right_side=right_side))
     text = _OR_AND.sub(", ", text.replace("$", "").replace("\\displaystyle", ""))
     return text.replace("{,}", ",").strip()
 
 
 def _equal(left: str, right: str) -> bool:
-    """Whether two expressions mean the same; False for all that does not pass the filter or cannot be compared.
+    """Returns whether two expressions mean the same; False for what does not pass the filter or cannot be compared.
 
     Raises MemoryError, which is the child's limit and has a verdict of its own.
     """
@@ -117,8 +117,8 @@ def _equal(left: str, right: str) -> bool:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Whether values agree to a millionth, alone or in a list, set or tuple. The library compares decimals by their
-    first six places: 0.0 would be right for every small truth. True for what has no value."""
+    """Returns whether values agree to a millionth, alone or in a list, set or tuple. The library compares decimals by
+    their first six places: 0.0 would be right for every small truth. True for what has no value."""
     try:
         expected, got = _values(one), _values(other)
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -129,7 +129,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _values(expression: Any) -> list[float]:
-    """Its value, or those of its items in ascending order. Raises TypeError where there is none."""
+    """Returns its value, or those of its items in ascending order. Raises TypeError where there is none."""
     try:
         return [float(expression.evalf())]
     except (TypeError, AttributeError):
@@ -145,7 +145,7 @@ def _values(expression: Any) -> list[float]:
     maxsize=1024
 )  # an error is not kept: one for lack of memory must not make a ground truth unreadable for good
 def _parse(latex: str) -> list[Any]:
-    """The expression that the library reads, in a list. Raises ValueError where it reads none."""
+    """Returns the expression that the library reads, in a list. Raises ValueError where it reads none."""
     assert len(latex) <= MAX_CHARS and "$" not in latex
     found: list[Any] = parse(
         f"${latex}$",

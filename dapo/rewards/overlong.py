@@ -1,4 +1,4 @@
-"""Number of response tokens in, penalty out: Soft Overlong Punishment (DAPO Eq. 13).
+"""Punishes long responses by their number of tokens: Soft Overlong Punishment (DAPO Eq. 13).
 
 The penalty is added to the reward after the verdict; it never touches the accuracy by which groups are filtered.
 `compute_score` is the same for `reward.functions`, where a weight or another buffer is wanted.
@@ -21,7 +21,7 @@ def compute_score(
     buffer_length: int,
     penalty_factor: float = 1.0,
 ) -> float:
-    """`overlong_penalty` of extra_info["num_response_tokens"], which the reward worker sets; the text is not read.
+    """Returns the penalty for extra_info["num_response_tokens"], which the reward worker sets; the text is not read.
 
     A plain number without `acc`. Raises ValueError naming the setting that is out of range, or where the number of
     tokens is missing.
@@ -47,7 +47,7 @@ def compute_score(
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:
-    """Known lengths, as (solution_str, ground_truth, extra_info, expected score), for the pool's check of itself.
+    """Yields known lengths, as (solution_str, ground_truth, extra_info, score), for the pool's check of itself.
 
     Raises ValueError naming a setting that kwargs lacks.
     """
@@ -65,7 +65,7 @@ def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict
 def overlong_penalty(
     num_tokens: int, *, max_response_length: int, buffer_length: int, penalty_factor: float = 1.0
 ) -> float:
-    """0 up to max_response_length - buffer_length tokens, then linearly down to -penalty_factor at the cap, and beyond.
+    """Returns 0 up to max_response_length - buffer_length tokens, then linearly down to -penalty_factor at the cap.
 
     All lengths in tokens. With a cap of 20480 and a buffer of 4096: 16384 -> 0, 18432 -> -0.5, 20480 -> -1.
     Raises ValueError for a buffer without tokens.

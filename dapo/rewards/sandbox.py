@@ -1,4 +1,4 @@
-"""What a reward child may use: memory, files, and, where the kernel grants it, no process and no network.
+"""Limits what a reward child may use: memory, files, and, where the kernel grants it, no process and no network.
 
 In: `LimitsConfig`. Out: the calling process limited for good, and the names of what the kernel granted. CPU time is a
 timer per item (`dapo.rewards.fork_server`) and wall-clock time the parent's business. seccomp(2) needs no privilege,
@@ -48,7 +48,7 @@ def apply(limits: LimitsConfig) -> list[str]:
     die_with_parent()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file beyond the limit is an OSError
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, a child goes before anything dear
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, a child goes first
     _set(resource.RLIMIT_CORE, 0)
     _set(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _set(resource.RLIMIT_FSIZE, limits.file_bytes)
@@ -64,19 +64,19 @@ def live_without_parent() -> None:
 
 
 def _set(kind: int, value: int) -> None:
-    """A limit that is already lower stays."""
+    """Sets a limit; one that is already lower stays."""
     hard = resource.getrlimit(kind)[1]
     least = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (least, least))
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped now."""
+    """Returns the bytes that this process has mapped now."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends."""
+    """Lets the kernel kill this process when the thread that started it ends."""
     parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -101,8 +101,8 @@ def _filter(denied: list[str]) -> bool:
 
 
 def _program(machine: str, denied: list[str]) -> list[bytes]:
-    """Denied calls fail with EPERM; a new thread is no new process. clone3 hides its flags from a filter: ENOSYS sends
-    the C library back to clone."""
+    """Returns a filter by which denied calls fail with EPERM; a new thread is no new process. clone3 hides its flags
+    from a filter: ENOSYS sends the C library back to clone."""
     audit, numbers = _ARCHITECTURES[machine]
     refuse = _step(_RETURN, _ERRNO | errno.EPERM)
     code = [_step(_LOAD, _ARCH), _step(_JUMP_EQUAL, audit, 1, 0), refuse, _step(_LOAD, _NR)]
@@ -119,5 +119,5 @@ def _program(machine: str, denied: list[str]) -> list[bytes]:
 
 
 def _step(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; the jumps count the instructions to leap over."""
+    """Returns one instruction; the jumps count the instructions to leap over."""
     return struct.pack("<HBBI", code, if_true, if_false, operand)

@@ -1,4 +1,4 @@
-"""Data files in, a count out: does a verifier find each reference answer right, and wrong against another row's?
+"""Checks data files: does a verifier find each reference answer right, and wrong against another row's?
 
 To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong.
 
@@ -26,8 +26,8 @@ MAX_SHOWN = 10  # failures of a file that are printed
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One row's answer. row: counted from 0. solution: what is scored. truth: as in the data. short: only its number
-    or expression, to tell different truths apart."""
+    """Holds one row's answer. row: counted from 0. solution: what is scored. truth: as in the data. short: only its
+    number or expression, to tell different truths apart."""
 
     row: int
     solution: str
@@ -36,7 +36,7 @@ class Reference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the files that the command line names, print what was found, and return the exit status."""
+    """Checks the files that the command line names, prints what was found, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dapo.rewards.selfcheck", description=(__doc__ or "").split("\n")[0]
     )
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(name: str, references: Sequence[Reference], compute_score: Callable[..., Any]) -> int:
-    """Score every reference against its own truth and the next different one, print the counts; the failures."""
+    """Scores every reference against its own truth and the next different one, prints the counts; returns failures."""
     failures: list[str] = []
     compared = right = wrong = 0
     for index, own in enumerate(references):
@@ -80,7 +80,7 @@ def check(name: str, references: Sequence[Reference], compute_score: Callable[..
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
-    """The reference answers of one file, written as `function` expects them. Raises ValueError for what is no row."""
+    """Yields the reference answers of a file as `function` expects them. Raises ValueError for what is none."""
     raw = _question_and_answer(Path(name))
     if raw is not None:
         for row, answer in raw:
@@ -106,7 +106,7 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
 
 
 def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
-    """(row, answer) of a file with GSM8K's columns; None for any other, which is then read as DAPO-Math's schema."""
+    """Returns (row, answer) of a file with GSM8K's columns; None for any other, which has DAPO-Math's schema."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     answers: list[tuple[int, str]] = []
@@ -124,7 +124,7 @@ def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
 
 
 def _next_different(references: Sequence[Reference], index: int) -> Reference | None:
-    """The first reference behind `index`, around the end, whose truth is another one."""
+    """Returns the first reference behind `index`, around the end, whose truth is another one."""
     own = read_truth(references[index].short)
     for step in range(1, len(references)):
         other = references[(index + step) % len(references)]

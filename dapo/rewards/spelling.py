@@ -1,4 +1,4 @@
-"""An answer's text in, one spelling of it out: DAPO's own, and a more careful one; and the number that a spelling is.
+"""Spells an answer's text: DAPO's own spelling, and a more careful one; and the number that a spelling is.
 
 Adversarial text: regular expressions over a bounded text, never evaluated. What is dropped follows Minerva (arXiv
 2206.14858, appendix D), from which DAPO's rule comes.
@@ -67,7 +67,7 @@ _LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
 
 
 def dapo_spelling(text: str) -> str:
-    """The answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" where its shortcut loses a part.
+    """Returns the answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" where that loses a part.
 
     Two differences: commas are dropped from thousands alone (its rule reads `1,2` as 12), and of a text with a formula
     it keeps the formula alone, also in `-$42$`, `$41$ $42$` and `$1$+1`: those it does not read here.
@@ -93,21 +93,22 @@ def dapo_spelling(text: str) -> str:
 
 
 def _formula_is_all(text: str) -> bool:
-    """Whether the first $formula$ of a text is all of the answer: no other one, no digit or operator beside it."""
+    """Returns whether the first $formula$ of a text is all of the answer: no other one, no digit or operator next to
+    it."""
     parts = text.replace("\\$", "").split("$")
     if len(parts) < 3:
         return True
     formula = parts[1].strip()
     if any(other.strip(" {}") not in ("", formula) for other in parts[3:-1:2]):
         return False
-    beside = parts[0::2] if len(parts) % 2 else [*parts[0::2], parts[-1]]  # the last dollar may open nothing
-    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(beside))):
+    around = parts[0::2] if len(parts) % 2 else [*parts[0::2], parts[-1]]  # the last dollar may open nothing
+    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(around))):
         return False
     return not (_LEFT_OPERATOR.search(parts[0]) or _RIGHT_OPERATOR.match(parts[2]))
 
 
 def careful_spelling(text: str, *, right_side: bool = True) -> str:
-    """One spelling per answer: no math delimiters, text commands, units of a number, spaces, markup or closing dot."""
+    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup or closing dot."""
     text = formula(text, right_side=right_side)
     if _PLAIN.fullmatch(text):
         return text
@@ -117,7 +118,7 @@ def careful_spelling(text: str, *, right_side: bool = True) -> str:
 
 
 def formula(text: str, *, right_side: bool = True) -> str:
-    """The part of an answer that says it, as written: `5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`.
+    """Returns the part of an answer that says it: `5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`.
 
     Without markup around; printable, on one line. right_side: of an equation, what stands right of the last `=`.
     """
@@ -135,13 +136,13 @@ def formula(text: str, *, right_side: bool = True) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for what cannot be shown, which must neither vanish (4<NUL>2 is not 42) nor reach a log or
-    a database."""
+    """Returns the text with U+FFFD for what cannot be shown, which must neither vanish (4<NUL>2 is not 42) nor reach a
+    log or a database."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def without_units(text: str) -> str:
-    """Without text commands around words, and without the unit behind a number."""
+    """Returns the text without commands around words, and without the unit behind a number."""
     if "\\" in text:
         text = _ANY_FRAC.sub(r"\\frac", text)
         for _ in range(3):  # \textbf{\text{...}}: deeper nesting is not an answer
@@ -150,7 +151,7 @@ def without_units(text: str) -> str:
 
 
 def boxed(text: str) -> list[str]:
-    """What the \\boxed{...} of a text hold, in order, of nested ones the innermost; not closed or empty is none."""
+    """Returns what the \\boxed{...} of a text hold, in order: of nested ones the innermost, no open or empty one."""
     boxes = {match.end() for match in _BOXED.finditer(text)} if "box" in text else set()
     contents: list[str] = []
     opened: list[tuple[int, int]] = []  # of every open brace, what it holds from, and how many contents were before
@@ -166,7 +167,7 @@ def boxed(text: str) -> list[str]:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal, fraction or mixed number in a careful spelling; None for all else.
+    """Returns the exact value of an integer, decimal, fraction or mixed number in a careful spelling; else None.
 
     A fraction that comes out even, 84/2, is a division that was not carried out: None. No exponents: `1e999999999`
     would have to be written out.
@@ -188,23 +189,23 @@ def number(text: str) -> Fraction | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of an integer or decimal in DAPO's spelling; None for all else."""
+    """Returns the value of an integer or decimal in DAPO's spelling; None for all else."""
     return Fraction(text) if len(text) <= MAX_NUMBER_CHARS and _PLAIN.fullmatch(text) else None
 
 
 def _trim(text: str) -> str:
-    """Without markdown emphasis and quotation marks around and punctuation behind."""
+    """Returns the text without markdown emphasis and quotation marks around it and punctuation behind."""
     return text.lstrip(' *_`"').rstrip(' *_`".,;:')
 
 
 def _inside_dollars(text: str) -> str:
-    """The formula of `the answer is $5$ indeed`; the whole text when it is not all of the answer."""
+    """Returns the formula of `the answer is $5$ indeed`; the whole text when it is not all of the answer."""
     text = text.replace("$$", "$")
     parts = text.replace("\\$", "").split("$")
     return parts[1] if len(parts) == 3 and _formula_is_all(text) else text
 
 
 def _right_side(text: str) -> str:
-    """`5` of `x = 2 + 3 = 5`; the whole text where the last `=` stands in braces."""
+    """Returns `5` of `x = 2 + 3 = 5`; the whole text where the last `=` stands in braces."""
     right = text.rpartition("=")[2]
     return right if right.count("{") == right.count("}") else text

@@ -67,7 +67,7 @@ class Classifier:
     """Holds the model with its tokenizer, on one device."""
 
     def __init__(self, config: RewardModelConfig, path: str, device: str) -> None:
-        """path: `config.path`, resolved. device: `cpu` or `cuda`.
+        """Loads the model. path: `config.path`, resolved. device: `cpu` or `cuda`.
 
         Raises:
             ValueError: the model is no sequence classifier with one label, or the files lack weights of it.

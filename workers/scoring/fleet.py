@@ -23,7 +23,7 @@ GAP_S = 0.01  # between two calls to a worker: what ends meanwhile goes together
 
 
 class WorkerLost(RuntimeError):
-    """A worker was lost with an item; the message says how. worker: its number."""
+    """Says that a worker was lost with an item; the message says how. worker: its number."""
 
     def __init__(self, reason: str, worker: int) -> None:
         super().__init__(reason)
@@ -217,8 +217,8 @@ class Fleet:
             if isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError):
                 self._break(f"{self._name} {worker.index}: {error.cause}")
             else:
-                told = f"{type(error.cause).__name__}: {error.cause}" if isinstance(error, RayTaskError) else str(error)
-                reason = f"its worker was lost ({told.splitlines()[0]})"
+                text = f"{type(error.cause).__name__}: {error.cause}" if isinstance(error, RayTaskError) else str(error)
+                reason = f"its worker was lost ({text.splitlines()[0]})"
                 self._lose(worker, handle, reason)
         finally:
             worker.load -= sum(job.cost for job in left.values())
@@ -276,7 +276,7 @@ class Fleet:
                     return
 
     def _break(self, reason: str) -> RemoteError:
-        """From now on every call of `score` raises, those that wait included: better than to wait for ever."""
+        """Lets every call of `score` raise from now on, those that wait included: better than to wait for ever."""
         self._broken = self._broken or RemoteError(reason)
         for job in self._waiting:
             if not job.done.done():

@@ -13,7 +13,7 @@ LIMIT_REACHED = {
 
 
 class CanaryError(RuntimeError):
-    """Known answers are not scored as they must be, or no process comes to score: no verdict can be trusted."""
+    """Says that known answers are scored wrong, or that no process comes to score: no verdict can be trusted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
