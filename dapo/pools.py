@@ -40,6 +40,10 @@ class RewardPool(Protocol):
         """Of response number `sample` to the prompt."""
         ...
 
+    def restarts(self) -> dict[str, float]:
+        """Returns how many processes were replaced so far, as metrics."""
+        ...
+
     async def check(self) -> None:
         """Raises RuntimeError when known answers are not scored as they must be: no verdict can be trusted then."""
         ...

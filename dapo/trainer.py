@@ -107,7 +107,7 @@ class Trainer:
         with self.clock("sync"):
             await self._pools.sync_weights(self.version)
         self._buffer.serving(self.version)
-        return metrics
+        return metrics | self._pools.rewards.restarts()
 
     def _is_due(self, every: int, at_end: bool) -> bool:
         if self.version >= self._cfg.trainer.total_steps:

@@ -88,8 +88,7 @@ class RewardModel(Protocol):
 
 
 class RewardPool:
-    """Holds all reward workers. failures: responses by the kind of failure, over the whole run. respawned_children:
-    child processes that were replaced, known at each check."""
+    """Holds all reward workers. failures: responses by the kind of failure, over the whole run."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class RewardPool:
             warn=warn,
         )
         self.failures: Counter[str] = Counter()
-        self.respawned_children = 0
+        self._respawned_children = 0  # known at each check
         self._digest = ""
         self._max_response_length = max_response_length
         self._model = model
@@ -142,7 +141,7 @@ class RewardPool:
         Raises:
             RemoteError: one of them failed; no verdict can be trusted.
         """
-        self.respawned_children += sum(await self.fleet.check())
+        self._respawned_children += sum(await self.fleet.check())
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
         """Returns the score of response number `sample` of a prompt.
@@ -159,6 +158,14 @@ class RewardPool:
         finally:
             if model is not None:
                 model.cancel()
+
+    def restarts(self) -> dict[str, float]:
+        """Returns how many workers, the model's included, and child processes were replaced so far, as metrics."""
+        fleets = [self.fleet] if self._model is None else [self.fleet, self._model.fleet]
+        return {
+            "perf/restarted_reward_workers": sum(fleet.respawned for fleet in fleets),
+            "perf/restarted_reward_children": self._respawned_children,
+        }
 
     def stop(self) -> None:
         """Ends all workers, the model's too."""

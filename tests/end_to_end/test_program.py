@@ -49,6 +49,9 @@ def test_three_steps_report_evaluate_and_save(whole_run):
     assert max(penalties[1:]) < penalties[0]
     assert checkpoint(output_dir).name == "step_000003"
     assert list((output_dir / "tensorboard").iterdir())
+    recorded = (output_dir / "metrics.jsonl").read_text()
+    assert recorded.count('"perf/restarted_reward_workers": 0.0') == 3
+    assert recorded.count('"perf/restarted_reward_children": 0.0') == 3
 
 
 def test_the_export_loads_and_differs_from_the_base(whole_run):

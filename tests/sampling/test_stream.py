@@ -186,6 +186,13 @@ def test_the_loop_updates_syncs_evaluates_and_saves(tmp_path):
     assert [batch.version for batch in actors.batches] == [0, 1, 2, 3, 4]
     assert [len(batch.minibatches) for batch in actors.batches] == [2] * 5
     assert [line["step"] for line in lines(tmp_path) if "eval/accuracy" in line] == [0, 2, 4, 5]
+    assert [line["step"] for line in lines(tmp_path) if line.get("perf/restarted_reward_workers") == 2] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
         "step_000002",
         "step_000004",

@@ -103,6 +103,9 @@ class FakeRewards:
         verdict = self._verdict(prompt, sample, response)
         return make_score(verdict) if not math.isnan(verdict) else make_score(verdict, math.nan)
 
+    def restarts(self) -> dict[str, float]:
+        return {"perf/restarted_reward_workers": 2.0}
+
     async def check(self) -> None:
         """Nothing can be wrong with it."""
 

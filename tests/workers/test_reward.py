@@ -134,15 +134,16 @@ def test_a_fault_changes_no_reward(program, victim):
         while [len(some) for some in await pids(pool)] != [2, 2]:
             await asyncio.sleep(0.1)
         await pool.check()
-        return scores, pool.fleet.respawned, pool.respawned_children
+        return scores, pool.restarts()
 
-    scores, respawned, respawned_children = use(program, body, timeout_s=4.0)
+    scores, restarts = use(program, body, timeout_s=4.0)
     expected = [(1.0, ""), (1.0, ""), (0.0, ""), (math.nan, "")] * 30
     assert [(score.accuracy, score.failure) for score in scores] == [
         pytest.approx(pair, nan_ok=True) for pair in expected
     ]
     least = {"a child": (0, 1), "all children": (0, 4), "a fork server": (0, 2)}.get(victim, (1, 0))
-    assert respawned >= least[0] and respawned_children >= least[1]
+    assert restarts["perf/restarted_reward_workers"] >= least[0]
+    assert restarts["perf/restarted_reward_children"] >= least[1]
 
 
 def test_a_function_that_only_fails_stops_the_run(program, monkeypatch):
