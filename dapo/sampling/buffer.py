@@ -8,6 +8,7 @@ It knows neither Ray nor clocks, so the same code runs against real engines and 
 draw is stands in `dapo.sampling.draws` alone; how many draws to start is a question to `dapo.sampling.demand`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -122,10 +123,11 @@ class OversamplingBuffer:
         if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
             self._wanted = self._budget.end(usable=self.draws.usable, wanted=self._batch)
             self._advance()
-        count = int(min(count, left, self._max_in_flight - self.in_flight))
-        started = self.draws.start(max(0, count if room is None else min(count, room)), self.version)
-        self._budget.drawn += len(started)
-        return started
+        count = int(min(count, left, self._max_in_flight - self.in_flight, math.inf if room is None else room))
+        if count <= 0:
+            return []
+        self._budget.drawn += count
+        return self.draws.start(count, self.version)
 
     def _batches_ahead(self) -> int:
         """Returns the number of updates that may train on what starts now."""
