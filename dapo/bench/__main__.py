@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m dapo.bench COMMAND [options] [key=value ...]`.
+"""Runs the benchmarks' command line: `python -m dapo.bench COMMAND [options] [key=value ...]`.
 
 `README.md` in this folder says what each command measures. A command's module, and with it torch and Ray, is imported
 when it runs. `python -m dapo.bench short|long|both [steps]` is another spelling of `step`.

@@ -1,4 +1,5 @@
-"""The yardsticks of the update: a rank's packed micro-batches in, those that `workers.actor` would get; seconds out.
+"""Holds the yardsticks of the update: a rank's packed micro-batches in, those that `workers.actor` would get; seconds
+out.
 
 Neither knows FSDP, exchange of gradients, metrics or guards: each process has a copy of the model of its own.
 `BareRank` is forward and backward through the product's own log-probabilities. `HandWrittenRank` is a whole update as
@@ -27,7 +28,7 @@ def load_model(cfg: Config) -> PreTrainedModel:
 
 
 class BareRank:
-    """One process of the bare update; a Ray actor in the benchmark."""
+    """Runs one process of the bare update; a Ray actor in the benchmark."""
 
     def __init__(self, cfg: Config) -> None:
         self._policy = PackedPolicy(load_model(cfg), cfg.rollout.temperature).train()
@@ -45,7 +46,7 @@ class BareRank:
 
 
 class HandWrittenRank:
-    """One process of the loop; a Ray actor in the benchmark."""
+    """Runs one process of the loop; a Ray actor in the benchmark."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg

@@ -27,7 +27,7 @@ SHOWN = ("perf/update_s", "perf/sync_s", "perf/goodput", "batch/staleness_mean",
 
 
 async def measure(cfg: Config, steps: int, rounds: int) -> dict[int, list[float]]:
-    """Returns groups per second of every round, by staleness."""
+    """Returns the groups per second of every round, by staleness."""
     rates: dict[int, list[float]] = {0: [], 1: []}
     async with workers(cfg) as (pools, prompts):
         for number in range(rounds):
@@ -39,7 +39,7 @@ async def measure(cfg: Config, steps: int, rounds: int) -> dict[int, list[float]
 async def one_round(
     cfg: Config, staleness: int, steps: int, pools: Pools, prompts: Sequence[Prompt], name: str
 ) -> float:
-    """Returns groups trained per second, after the warm-up."""
+    """Returns the groups trained per second, after the warm-up."""
     cfg = deepcopy(cfg)
     cfg.filter_groups.max_staleness = staleness
     cfg.trainer.total_steps = WARM_UP + steps + BEYOND

@@ -1,4 +1,4 @@
-"""What is measured by name: lengths of responses, shapes of models. Plain data, which the command line offers."""
+"""Names what is measured: lengths of responses, shapes of models. Plain data, which the command line offers."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Whole steps against two floors, which the same run measures right after each step, on its requests and tokens.
+"""Measures whole steps against two floors, which the same run measures right after each step, on its requests and
+tokens.
 
 The floors are the engines alone, and a bare packed forward and backward on as many ranks: noise of a shared machine
 hits all three, so that the ratio can be trusted. In: the shapes of `dapo.bench.setting`. Out: a table of medians.
@@ -37,7 +38,7 @@ Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, samplin
 
 
 class RecordingRollouts:
-    """The engines, with the requests of the current step noted down."""
+    """Records the requests of the current step on their way to the engines."""
 
     def __init__(self, pool: RolloutPool) -> None:
         self._pool = pool
@@ -64,7 +65,7 @@ class RecordingRollouts:
 
 
 class RecordingActors:
-    """The actors, with the last batch kept."""
+    """Keeps the last batch on its way to the actors."""
 
     def __init__(self, pool: ActorPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Seconds of whole weight syncs, from pausing the engines to their going on, and the bytes of the model per second.
+"""Measures whole weight syncs, from pausing the engines to their going on, and the bytes of the model per second.
 
 Real actor ranks and engines with random weights; the transports take turns in one run, so that noise of a shared
 machine hits all of them. The first sync of each turn connects both ends and is not counted. The vocabulary is tiny.

@@ -26,7 +26,7 @@ class RewardFunctionConfig:
     name: str = key("compute_score", "the function's name in that file or module", verl="custom_reward_function.name")
     weight: float = key(1.0, "factor of its score in the reward", trl="reward_weights")
     kwargs: dict[str, Any] = key(
-        {}, "given to it by keyword, beside verl's arguments", verl="custom_reward_function.reward_kwargs"
+        {}, "given to it by keyword, besides verl's arguments", verl="custom_reward_function.reward_kwargs"
     )
     wrong: float = key(
         -1.0,

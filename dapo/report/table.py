@@ -1,4 +1,4 @@
-"""Markdown tables: names and cells in, lines out. All tools write theirs with it."""
+"""Writes Markdown tables: names and cells in, lines out. All tools write theirs with it."""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,9 @@
 """Plans a fleet on paper: `python -m dapo.simulate [--rate R ...] [--engines E] [--slots S ...] [--steps N] ...`.
 
-The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), beside what
-others do: a fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step time,
-idle share of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle submits at
-once exactly the draws up to the last one needed.
+The same buffer as in a real run (`dapo.sampling.buffer`) against simulated engines (`dapo.simulate.fleet`), next to
+what others do: a fixed 3x batch behind a barrier, a refill of one for one, and taking what finishes first. Prints step
+time, idle share of the engines, waste and goodput, so that a person can plan a fleet before renting it. The oracle
+submits at once exactly the draws up to the last one needed.
 """
 
 import argparse
