@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, TensorBoard, and the progress line (DESIGN section 10).
+"""What a run reports: `metrics.jsonl`, TensorBoard, and the progress line.
 
 In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, event
 files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops what lies beyond the resumed step.
@@ -6,27 +6,29 @@ files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops wha
 
 import json
 import math
-import os
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo.state.durable import write_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
 
 class MetricsLogger:
-    """Appends metrics; every call is on disk when it returns, so that a killed run has all its lines."""
+    """Appends metrics; what a call writes is in the files when it returns, so that a killed run has all its lines."""
 
     def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
         """output_dir: must exist. tensorboard: also write event files."""
         self._path = output_dir / METRICS
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = _EventFile(output_dir / TENSORBOARD) if tensorboard else None
+        self._event_folder = output_dir / TENSORBOARD if tensorboard else None
+        self._events: SummaryWriter | None = None
+        self._purge_step: int | None = None  # TensorBoard drops what earlier event files have from this step on
 
     def resume(self, step: int) -> None:
         """Forgets every line after `step`, the step that the run continues from; at 0, all of them. Call before `log`.
@@ -40,22 +42,25 @@ class MetricsLogger:
             self._file.close()
             write_text(self._path, after)
             self._file = self._path.open("a", encoding="utf-8")
-        if self._events is not None and before:
-            self._events.forget_after(step)
+        self._purge_step = step + 1 if step else 0
+        self._event_writer()  # its import takes a second, which no step should wait for
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
+        """Writes one line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
         numbers = {name: float(value) for name, value in values.items()}
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            self._events.scalars(step, numbers)
+        if (events := self._event_writer()) is not None:
+            for name, number in numbers.items():
+                events.add_scalar(name, number, step)
+            events.flush()
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A sample text, shown by TensorBoard as Markdown; without TensorBoard, nothing."""
-        if self._events is not None:
-            self._events.text(step, tag, text)
+        """Writes a sample text, shown by TensorBoard as Markdown; without TensorBoard, nothing."""
+        if (events := self._event_writer()) is not None:
+            events.add_text(tag, text.encode("utf-8", "replace").decode(), step)
+            events.flush()
 
     def close(self) -> None:
         """Closes the files; may be called twice."""
@@ -63,15 +68,23 @@ class MetricsLogger:
         if self._events is not None:
             self._events.close()
 
+    def _event_writer(self) -> "SummaryWriter | None":
+        if self._events is None and self._event_folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A queue for all values of a step: at its default of 10, each of them waits for the writing thread.
+            self._events = SummaryWriter(self._event_folder, purge_step=self._purge_step, max_queue=1000)
+        return self._events
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, null as NaN; a last line still being written is left out."""
+    """Returns the lines of a metrics.jsonl, null as NaN; a last line still being written is left out."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) >= 0]
     return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
 
 
 def _step_of(line: str) -> int:
-    """-1 for a line that is no record."""
+    """Returns -1 for a line that is no record."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -79,58 +92,8 @@ def _step_of(line: str) -> int:
     return step if isinstance(step, int) else -1
 
 
-class _EventFile:
-    """A TensorBoard event file. The `tensorboard` package's own records: PyTorch's writer takes 1.8 s to import here,
-    these 0.3 s, and are written before a call returns instead of by a thread."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2, summary_pb2
-        self._tensor, self._shape, self._types = tensor_pb2, tensor_shape_pb2, types_pb2
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names; nanoseconds keep restarts apart.
-        now = time.time_ns()
-        name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
-        self._file = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
-        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        value = [self._summary.Summary.Value(tag=name, simple_value=number) for name, number in values.items()]
-        self._add(step, value)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        content = self._tensor.TensorProto(
-            dtype=self._types.DT_STRING,
-            string_val=[text.encode("utf-8", "replace")],
-            tensor_shape=self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)]),
-        )
-        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
-        self._add(step, [self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=content)])
-
-    def forget_after(self, step: int) -> None:
-        """Tells TensorBoard that a run restarted: it drops what the earlier files have from the named step on."""
-        start = self._event.SessionLog(status=self._event.SessionLog.START)
-        first_dropped = step + 1 if step else 0
-        self._write(self._event.Event(wall_time=time.time(), step=first_dropped, session_log=start))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, step: int, values: list[Any]) -> None:
-        summary = self._summary.Summary(value=values)
-        self._write(self._event.Event(wall_time=time.time(), step=step, summary=summary))
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
-
-
 def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """One line for a person, of the metrics that are there.
+    """Returns one line for a person, of the metrics that are there.
 
     >>> progress_line(12, 110, {"rollout/accuracy": 0.41, "rollout/response_length_mean": 3100.0, "perf/step_s": 1.9})
     'step 12/110 · acc 0.41 · len 3.1k · 1.9 s · ETA 3m'

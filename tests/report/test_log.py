@@ -61,7 +61,7 @@ def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: 
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_resuming_mends_a_last_line_without_its_end(tmp_path: Path) -> None:
+def test_resuming_completes_a_last_line_without_its_end(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
     logger = MetricsLogger(tmp_path, tensorboard=False)
     logger.resume(2)
@@ -77,31 +77,39 @@ def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     logger.text(2, "sample/0", "**prompt** 1+1 = \ud800?")
     reader = tensorboard_of(tmp_path)  # before close: a live run can be watched
     assert [(event.step, event.value) for event in reader.Scalars("rollout/accuracy")] == [(1, 0.25), (2, 0.5)]
-    (text,) = reader.Tensors("sample/0")
+    (text,) = reader.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**prompt** 1+1 = ??")
-    assert reader.SummaryMetadata("sample/0").plugin_data.plugin_name == "text"
+    assert reader.SummaryMetadata("sample/0/text_summary").plugin_data.plugin_name == "text"
     logger.close()
 
 
-def test_tensorboard_forgets_the_steps_that_are_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        pytest.param(0, [(1, 10.0)], id="from-the-start"),
+        pytest.param(2, [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)], id="from-a-checkpoint"),
+        pytest.param(4, [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)], id="where-it-ended"),
+    ],
+)
+def test_tensorboard_shows_no_step_twice(step: int, left: list[tuple[int, float]], tmp_path: Path) -> None:
     first = MetricsLogger(tmp_path, tensorboard=True)
     first.resume(0)
-    for step in (1, 2, 3, 4):
-        first.log(step, {"a": step})
-    first.close()
-    second = MetricsLogger(tmp_path, tensorboard=True)
-    second.resume(2)
-    second.log(3, {"a": 30})
-    second.close()
+    for logged in range(5):
+        first.log(logged, {"a": logged})
+    second = MetricsLogger(tmp_path, tensorboard=True)  # the first one was killed: nothing closed it
+    second.resume(step)
+    second.log(step + 1, {"a": 10 * (step + 1)})
     scalars = tensorboard_of(tmp_path).Scalars("a")
-    assert [(event.step, event.value) for event in scalars] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(event.step, event.value) for event in scalars] == left
+    first.close()
+    second.close()
 
 
-def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
+def test_without_tensorboard_nothing_of_it_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from dapo.report.log import MetricsLogger; "
-        "MetricsLogger(pathlib.Path(sys.argv[1]), tensorboard=True).log(1, {'a': 1.0}); "
-        "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules), 'a heavy import'"
+        "logger = MetricsLogger(pathlib.Path(sys.argv[1]), tensorboard=False); logger.resume(0); "
+        "logger.log(1, {'a': 1.0}); assert not {'torch', 'tensorboard', 'ray'} & set(sys.modules), 'a heavy import'"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
