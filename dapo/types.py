@@ -96,7 +96,7 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Holds the verdict on one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
+    """Holds the score of one response. Made by `workers.reward`, consumed by the buffer and `dapo.advantage`.
 
     accuracy: 0..1, NaN = unscorable; the only number that the buffer's filter looks at.
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).

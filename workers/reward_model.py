@@ -126,7 +126,7 @@ class RewardModelPool:
             why = f"{canary.failure} {canary.detail}".strip()
             raise RemoteError(
                 f"the model in {self._key} has no score for a plain conversation ({why}); fix it or take another"
-            ) from CanaryError()
+            )
         if math.isnan(self._expected):
             self._expected = canary.value
         if abs(canary.value - self._expected) > CANARY_TOLERANCE * max(1.0, abs(self._expected)):
