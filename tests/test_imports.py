@@ -1,0 +1,228 @@
+"""Who may import whom: each file's own imports and, in fresh processes, what they pull in; planted violations fail."""
+
+import ast
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.state.checkpoint import CheckpointStore
+from dapo.state.run_dir import claim_output_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
+ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
+PARTS = ("workers.scoring", "workers.training", "workers.weights")
+TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench")
+TENSORS = (
+    "dapo.advantage",
+    "dapo.loss",
+    "dapo.objective",
+    "dapo.batch",
+    "dapo.schedule",
+    "dapo.report.log",
+    "dapo.tiny",
+)
+COMPUTE = {"ray", "vllm", "workers"}
+HEAVY = {"torch", "transformers", "datasets", *COMPUTE}
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def imports_of(source: str) -> set[str]:
+    """Every module that the source imports anywhere, also inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def violations(name: str, source: str) -> list[str]:
+    """What the file's own imports break, each with the rule."""
+    imported = imports_of(source)
+    ours = {module for module in imported if within(module, "dapo", "workers")}
+    rules = {
+        "the records and the configuration have nothing of ours above them": within(name, "dapo.config", "dapo.types")
+        and {module for module in ours if not within(module, "dapo.config", "dapo.types")} - {"dapo"},
+        "only dapo.run and dapo.bench know Ray, vLLM and workers": within(name, "dapo")
+        and not within(name, "dapo.run", "dapo.bench")
+        and {module for module in imported if within(module, *COMPUTE)},
+        "torch only where tensors are": within(name, "dapo")
+        and not within(name, *TENSORS, "dapo.bench")
+        and {module for module in imported if within(module, "torch")},
+        "nothing imports a tool": {
+            module for tool in TOOLS for module in ours if within(module, tool) and not within(name, tool)
+        },
+        "roles do not import each other": name in ROLES
+        and {module for module in ours if within(module, *ROLES) and not within(module, name)},
+        "a part imports neither a role nor another part": within(name, *PARTS)
+        and {
+            module
+            for module in ours
+            if within(module, *ROLES, *(part for part in PARTS if not within(name, part)), "workers.cluster")
+        },
+        "workers do not know their conductor": within(name, "workers")
+        and {module for module in ours if within(module, "dapo.run", "dapo.main_ppo", "dapo.trainer")},
+        "vLLM only in the engine's process": name not in ("workers.rollout", "workers.weights.receiver")
+        and {module for module in imported if within(module, "vllm")},
+    }
+    return [f"{rule}: {name} imports {', '.join(sorted(found))}" for rule, found in rules.items() if found]
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=module_name(path)) for path in FILES])
+def test_import_direction(path):
+    assert violations(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "rule"),
+    [
+        pytest.param("dapo.types", "import dapo.clock", "nothing of ours above", id="types"),
+        pytest.param("dapo.config.paths", "from dapo.derived import num_shards", "nothing of ours above", id="config"),
+        pytest.param("dapo.trainer", "def f():\n    import ray", "only dapo.run", id="ray in a function"),
+        pytest.param("dapo.plan.fit", "from workers import cluster", "only dapo.run", id="workers"),
+        pytest.param("dapo.sampling.buffer", "import torch.nn", "torch only", id="torch"),
+        pytest.param("dapo.trainer", "from dapo.plan import fit", "nothing imports a tool", id="tool"),
+        pytest.param("dapo.plan.fit", "from dapo.bench.step import x", "nothing imports a tool", id="tool by tool"),
+        pytest.param("workers.actor", "from workers import rollout", "roles do not", id="roles"),
+        pytest.param("workers.weights.sender", "from workers.training import fsdp", "a part imports", id="parts"),
+        pytest.param("workers.scoring.fleet", "import workers.reward", "a part imports", id="role of a part"),
+        pytest.param("workers.remote", "from dapo import trainer", "their conductor", id="conductor"),
+        pytest.param("workers.actor", "import vllm", "vLLM only", id="vllm"),
+    ],
+)
+def test_a_planted_import_is_seen(name, line, rule):
+    assert any(rule in found for found in violations(name, line))
+
+
+def modules_in(*folders: str) -> list[str]:
+    """Every module below these packages; a single file is itself."""
+    return [module_name(path) for path in FILES if within(module_name(path), *folders)]
+
+
+ALGORITHM = [
+    m for m in modules_in("dapo") if m.count(".") == 1 and m not in ("dapo.run", "dapo.bench", "dapo.ablation")
+]
+# name: modules that are loaded together in a fresh process; what must not come along.
+LOADS = {
+    "config": (modules_in("dapo.config", "dapo.types", "dapo.derived"), HEAVY),
+    "entry": (["dapo.main_ppo"], HEAVY | {"pyarrow", "tensorboard", "dapo.run"}),
+    "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
+    "parts": (
+        modules_in("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report"),
+        HEAVY | {"dapo.run", "tensorboard"},
+    ),
+    "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),
+    "simulate": (modules_in("dapo.simulate"), HEAVY | {"dapo.run", "dapo.trainer"}),
+    **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
+}
+PROGRAM = (
+    "import importlib, json, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nprint(json.dumps([*sys.modules]))"
+)
+
+
+def loaded(modules: list[str], root: Path) -> set[str]:
+    """What a fresh process in `root` has loaded after it has imported the modules."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *modules], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_what_a_fresh_process_loads(name):
+    modules, banned = LOADS[name]
+    assert modules and loaded(modules, ROOT) & banned == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "line", "module"),
+    [
+        pytest.param("config", "dapo/config/paths.py", "import ray", "ray", id="config"),
+        pytest.param("plan", "dapo/packing.py", "import torch", "torch", id="plan, two steps away"),
+        pytest.param("entry", "dapo/state/durable.py", "import pyarrow", "pyarrow", id="entry, two steps away"),
+        pytest.param("workers.rollout", "workers/remote.py", "import workers.reward", "workers.reward", id="role"),
+    ],
+)
+def test_a_planted_transitive_import_is_seen(name, file, line, module, tmp_path):
+    for folder in ("dapo", "workers", "config"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    path = tmp_path / file
+    path.write_text(path.read_text() + f"\n{line}\n")
+    modules, banned = LOADS[name]
+    assert loaded(modules, tmp_path) & banned >= {module}
+
+
+@pytest.fixture(scope="module")
+def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run with nothing left to train."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    cfg = compose([f"trainer.output_dir={folder}"], experiment="dapo_tiny")
+
+    async def write(store: CheckpointStore) -> None:
+        async with store.writing(cfg.trainer.total_steps) as directory:
+            (directory / "weights").write_text("all of them")
+
+    with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+        asyncio.run(write(CheckpointStore(run_dir.checkpoints, keep=1)))
+    return folder
+
+
+AT_EXIT = """
+import atexit, runpy, sys
+atexit.register(lambda: print("loaded", *sorted(set(sys.modules) & {heavy}), file=sys.stderr))
+module = sys.argv[1]
+del sys.argv[1]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+TINY = ["dapo.main_ppo", "+experiment=dapo_tiny"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        pytest.param(["dapo.main_ppo", "--help"], 0, "dapo", id="help"),
+        pytest.param([*TINY, "--cfg", "job"], 0, "train_batch_size", id="cfg"),
+        pytest.param(["dapo.main_ppo", "+experiment=dapo_tiny", "rolout.n=8"], 1, "did you mean", id="unknown key"),
+        pytest.param(["dapo.main_ppo", "+experiment=dapo_tiny", "rollout.n=1"], 1, "`rollout.n` (1)", id="bad value"),
+        pytest.param(
+            ["dapo.main_ppo", "+experiment=dapo_tiny", "trainer.output_dir={run}"], 0, "complete: ", id="complete"
+        ),
+        pytest.param(["dapo.plan", "+experiment=dapo_qwen32b"], 0, "GB", id="plan"),
+    ],
+)
+def test_an_answer_that_needs_no_worker_loads_nothing_heavy(command, code, says, complete_run):
+    program = AT_EXIT.format(heavy=HEAVY | {"pyarrow", "tensorboard"})
+    arguments = [part.format(run=complete_run) for part in command]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1].split()) == (code, ["loaded"]), done.stderr
+    assert says in done.stdout + done.stderr
+
+
+def test_the_fork_server_is_a_clean_process():
+    """Neither Ray nor torch nor a thread, which a fork would break."""
+    program = (
+        "import sys, threading; import dapo.rewards.fork_server, dapo.rewards.math_verify; "
+        "print(sorted({'ray', 'torch', 'transformers', 'asyncio'} & set(sys.modules)), threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[] 1\n", done.stderr
