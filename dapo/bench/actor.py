@@ -17,12 +17,12 @@ import numpy as np
 import ray
 
 from dapo.bench.hand_loop import HandWrittenRank, seconds_of
-from dapo.bench.setting import cluster, tiny_config
+from dapo.bench.setting import cluster, random_batch, tiny_config
 from dapo.bench.whole_logits import compare
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
-from dapo.types import TrainBatch, TrainSequence
+from dapo.types import TrainBatch
 from workers.actor import ActorPool, split_batch
 from workers.cluster import Placement
 from workers.remote import wait
@@ -44,30 +44,17 @@ def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[
     return [min(int(length), cfg.data.max_response_length) for length in drawn]
 
 
-def random_batch(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
+def batch_of(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
     """Returns one update of one optimizer step on random tokens, with prompts of 10 to 20."""
     rng = np.random.default_rng(0)
-    lengths = response_lengths(shape, cfg, rng)
-    sequences = []
-    for length in lengths:
-        prompt = int(rng.integers(10, 21))
-        sequences.append(
-            TrainSequence(
-                token_ids=rng.integers(0, vocabulary, prompt + length).astype(np.int32),
-                num_prompt_tokens=prompt,
-                rollout_logprobs=np.full(length, -np.log(vocabulary), np.float32),
-                advantage=float(rng.choice([-1.0, 1.0])),
-                token_weight=1 / sum(lengths),
-                staleness=np.zeros(length, np.int32),
-            )
-        )
-    return TrainBatch(version=0, minibatches=(tuple(sequences),), order=(0,))
+    lengths = [(int(rng.integers(10, 21)), response) for response in response_lengths(shape, cfg, rng)]
+    return random_batch(lengths, vocabulary, rng)
 
 
 async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
     """Returns the seconds of one update in turn, without `WARM_UP` rounds before: as the trainer waits for it, Ray
     included; of the slowest rank, within its process; and of the slowest process of the loop, likewise."""
-    batch = random_batch(shape, cfg)
+    batch = batch_of(shape, cfg)
     remote: Any = ray.remote(HandWrittenRank)
     rounds = []
     with cluster(cfg):
@@ -101,17 +88,12 @@ def update(given: argparse.Namespace) -> None:
             model = [f"model.path={random_model}"] if shape == "long" else []
             cfg = tiny_config(*LEARNT_NOTHING, *SIZES[shape], *model, *given.overrides)
             rounds = asyncio.run(bench_update(shape, cfg, given.repeats))
-            tokens = sum(len(sequence.token_ids) for sequence in random_batch(shape, cfg).minibatches[0])
-            rows.append(
-                [
-                    *(shape, f"{tokens}"),
-                    *(f"{tokens / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)),
-                    *spread([loop / within for _, within, loop in rounds]),
-                    *spread([loop / waited for waited, _, loop in rounds]),
-                ]
-            )
-    speeds = ("update tokens/s with Ray", "within ranks", "loop")
-    print(table(["shape", "tokens", *speeds, "within ranks / loop", "range", "with Ray / loop", "range"], rows))
+            tokens = sum(len(sequence.token_ids) for sequence in batch_of(shape, cfg).minibatches[0])
+            speeds = [f"{tokens / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)]
+            within, waited = ([loop / one[k] for *one, loop in rounds] for k in (1, 0))
+            rows.append([shape, f"{tokens}", *speeds, *spread(within), *spread(waited)])
+    of_speeds = ("update tokens/s with Ray", "within ranks", "loop")
+    print(table(["shape", "tokens", *of_speeds, "within ranks / loop", "range", "with Ray / loop", "range"], rows))
     print(f"wanted: at least {WANTED_THROUGHPUT} of the loop, which exchanges no gradients, in as many processes")
 
 
@@ -123,16 +105,9 @@ def logprobs(given: argparse.Namespace) -> None:
             pairs = compare(
                 given.tokens, given.vocabulary, size, entropy_gradient=entropy_gradient, repeats=given.repeats
             )
+            ratios = spread([chunked / whole for chunked, whole in pairs])
             chunked, whole = (statistics.median(column) for column in zip(*pairs, strict=True))
-            rows.append(
-                [
-                    f"{size}",
-                    "yes" if entropy_gradient else "no",
-                    f"{chunked:.2f}",
-                    f"{whole:.2f}",
-                    *spread([chunked / whole for chunked, whole in pairs]),
-                ]
-            )
+            rows.append([f"{size}", "yes" if entropy_gradient else "no", f"{chunked:.2f}", f"{whole:.2f}", *ratios])
     print(f"{given.tokens} tokens, vocabulary {given.vocabulary}, forward and backward, CPU seconds of one thread")
     print(table(["hidden size", "entropy gradient", "chunks s", "whole s", "chunks / whole", "range"], rows))
     print(f"wanted: at most {WANTED_SECONDS}")

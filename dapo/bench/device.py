@@ -8,7 +8,6 @@ checkpointing computes again does not count.
 
 import argparse
 import json
-import math
 import multiprocessing
 import resource
 import socket
@@ -16,7 +15,6 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench.actor import LEARNT_NOTHING
-from dapo.bench.setting import tiny_config
+from dapo.bench.setting import random_batch, tiny_config
 from dapo.config.model_shape import read_config, read_shape
 from dapo.config.schema import Config
-from dapo.types import TrainBatch, TrainSequence
+from dapo.types import TrainBatch
 from workers.actor import ActorWorker, split_batch
 
 INIT_STD = 0.02
@@ -38,71 +36,56 @@ CASE_TIMEOUT_S = 900
 POOL = 1 << 24  # random numbers that all weights are cut from
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """model: a name that `dapo.config.model_shape` knows, or a directory. tokens: of one micro-batch, in `sequences`
-    equal ones. folder: for the weights, removed by the caller. cfg: `model.path` and `actor.max_tokens_per_gpu` are set
-    here.
+def run_case(given: argparse.Namespace, cfg: Config, model: str, tokens: int, folder: str) -> dict[str, Any]:
+    """Returns one row; with "error" in place of the figures where the device's memory did not suffice.
+
+    cfg: `model.path` and `actor.max_tokens_per_gpu` are set here. folder: for the weights, removed by the caller.
     """
-
-    model: str
-    tokens: int
-    sequences: int
-    micro_batches: int
-    updates: int
-    device: str
-    peak_flops: float
-    folder: str
-    cfg: Config
-
-
-def run_case(case: Case) -> dict[str, Any]:
-    """One row; with "error" in place of the figures where the device's memory did not suffice."""
-    shape, cfg = read_shape(case.model), case.cfg
+    shape = read_shape(model)
     row: dict[str, Any] = {
-        "model": case.model,
+        "model": model,
         "parameters": shape.parameters,
-        "tokens": case.tokens,
-        "sequences": case.sequences,
-        "micro_batches": case.micro_batches,
+        "tokens": tokens,
+        "sequences": given.sequences,
+        "micro_batches": given.micro_batches,
         "gradient_checkpointing": cfg.model.gradient_checkpointing,
         "dtype": cfg.model.dtype,
         "attn_implementation": cfg.model.attn_implementation,
         "offload": cfg.actor.offload,
-        "device": torch.cuda.get_device_name() if case.device == "cuda" else case.device,
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
         "torch": torch.__version__,
     }
-    cfg.model.path = str(random_weights(case.model, Path(case.folder)))
-    cfg.actor.max_tokens_per_gpu = case.tokens
-    batch = make_batch(case, shape.vocab_size)
+    cfg.model.path = str(random_weights(model, Path(folder)))
+    cfg.actor.max_tokens_per_gpu = tokens
+    length = tokens // given.sequences
+    prompt, count = max(1, length // 8), given.sequences * given.micro_batches
+    batch = random_batch([(prompt, length - prompt)] * count, shape.vocab_size, np.random.default_rng(0))
     try:
-        seconds, metrics = _updates(case, batch)
+        seconds, metrics = _updates(cfg, given.device, batch, given.repeats)
     except torch.cuda.OutOfMemoryError as error:
-        return row | {"error": f"out of memory: {error}".splitlines()[0], "peak_bytes": peak_bytes(case.device)}
-    lengths = [len(sequence.token_ids) for sequence in batch.minibatches[0]]
-    flops = 3 * shape.forward_flops(lengths, head_tokens=sum(len(s.rollout_logprobs) for s in batch.minibatches[0]))
+        return row | {"error": f"out of memory: {error}".splitlines()[0], "peak_bytes": peak_bytes(given.device)}
+    flops = 3 * shape.forward_flops([length] * count, head_tokens=count * (length - prompt))
     return row | {
         "seconds": seconds,
-        "tokens_per_s": sum(lengths) / seconds,
+        "tokens_per_s": count * length / seconds,
         "model_flops": flops,
-        "peak_flops": case.peak_flops,
-        "mfu": flops / seconds / case.peak_flops,
-        "peak_bytes": peak_bytes(case.device),
+        "peak_flops": given.peak_flops,
+        "mfu": flops / seconds / given.peak_flops,
+        "peak_bytes": peak_bytes(given.device),
         "grad_norm": metrics["actor/grad_norm"],
     }
 
 
-def _updates(case: Case, batch: TrainBatch) -> tuple[float, dict[str, float]]:
-    """Median seconds of an update after the first, and the metrics of the last."""
-    worker = ActorWorker(case.cfg, case.device)
+def _updates(cfg: Config, device: str, batch: TrainBatch, updates: int) -> tuple[float, dict[str, float]]:
+    """Returns the median seconds of an update after the first, and the metrics of the last."""
+    worker = ActorWorker(cfg, device)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     worker.start(0, 1, "127.0.0.1", port)
-    [work] = split_batch(batch, 1, case.tokens)
-    assert len(work.minibatches[0]) == case.micro_batches
+    [work] = split_batch(batch, 1, cfg.actor.max_tokens_per_gpu)
     seconds = []
-    for _ in range(WARM_UP + case.updates):
+    for _ in range(WARM_UP + updates):
         began = time.perf_counter()
         metrics = worker.update(work)  # its metrics are on the host: the device has finished
         seconds.append(time.perf_counter() - began)
@@ -110,35 +93,14 @@ def _updates(case: Case, batch: TrainBatch) -> tuple[float, dict[str, float]]:
 
 
 def peak_bytes(device: str) -> int:
-    """Most that the process held at once: allocated by torch on a GPU, resident on a CPU."""
+    """Returns the most that the process held at once: allocated by torch on a GPU, resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def make_batch(case: Case, vocabulary: int) -> TrainBatch:
-    """One mini-batch; an eighth of each sequence is its prompt. Rollout log-probabilities are those of a uniform draw,
-    which random weights come close to."""
-    rng = np.random.default_rng(0)
-    length = case.tokens // case.sequences
-    prompt = max(1, length // 8)
-    count = case.sequences * case.micro_batches
-    sequences = tuple(
-        TrainSequence(
-            token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
-            num_prompt_tokens=prompt,
-            rollout_logprobs=np.full(length - prompt, -math.log(vocabulary), np.float32),
-            advantage=float(rng.choice([-1.0, 1.0])),
-            token_weight=1 / (count * (length - prompt)),
-            staleness=np.zeros(length - prompt, np.int32),
-        )
-        for _ in range(count)
-    )
-    return TrainBatch(version=0, minibatches=(sequences,), order=(0,))
-
-
 def random_weights(model: str, folder: Path) -> Path:
-    """config.json and safetensors in bfloat16 of a model of this shape, a file per decoder layer; returns the folder.
+    """Writes config.json and safetensors in bfloat16 of a model of this shape, a file per layer; returns the folder.
 
     Matrices are normal with a deviation of 0.02, norms 1, biases 0.
     """
@@ -182,19 +144,9 @@ def run(given: argparse.Namespace) -> None:
                 # A process for each: the next one finds the device empty, and an error ends one row only.
                 ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
             ):
-                case = Case(
-                    model=model,
-                    tokens=tokens,
-                    sequences=given.sequences,
-                    micro_batches=given.micro_batches,
-                    updates=given.repeats,
-                    device=given.device,
-                    peak_flops=given.peak_flops,
-                    folder=folder,
-                    cfg=cfg,
-                )
                 try:
-                    row = process.submit(run_case, case).result(timeout=CASE_TIMEOUT_S)
+                    case = process.submit(run_case, given, cfg, model, tokens, folder)
+                    row = case.result(timeout=CASE_TIMEOUT_S)
                 except Exception as error:  # the next rows do not depend on this one
                     row = {"model": model, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}
                 line = json.dumps(row)

@@ -28,15 +28,8 @@ def peak_bytes() -> int:
 
 def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Group:
     """Returns a prompt of 500 tokens with n responses; half of the groups are mixed."""
-    prompt = Prompt(
-        id=index,
-        source="synthetic",
-        messages=(),
-        text="",
-        token_ids=np.zeros(500, dtype=np.int32),
-        ground_truth="",
-        extra_info={},
-    )
+    ids = np.zeros(500, dtype=np.int32)
+    prompt = Prompt(id=index, source="", messages=(), text="", token_ids=ids, ground_truth="", extra_info={})
     right = rng.integers(1, n) if rng.random() < MIXED_SHARE else n * rng.integers(0, 2)
     responses = tuple(
         Response(
@@ -49,15 +42,8 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
         for sample in range(n)
     )
     scores = tuple(
-        Score(
-            accuracy=float(s < right),
-            reward=2.0 * (s < right) - 1,
-            parts={"math": 1.0},
-            metrics={},
-            prediction="",
-            failure="",
-        )
-        for s in range(n)
+        Score(accuracy=a, reward=2 * a - 1, parts={"math": 1.0}, metrics={}, prediction="", failure="")
+        for a in (float(sample < right) for sample in range(n))
     )
     return Group(draw=Draw(index=index, prompt=prompt), responses=responses, scores=scores)
 

@@ -12,7 +12,6 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.report.table import table
@@ -22,7 +21,7 @@ from workers.scoring.children import Children
 from workers.scoring.process import state_and_cpu
 
 WANTED_PER_CORE = 2000.0  # verdicts per second
-WANTED_P50_S = 1e-3
+WANTED_P50_MS = 1.0
 CHARS = 2000
 AT_ONCE = 16  # responses that wait for each child: a group's
 WARM_UP = 500
@@ -30,22 +29,6 @@ MIN_RESPONSES = 100
 WORDS = (*"then we add both sides and find that equals 12, so".split(), "$x^2 + 3x$", "= 40.5", "\n")
 ANSWERS = ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "{}.", "x = {}", "{}.0", "{} dollars")
 LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """per_second, per_core: verdicts per second of wall-clock and of CPU time. p50_s, p99_s: seconds from hand-over to
-    verdict, with one response at a time for each child. bare: verdicts per second of the function alone. right: share
-    of right answers.
-    """
-
-    per_second: float
-    per_core: float
-    cores: float
-    p50_s: float
-    p99_s: float
-    bare: float
-    right: float
 
 
 def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
@@ -85,9 +68,12 @@ async def drain(children: Children, items: Iterator[Item], seconds: list[float],
         right.append(verdict.score.accuracy)
 
 
-async def measure(function: str, num_children: int, items: list[Item]) -> Figures:
-    """Scores all items at full load, then a tenth of them one at a time for each child. Raises RuntimeError for no
-    verdict."""
+async def measure(function: str, num_children: int, items: list[Item]) -> tuple[dict[str, float], list[float]]:
+    """Returns figures by the name of their column, and the accuracy of each item.
+
+    All items are scored at full load, then a tenth of them one at a time for each child, which gives the seconds from
+    hand-over to verdict. Raises RuntimeError for no verdict.
+    """
     seconds: list[float] = []
     right: list[float] = []
     async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
@@ -99,15 +85,15 @@ async def measure(function: str, num_children: int, items: list[Item]) -> Figure
         wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(pids) - cpu_s
         queue = iter(items[: len(items) // 10])
         await asyncio.gather(*(drain(children, queue, seconds, []) for _ in range(num_children)))
-    return Figures(
-        per_second=len(items) / wall_s,
-        per_core=len(items) / cpu_s,
-        cores=cpu_s / wall_s,
-        p50_s=statistics.median(seconds),
-        p99_s=statistics.quantiles(seconds, n=100)[98],
-        bare=bare(function, items),
-        right=statistics.fmean(right),
-    )
+    figures = {
+        "verdicts/s": len(items) / wall_s,
+        "cores used": cpu_s / wall_s,
+        "verdicts/s per core": len(items) / cpu_s,
+        "p50 ms": 1e3 * statistics.median(seconds),
+        "p99 ms": 1e3 * statistics.quantiles(seconds, n=100)[98],
+        "bare calls/s": bare(function, items),
+    }
+    return figures | {"bare / isolated": figures["bare calls/s"] / figures["verdicts/s per core"]}, right
 
 
 def bare(function: str, items: list[Item]) -> float:
@@ -126,20 +112,8 @@ def run(given: argparse.Namespace) -> None:
             f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"
         )
     items = ordinary_answers(given.responses, given.function)
-    figures = asyncio.run(measure(given.function, given.children, items))
-    cells = {
-        "function": given.function,
-        "children": str(given.children),
-        "verdicts/s": f"{figures.per_second:.0f}",
-        "cores used": f"{figures.cores:.2f}",
-        "verdicts/s per core": f"{figures.per_core:.0f}",
-        "p50 ms": f"{1e3 * figures.p50_s:.2f}",
-        "p99 ms": f"{1e3 * figures.p99_s:.2f}",
-        "bare calls/s": f"{figures.bare:.0f}",
-        "bare / isolated": f"{figures.bare / figures.per_core:.2f}",
-    }
-    print(f"{given.responses} responses of {CHARS} characters, {figures.right:.0%} right")
-    print(table(list(cells), [list(cells.values())]))
-    print(
-        f"wanted of `math`: {WANTED_PER_CORE:.0f} verdicts/s per core or more, p50 of {1e3 * WANTED_P50_S:g} ms or less"
-    )
+    figures, right = asyncio.run(measure(given.function, given.children, items))
+    cells = [f"{value:.0f}" if "/s" in name else f"{value:.2f}" for name, value in figures.items()]
+    print(f"{given.responses} responses of {CHARS} characters, {statistics.fmean(right):.0%} right")
+    print(table(["function", "children", *figures], [[given.function, str(given.children), *cells]]))
+    print(f"wanted of `math`: {WANTED_PER_CORE:.0f} verdicts/s per core or more, p50 of {WANTED_P50_MS:g} ms or less")

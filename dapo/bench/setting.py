@@ -1,9 +1,11 @@
 """What the benchmarks of a run have in common: dapo_tiny with overrides, its prompts, Ray, workers, and a trainer."""
 
+import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import ray
 
 from dapo.config.compose import compose
@@ -14,7 +16,7 @@ from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
 from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer
-from dapo.types import Prompt
+from dapo.types import Prompt, TrainBatch, TrainSequence
 
 # The learning rate is so small that each step makes the same requests whatever it learnt.
 COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")
@@ -66,3 +68,23 @@ def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Pat
         yield Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     finally:
         logger.close()
+
+
+def random_batch(lengths: Sequence[tuple[int, int]], vocabulary: int, rng: np.random.Generator) -> TrainBatch:
+    """Returns one optimizer step on random tokens, with the log-probabilities of a uniform draw.
+
+    lengths: tokens of prompt and response of each sequence.
+    """
+    total = sum(response for _, response in lengths)
+    sequences = tuple(
+        TrainSequence(
+            token_ids=rng.integers(0, vocabulary, prompt + response).astype(np.int32),
+            num_prompt_tokens=prompt,
+            rollout_logprobs=np.full(response, -math.log(vocabulary), np.float32),
+            advantage=float(rng.choice([-1.0, 1.0])),
+            token_weight=1 / total,
+            staleness=np.zeros(response, np.int32),
+        )
+        for prompt, response in lengths
+    )
+    return TrainBatch(version=0, minibatches=(sequences,), order=(0,))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench import device as bench_device
 from dapo.bench.__main__ import main
-from dapo.bench.actor import random_batch, response_lengths
+from dapo.bench.actor import batch_of, response_lengths
 from dapo.bench.device import random_weights
 from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import tiny_config
@@ -37,7 +37,7 @@ def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
     fixed = ("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "actor.optim.grad_clip=1e9", "rollout.temperature=0.7")
     sizes = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.max_tokens_per_gpu=256")
     cfg = tiny_config(*sizes, *fixed)
-    batch = random_batch("short", cfg)
+    batch = batch_of("short", cfg)
     [work] = split_batch(batch, 1, 256)
     assert len(work.minibatches[0]) > 1
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, attn_implementation=PACKED_ATTENTION)
@@ -102,8 +102,8 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.
         def __init__(self, *_: object, **__: object) -> None:
             super().__init__(1)
 
-        def submit(self, function, case):
-            return super().submit(lambda: 1 / 0 if case.tokens == 8 else {"tokens": case.tokens})
+        def submit(self, function, given, cfg, model, tokens, folder):
+            return super().submit(lambda: 1 / 0 if tokens == 8 else {"tokens": tokens})
 
     monkeypatch.setattr(bench_device, "ProcessPoolExecutor", Broken)
     output = tmp_path / "rows.jsonl"
