@@ -1,4 +1,4 @@
-"""Entry point: `python -m dapo.main_ppo [+experiment=NAME] [key=value ...]`.
+"""Starts a run: `python -m dapo.main_ppo [+experiment=NAME] [key=value ...]`.
 
     command line ─▶ Hydra ─▶ Config, checked ─▶ output directory, claimed ─▶ dapo.run.train
 

@@ -1,4 +1,4 @@
-"""What the algorithm needs of the compute: three protocols and one callable.
+"""Declares what the algorithm needs of the compute: three protocols and one callable.
 
 `workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
 """
@@ -11,15 +11,15 @@ from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Sco
 
 
 class RolloutPool(Protocol):
-    """The engines."""
+    """Stands for the engines."""
 
     @property
     def capacity(self) -> int:
-        """Responses that all engines together run at once: sequences, or what the KV cache holds."""
+        """Counts the responses that all engines together run at once: sequences, or what the KV cache holds."""
         ...
 
     def room(self, n: int) -> int:
-        """Groups of n responses that may start now without waiting long for an engine."""
+        """Counts the groups of n responses that may start now without waiting long for an engine."""
         ...
 
     def generate(
@@ -34,10 +34,10 @@ class RolloutPool(Protocol):
 
 
 class RewardPool(Protocol):
-    """The reward workers."""
+    """Stands for the reward workers."""
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
-        """Of response number `sample` to the prompt."""
+        """Scores response number `sample` to the prompt."""
         ...
 
     def restarts(self) -> dict[str, float]:
@@ -50,7 +50,7 @@ class RewardPool(Protocol):
 
 
 class ActorPool(Protocol):
-    """The FSDP ranks as one."""
+    """Stands for all FSDP ranks as one."""
 
     async def update(self, batch: TrainBatch) -> dict[str, float]: ...
 
@@ -65,7 +65,8 @@ class ActorPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """The compute of a run, composed in `dapo.run.build_pools`. sync_weights(version): the engines serve `version`."""
+    """Holds the compute of a run, composed in `dapo.run.build_pools`. sync_weights(version): the engines serve
+    `version`."""
 
     rollouts: RolloutPool
     rewards: RewardPool

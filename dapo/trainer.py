@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
+"""Runs Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
 
     collect ──▶ advantages, weights ──▶ update ──▶ sync weights ──▶ evaluate, log, checkpoint
     (stream,    (batch: TrainBatch)     (actors)   (engines serve
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """One training run."""
+    """Trains one run."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Trainer:
         )
 
     async def run(self) -> None:
-        """All steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
+        """Takes all steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
         try:
             await self._resume()
             if self._cfg.eval.before_train and self.version == 0:
@@ -78,7 +78,7 @@ class Trainer:
             await self.stream.close()
 
     async def step(self) -> dict[str, float]:
-        """One rollout step: sample until the buffer holds a batch of mixed groups, update, sync; its metrics."""
+        """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs."""
         self.clock.lap()
         collected = await self.stream.collect()
         if self._cfg.algorithm.kl.reward_coeff:
@@ -93,7 +93,7 @@ class Trainer:
         return metrics
 
     async def _penalize_kl(self, collected: Collected) -> Collected:
-        """The distance to the reference policy, off the rewards (accuracies, and so the buffer's choice, stay)."""
+        """Takes the distance to the reference policy off the rewards (accuracies, and so the buffer's choice, stay)."""
         with self.clock("reference"):
             sequences = reference_batch(collected.groups, version=self.version)
             logprobs = await self._pools.actors.reference_logprobs(sequences)
@@ -133,7 +133,7 @@ class Trainer:
 
     @property
     def unsaved(self) -> bool:
-        """Whether steps were trained, or groups collected, that no checkpoint holds."""
+        """Returns whether steps were trained, or groups collected, that no checkpoint holds."""
         return self._saver.is_behind(self.version)
 
     async def save(self) -> None:

@@ -90,7 +90,7 @@ class Response:
 
     @property
     def aborted(self) -> bool:
-        """Returns whether the engine was told to end the response, or ended."""
+        """Returns whether the engine was asked to end the response, or ended."""
         return self.finish_reason == "abort"
 
 

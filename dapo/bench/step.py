@@ -89,7 +89,7 @@ class RecordingActors:
 
 
 def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
-    """Runs on an engine's actor, in a thread beside its event loop: returns the seconds for these groups at once."""
+    """Runs on an engine's actor, in a thread next to its event loop: returns the seconds for these groups at once."""
 
     async def generate() -> float:
         began = time.monotonic()

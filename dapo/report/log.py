@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, TensorBoard, and the progress line.
+"""Writes what a run reports: `metrics.jsonl`, TensorBoard, and the progress line.
 
 In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, event
 files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops what lies beyond the resumed step.
@@ -23,7 +23,7 @@ class MetricsLogger:
     """Appends metrics; what a call writes is in the files when it returns, so that a killed run has all its lines."""
 
     def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
-        """output_dir: must exist. tensorboard: also write event files."""
+        """Opens the files in output_dir, which must exist. tensorboard: also write event files."""
         self._path = output_dir / METRICS
         self._file = self._path.open("a", encoding="utf-8")
         self._event_folder = output_dir / TENSORBOARD if tensorboard else None

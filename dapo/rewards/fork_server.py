@@ -97,7 +97,7 @@ def main() -> None:
         return
     gc.collect()
     sandbox.live_without_parent()  # from here on the end of `control` tells, and the children are ended with it
-    gc.freeze()  # the children share these pages as long as nobody touches them
+    gc.freeze()  # the children share these pages as long as no process writes to them
     about = {
         "pid": os.getpid(),
         "digest": functions.digest,
@@ -216,5 +216,5 @@ def _verdict(functions: RewardFunctions, item: dict[str, Any]) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    assert __package__ == PACKAGE, "run as a module: `math.py` beside this file would shadow the standard library's"
+    assert __package__ == PACKAGE, "run as a module: `math.py` next to this file would shadow the standard library's"
     main()

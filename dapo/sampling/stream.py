@@ -14,7 +14,7 @@ buffer refills at once. What runs concurrently, all on one event loop:
 | `_abort`, at the    | draws that go back     | their `Cut`s, counted     | the unfinished    | the engines, within  |
 | end of `collect`    |                        |                           | ones to end       | `rollout.timeout_s`  |
 
-A response of an evaluation that ends wakes nobody: the next group of the stream's own, or `collect`, does.
+A response of an evaluation that ends wakes no waiter: the next group of the stream's own, or `collect`, does.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ async def scored_group(
     draw: Draw, responses: Responses, rewards: RewardPool, clock: PhaseClock, wanted: Callable[[], bool] = lambda: True
 ) -> Group | Cut:
     """Scores each response as it ends. Returns a Cut when one was aborted, or when the group is not wanted any more at
-    the end of its generation: nobody waits for its verdicts then."""
+    the end of its generation: its verdicts are not waited for then."""
     ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
     try:
@@ -80,7 +80,7 @@ async def scored_group(
 
 
 def ended_unasked(key: str) -> RuntimeError:
-    """Returns the error of a Cut that nobody asked for."""
+    """Returns the error of a Cut that was not asked for."""
     return RuntimeError(f"an engine ended group {key} unasked; its log may say why")
 
 

@@ -50,7 +50,7 @@ async def score_all(pool, texts, length=1):
 
 
 async def pids(pool):
-    """Of the children, by worker."""
+    """Returns the process numbers of the children, by worker."""
     calls = [worker.handle.__ray_call__.remote(lambda self: self._children.pids) for worker in pool.fleet._workers]
     return await asyncio.gather(*calls)
 

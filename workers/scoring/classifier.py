@@ -91,7 +91,7 @@ class Classifier:
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._text_config = model.config.get_text_config()
-        self._text_config.use_cache = False  # keys and values that nobody reads
+        self._text_config.use_cache = False  # keys and values that are never read
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._max_tokens = config.max_tokens
         window = getattr(self._text_config, "max_position_embeddings", None) or math.inf

@@ -171,7 +171,7 @@ class Fleet:
         takers = [worker for worker in self._workers if worker.up and self._takes(worker, now, waiting)]
         while self._waiting and takers:
             job = self._waiting.popleft()
-            if job.done.done():  # nobody waits for it any more
+            if job.done.done():  # not waited for any more
                 continue
             allowed = [worker for worker in takers if worker.index != job.avoid or len(self._workers) == 1]
             fitting = [one for one in allowed if not one.load or one.load + job.cost <= self._window]

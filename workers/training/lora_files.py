@@ -38,7 +38,7 @@ def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> Non
 
 
 def save_identity(model: nn.Module, directory: Path) -> None:
-    """Notes beside a checkpoint, whose only weights are adapters, what these belong to. A collective."""
+    """Notes next to a checkpoint, whose only weights are adapters, what these belong to. A collective."""
     identity = _identity(model)
     if dist.get_rank() == 0:
         (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
