@@ -131,7 +131,7 @@ class ActorWorker:
         return self._sender.num_buckets, endpoint
 
     def join_weights(self, num_receivers: int) -> None:
-        """Meet the engines' processes; returns when all have come."""
+        """Meets the engines' processes; returns when all have come."""
         self._sender.join(num_receivers)
 
     def gather_bucket(self, index: int) -> Bucket | None:
@@ -161,10 +161,10 @@ class ActorWorker:
 
 
 class ActorPool:
-    """All FSDP ranks as one. Every call waits at most as long as the configuration says, and says for what."""
+    """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it."""
 
     def __init__(self, cfg: Config, device: str, options: Sequence[dict[str, Any]]) -> None:
-        """options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
+        """Makes the ranks' actors. options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
         self._cfg = cfg
         self._out_of_step = ""
         remote = ray.remote(ActorWorker)

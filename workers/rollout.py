@@ -143,10 +143,10 @@ class RolloutWorker:
 
 
 class RolloutPool:
-    """All engines, seen from the driver. A group goes to the engine with the fewest running responses."""
+    """Speaks for all engines on the driver. A group goes to the engine with the fewest running responses."""
 
     def __init__(self, options: list[dict[str, Any]], *, start_timeout_s: float, timeout_s: float) -> None:
-        """options: Ray options of each engine, from `workers.cluster`."""
+        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`."""
         worker: Any = ray.remote(RolloutWorker)
         self._workers = [worker.options(max_concurrency=4096, **each).remote() for each in options]
         self._load = [0] * len(self._workers)

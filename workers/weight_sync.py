@@ -20,7 +20,7 @@ from workers.weights.bucket import Bucket, Endpoint
 
 
 class WeightSource(Protocol):
-    """What the sync needs of `workers.actor.ActorPool`."""
+    """Names what the sync needs of `workers.actor.ActorPool`."""
 
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
 
@@ -30,7 +30,7 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """What the sync needs of `workers.rollout.RolloutPool`."""
+    """Names what the sync needs of `workers.rollout.RolloutPool`."""
 
     @property
     def num_receivers(self) -> int: ...
@@ -50,7 +50,7 @@ class WeightSync:
     """Brings the actors' weights to all engines after each update. The first call also connects both."""
 
     def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
-        """transport: from `dapo.derived.resolve_transport`."""
+        """Connects nothing yet. transport: from `dapo.derived.resolve_transport`."""
         self._actors = actors
         self._engines = rollouts
         self._timeout_s = cfg.timeout_s

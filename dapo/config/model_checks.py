@@ -41,13 +41,13 @@ def _ranks(cfg: Config) -> Iterator[str]:
 
 def _tokens(cfg: Config) -> Iterator[str]:
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
-    shared = cfg.actor.ulysses_sequence_parallel_size
-    room = cfg.actor.max_tokens_per_gpu * shared
-    if shared >= 1 and room < prompt + response:
+    sequence_parallel = cfg.actor.ulysses_sequence_parallel_size
+    room = cfg.actor.max_tokens_per_gpu * sequence_parallel
+    if sequence_parallel >= 1 and room < prompt + response:
         yield (
             f"`actor.max_tokens_per_gpu` ({cfg.actor.max_tokens_per_gpu}) x `actor.ulysses_sequence_parallel_size` "
-            f"({shared}) must hold one sequence of `data.max_prompt_length` + `data.max_response_length` ({prompt} + "
-            f"{response} = {prompt + response}); raise one of them or lower the lengths"
+            f"({sequence_parallel}) must hold one sequence of `data.max_prompt_length` + `data.max_response_length` "
+            f"({prompt} + {response} = {prompt + response}); raise one of them or lower the lengths"
         )
 
 
@@ -100,16 +100,16 @@ def _files(cfg: Config, path: Path) -> Iterator[str]:
 
 
 def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """config: what a model's config.json says. Heads are dealt out over the ranks that share a micro-batch."""
-    shared = cfg.actor.ulysses_sequence_parallel_size
+    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks."""
+    sequence_parallel = cfg.actor.ulysses_sequence_parallel_size
     heads = config.get("num_attention_heads")
-    if shared <= 1 or not isinstance(heads, int):
+    if sequence_parallel <= 1 or not isinstance(heads, int):
         return
     key_heads = config.get("num_key_value_heads") or heads
     fitting = head_shares(heads, key_heads)
-    if shared not in fitting:
+    if sequence_parallel not in fitting:
         yield (
-            f"`actor.ulysses_sequence_parallel_size` ({shared}) must divide the {heads} attention heads of "
+            f"`actor.ulysses_sequence_parallel_size` ({sequence_parallel}) must divide the {heads} attention heads of "
             f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "
             f"it can be {', '.join(map(str, fitting))}"
         )

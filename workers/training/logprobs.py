@@ -56,7 +56,7 @@ class _Logits:
         self._values = self.product if self.dtype is hidden.dtype else torch.empty_like(self.product, dtype=self.dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(which of the R rows, their logits / temperature [rows, vocabulary], to be overwritten at will)."""
+        """Yields (which of the R rows, their logits / temperature [rows, vocabulary], to be overwritten at will)."""
         for start in range(0, len(self._hidden), self.rows or 1):
             where = slice(start, start + self.rows)
             part = self._hidden[where]
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, whatever the type of the factors."""
+    """Adds left @ right to total, whatever the type of the factors."""
     if total.dtype is right.dtype:
         total.addmm_(left, right)
     else:

@@ -113,7 +113,7 @@ class PackedPolicy(nn.Module):
                 module.p = 0.0
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(natural log-probabilities [R], entropy in nats [R]), float32, the same on all ranks that share the batch."""
+        """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""
         hidden = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,

@@ -49,12 +49,12 @@ class Mismatch:
 
     @property
     def mean(self) -> float:
-        """Mean of |old - rollout log-probability|; 0 without tokens."""
+        """Returns the mean of |old - rollout log-probability|; 0 without tokens."""
         return self.difference / max(1.0, self.tokens)
 
     @property
     def ess(self) -> float:
-        """Effective sample size as a share: (sum of ratios)^2 / (tokens x sum of squares); NaN without tokens."""
+        """Returns the effective sample size as a share, (sum of ratios)^2 / (tokens x sum of squares), or NaN."""
         return math.nan if self.tokens == 0 else self.ratio**2 / max(self.tokens * self.ratio_squared, 1e-300)
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -80,17 +80,17 @@ class Totals:
 
     @property
     def trained_tokens(self) -> float:
-        """Response tokens that the loss was over."""
+        """Returns the number of response tokens that the loss was over."""
         return self.sums["trained_tokens"]
 
     @property
     def grad_norm(self) -> float:
-        """L2 norm of the whole gradient."""
+        """Returns the L2 norm of the whole gradient."""
         return math.sqrt(self.sums["grad_norm_squared"])
 
     @property
     def finite(self) -> bool:
-        """Whether the optimizer may use this gradient."""
+        """Tells whether the optimizer may use this gradient."""
         return math.isfinite(self.sums["loss"]) and math.isfinite(self.sums["grad_norm_squared"])
 
     @property

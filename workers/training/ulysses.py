@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first dimension, of the group's size; it is its own inverse and its own gradient."""
+    """Exchanges over the first dimension, of the group's size; it is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -39,7 +39,9 @@ class Updater:
         cfg: Config,
         mesh: Mesh,
     ) -> None:
-        """reference: called like the policy, frozen; only where `algorithm.kl` needs one."""
+        """Takes what `workers.actor` has built. reference: called like the policy, frozen; only where `algorithm.kl`
+        needs one.
+        """
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
@@ -149,7 +151,9 @@ class Updater:
         return gather(counted)
 
     def _constants(self, batch: MicroBatch, proximal: Tensor, reference: Tensor | None) -> tuple[Constants, Correction]:
-        """proximal: log-probabilities [R] by the actors before the update (in its only or first step: the policy's)."""
+        """Returns what the objective takes as constant. proximal: log-probabilities [R] by the actors before the update
+        (in its only or first step: the policy's).
+        """
         cfg = self._cfg.algorithm.rollout_correction
         correction = rollout_correction(proximal, batch.rollout_logprobs, batch.segment_ids, cfg)
         constants = Constants(

@@ -27,7 +27,7 @@ class TensorPlace:
 
     @property
     def stop(self) -> int:
-        """Element after the last one."""
+        """Returns the element after the last one."""
         return self.start + math.prod(self.shape)
 
 

@@ -20,7 +20,7 @@ def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 def find_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """What rank 0 serves, seen from elsewhere."""
+    """Connects to what rank 0 serves, from elsewhere."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -50,11 +50,12 @@ class WeightGroup:
         return group
 
     def broadcast(self, data: Tensor) -> dist.Work:
-        """Rank 0's `data` [N] uint8 into everyone's, in the background; `wait` for the result before touching it."""
+        """Sends rank 0's `data` [N] uint8 into everyone's, in the background; `wait` before touching it."""
         work: dist.Work = self._group.broadcast([data], self._options)
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """gloo: raises RuntimeError when the other end is gone or kept silent for `timeout_s`. NCCL: holds up the GPU's
-        stream and not the caller; then its watchdog ends the process."""
+        """Waits for a broadcast. gloo: raises RuntimeError when the other end is gone or kept silent for `timeout_s`.
+        NCCL: holds up the GPU's stream and not the caller; then its watchdog ends the process.
+        """
         work.wait(self._timeout)

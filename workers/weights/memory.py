@@ -27,7 +27,9 @@ _CUDA_FIELDS = {
 
 
 def place(device: torch.device) -> str:
-    """Name of what must be the same on both ends: the GPU, or the machine (and container, which hides processes)."""
+    """Returns the name of what must be the same on both ends: the GPU, or the machine (and container, which hides
+    processes).
+    """
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

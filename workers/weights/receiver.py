@@ -166,7 +166,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
 
 class WeightReceiverExtension:
-    """What vLLM mixes into its worker class: nothing. Its name makes vLLM import this module there."""
+    """Adds nothing to vLLM's worker class, which it is mixed into: its name makes vLLM import this module there."""
 
 
 die_with_parent()  # an engine process whose Ray actor was killed must not stay behind and hold the device

@@ -27,7 +27,9 @@ class WeightSender:
         rank: int,
         device: torch.device,
     ) -> None:
-        """parameters: starts a new pass, in the order of `shapes`. dtype: in which tensors travel, torch's name."""
+        """Plans the buckets. parameters: starts a new pass, in the order of `shapes`. dtype: in which tensors travel,
+        torch's name.
+        """
         self._parameters = parameters
         self._dtype_name, self._dtype = dtype, getattr(torch, dtype)
         self._rank, self._device = rank, device
