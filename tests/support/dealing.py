@@ -27,6 +27,7 @@ GROUPS = {
 LONGEST = (  # beside the groups
     "tests/sampling/test_overlap.py",
     "tests/workers/test_rollout.py",
+    "tests/bench/test_commands.py",
     "tests/end_to_end/test_endings.py",
     "tests/ablation/test_ablation.py",
 )
