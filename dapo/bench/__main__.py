@@ -76,7 +76,7 @@ def _sync(sync: argparse.ArgumentParser) -> None:
     sync.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["auto"])
     sync.add_argument("--ranks", type=positive, default=2, help="actor ranks")
     sync.add_argument("--engines", type=positive, default=1)
-    sync.add_argument("--colocate", action="store_true", help="engines and ranks share GPUs; needed for ipc")
+    sync.add_argument("--colocate", action="store_true", help="engines and ranks share GPUs; needed for ipc there")
     sync.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
     sync.add_argument("--bucket-mib", type=positive, default=256)
     sync.add_argument("--turns", type=positive, default=3, help="of each transport")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench.actor import LEARNT_NOTHING
@@ -100,7 +100,7 @@ def peak_bytes(device: str) -> int:
 
 
 def random_weights(model: str, folder: Path) -> Path:
-    """Writes config.json and safetensors in bfloat16 of a model of this shape, a file per layer; returns the folder.
+    """Writes config.json and safetensors in bfloat16 of a model of this shape; returns the folder.
 
     Matrices are normal with a deviation of 0.02, norms 1, biases 0.
     """
@@ -109,23 +109,14 @@ def random_weights(model: str, folder: Path) -> Path:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).mul_(INIT_STD).to(torch.bfloat16)
-    files: dict[str, dict[str, torch.Size]] = {}
-    for name, parameter in empty.named_parameters():
-        parts = name.split(".")
-        part = f"layer-{parts[parts.index('layers') + 1]}" if "layers" in parts else "root"
-        files.setdefault(f"model-{part}.safetensors", {})[name] = parameter.shape
-    offset = 0
-    for file, shapes in files.items():
-        tensors = {}
-        for name, size in shapes.items():
-            if len(size) == 1:
-                tensors[name] = torch.full(size, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
-            else:
-                offset += 1  # another place in the pool, so that no two matrices are equal
-                tensors[name] = pool.roll(offset).repeat(-(-size.numel() // POOL))[: size.numel()].reshape(size)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    tensors = {}
+    for offset, (name, parameter) in enumerate(empty.named_parameters()):
+        if parameter.dim() == 1:
+            tensors[name] = torch.full(parameter.shape, float(name.endswith("norm.weight")), dtype=torch.bfloat16)
+        else:  # each from another place in the pool, so that no two matrices are equal
+            drawn = pool.roll(offset).repeat(-(-parameter.numel() // POOL))[: parameter.numel()]
+            tensors[name] = drawn.reshape(parameter.shape).clone()
+    save_torch_state_dict(tensors, folder)
     return folder
 
 

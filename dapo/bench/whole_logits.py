@@ -1,5 +1,5 @@
-"""Compares log-probabilities in chunks (`workers.training.logprobs`) with whole logits and plain autograd: sizes in,
-seconds out.
+"""Log-probabilities in chunks (`workers.training.logprobs`) against whole logits and plain autograd: sizes in, seconds
+out.
 
 Both give log-probability and entropy and go backward through the first, or through both. On one thread, in CPU
 seconds, with the two ways taking turns: other processes of a shared machine count little.
@@ -13,47 +13,33 @@ from torch import Tensor
 
 from workers.training.logprobs import token_logprobs
 
-Way = Callable[[Tensor, torch.nn.Linear, Tensor, float, bool], tuple[Tensor, Tensor]]
+Way = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def compare(
-    tokens: int, vocabulary: int, hidden_size: int, *, entropy_gradient: bool, repeats: int, temperature: float = 1.0
+    tokens: int, vocabulary: int, hidden_size: int, *, entropy_gradient: bool, repeats: int
 ) -> list[tuple[float, float]]:
-    """Returns (CPU seconds in chunks, and whole) of each repetition, forward and backward; one round before does not
-    count."""
+    """Returns (CPU seconds in chunks, and whole) of each repetition; one before, which warms up, does not count."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     head = torch.nn.Linear(hidden_size, vocabulary, bias=False)
     hidden, labels = torch.randn(tokens, hidden_size), torch.randint(0, vocabulary, (tokens,))
-    pairs = []
-    for _ in range(repeats + 1):
-        chunked, whole = (_seconds(w, hidden, head, labels, temperature, entropy_gradient) for w in (_chunked, _whole))
-        pairs.append((chunked, whole))
-    return pairs[1:]
 
+    def chunked(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, head, labels, 1.0, vocabulary, entropy_gradient=entropy_gradient)
 
-def _seconds(
-    way: Way, hidden: Tensor, head: torch.nn.Linear, labels: Tensor, temperature: float, entropy_gradient: bool
-) -> float:
-    own = hidden.clone().requires_grad_()
-    head.zero_grad()
-    began = time.process_time()
-    logprobs, entropy = way(own, head, labels, temperature, entropy_gradient)
-    (logprobs.sum() + 0.01 * entropy.sum() if entropy_gradient else logprobs.sum()).backward()
-    return time.process_time() - began
+    def whole(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        distribution = head(hidden).float().log_softmax(-1)
+        with torch.set_grad_enabled(entropy_gradient):
+            entropy = -(distribution.exp() * distribution).sum(-1)
+        return distribution.gather(1, labels[:, None])[:, 0], entropy
 
+    def seconds(way: Way) -> float:
+        own = hidden.clone().requires_grad_()
+        head.zero_grad()
+        began = time.process_time()
+        logprobs, entropy = way(own)
+        (logprobs.sum() + 0.01 * entropy.sum() if entropy_gradient else logprobs.sum()).backward()
+        return time.process_time() - began
 
-def _chunked(
-    hidden: Tensor, head: torch.nn.Linear, labels: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    return token_logprobs(hidden, head, labels, temperature, head.out_features, entropy_gradient=entropy_gradient)
-
-
-def _whole(
-    hidden: Tensor, head: torch.nn.Linear, labels: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float()
-    distribution = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-    with torch.set_grad_enabled(entropy_gradient):
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return distribution.gather(1, labels[:, None])[:, 0], entropy
+    return [(seconds(chunked), seconds(whole)) for _ in range(repeats + 1)][1:]

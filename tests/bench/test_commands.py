@@ -1,10 +1,13 @@
 """Every command of the benchmarks at its smallest size, as a person would type it."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from dapo import bench
 from dapo.bench.__main__ import main, parse
 
 COMMANDS = ("step", "overlap", "driver", "rewards", "update", "logprobs", "device", "sync")
@@ -25,6 +28,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 def test_help_starts_nothing() -> None:
     program = f"""
 import contextlib, io, sys
+from dapo import bench
 from dapo.bench.__main__ import main
 for words in ([], *([name] for name in {COMMANDS}), ["both"]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
@@ -34,6 +38,14 @@ print(*sorted({{"torch", "ray", "vllm", "transformers", "hydra", "numpy"}} & sys
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_the_readme_names_commands_that_exist() -> None:
+    text = (Path(bench.__file__).parent / "README.md").read_text()
+    found = [words.split() for words in re.findall(r"python -m dapo\.bench ([a-z][^`#\n]*)", text)]
+    assert {words[0] for words in found} == {*COMMANDS, "both"}
+    for words in found:
+        parse(words)
 
 
 def test_the_old_spelling_of_step() -> None:
