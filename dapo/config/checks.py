@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from dapo.config import fields
 from dapo.config.model_checks import actor
+from dapo.config.names import engine_arguments, nearest
 from dapo.config.placement_checks import placement
 from dapo.config.reward_model_checks import reward_model
 from dapo.config.schema import Config
@@ -127,6 +128,10 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
+    if not cfg.rollout.vllm or not (known := engine_arguments()):
+        return
+    for name in sorted(cfg.rollout.vllm.keys() - known - OWN_ENGINE_ARGS.keys()):
+        yield f"`rollout.vllm.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
 
 
 def _reward_waits(cfg: Config) -> Iterator[str]:

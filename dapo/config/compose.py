@@ -1,11 +1,10 @@
 """From overrides to a checked `Config`: `compose`, with Hydra's compose API; the entry point lets `hydra.main` compose.
 
-In: the arguments after the program's name. Out: a `Config`, or a ValueError for a person. Overrides are checked before
-Hydra sees them, because Hydra names an unknown key but not the one meant.
+In: the arguments after the program's name. Out: a `Config`, or a ValueError for a person that names every problem.
+Overrides are checked before Hydra sees them: Hydra names an unknown key but not the one meant, and adds a trace.
 """
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,35 +12,56 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dapo.config.checks import validate
+from dapo.config.fields import ITEM, keys
+from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, nearest
 from dapo.config.paths import config_dir
+from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
 
-OPEN = "*"  # below this any key is taken: it belongs to vLLM
+FLAGS = (  # Hydra's; argparse takes their beginnings too
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # then experiments are a person's own
+TYPES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list, such as [a, b]",
+    dict: "a mapping, such as {a: 1}",
+}
 
-ConfigStore.instance().store(name="dapo_schema", node=Config)
+# Experiments may hold what `dapo.plan` assumes of their machines; `to_config` leaves it out for a run.
+ConfigStore.instance().store(name="dapo_schema", node=PlannedConfig)
 
 
-def compose(overrides: Sequence[str], experiment: str | None = None) -> Config:
+def compose(overrides: Sequence[str], experiment: str | None = None, *, plan: bool = False) -> Config:
     """Returns the checked configuration of a run with these arguments, `+experiment=EXPERIMENT` before them.
 
-    Raises ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
+    plan: a `PlannedConfig`, whose keys the arguments may set too. Raises ValueError as `checked_overrides` and
+    `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
-    arguments = checked_overrides([*chosen, *overrides])
+    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan)
+
+
+def _composed(overrides: list[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-            tree = hydra.compose("dapo", overrides=arguments)
+            return hydra.compose("dapo", overrides=overrides)
     except HydraException as error:
         raise ValueError(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from error
-    return to_config(tree)
 
 
-def to_config(tree: DictConfig) -> Config:
+def to_config(tree: DictConfig, *, plan: bool = False) -> Config:
     """Returns the typed configuration, checked.
 
     Raises ValueError where a value is missing, has the wrong type, or is one that `dapo.config.checks` refuses.
@@ -55,71 +75,111 @@ def to_config(tree: DictConfig) -> Config:
         cfg: Any = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise ValueError(f"configuration: {error}") from error
+    if not plan:
+        cfg = Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
     validate(cfg)
     return cfg
 
 
-def known_keys(section: Any = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the configuration, sections included; `rollout.vllm.*` stands for any engine argument."""
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        key = f"{prefix}{field.name}"
-        yield key
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from known_keys(kind, f"{key}.")
-        elif typing.get_origin(kind) is dict:
-            yield f"{key}.{OPEN}"
+def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
+    """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key.
 
-
-def experiments() -> list[str]:
-    """Names for `+experiment=`."""
-    folder = config_dir() / "experiment"
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-
-
-def checked_overrides(arguments: Sequence[str]) -> list[str]:
-    """The arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key.
-
-    Raises ValueError for an unknown experiment or key, with the nearest existing name.
+    Raises ValueError for unknown experiments and keys, with the nearest existing name, and for values of a wrong type.
     """
-    own_configs = any(argument.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for argument in arguments)
-    keys = list(known_keys())
-    checked = []
+    own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
+    many = any(argument in ("-m", "--multirun") for argument in arguments)
+    tree = OmegaConf.structured(PlannedConfig)
+    parser = OverridesParser.create()
+    checked: list[str] = []
+    problems: list[str] = []
+    overrides: list[str] = []
+    before = ""
     for argument in arguments:
-        open_key = any(argument.startswith((key[:-1], f"{key[:-2]}=")) for key in keys if key.endswith(OPEN))
-        checked.append(f"++{argument}" if open_key else argument)
-        if argument.startswith("-") or "=" not in argument:
-            continue
-        try:
-            override = OverridesParser.create().parse_override(argument)
-        except OverrideParseException as error:
-            raise ValueError(f"cannot read the override `{argument}`: {error}") from None
-        name = override.key_or_group
-        if name == "experiment":
-            if not own_configs:
-                _check_experiment(str(override.value()))
-        elif not name.startswith("hydra") and not _is_known(name, keys):
-            raise ValueError(f"unknown key `{name}`; {_hint(name, keys)}")
+        flag, before = before, argument
+        if argument.startswith("-"):
+            problems += _not_a_flag(argument, plan)
+        elif flag not in WITH_VALUE:
+            try:
+                override = parser.parse_override(argument)
+            except HydraException as error:
+                problems.append(_unreadable(argument, error, plan))
+                continue
+            argument = _for_hydra(argument, override)
+            overrides.append(argument)
+            if override.key_or_group == "experiment":
+                problems += [] if own_configs else _unknown_experiment(str(override.value()))
+            elif not override.key_or_group.startswith("hydra"):
+                problems += _problems(override, tree, plan=plan, many=many)
+        checked.append(argument)
+    if problems:
+        raise ValueError("\n".join(problems))
+    if not own_configs and any(override.startswith("~") for override in overrides):
+        _composed(overrides)  # only Hydra knows whether an experiment has what is to be removed
     return checked
 
 
-def _check_experiment(name: str) -> None:
+def _for_hydra(argument: str, override: Override) -> str:
+    """Lets a new key of an open section stand without `++`, and a key that exists with `+`."""
+    name = override.key_or_group
+    if is_open(name) or name in OPEN:
+        return argument if override.is_delete() else f"++{argument.lstrip('+')}"
+    return argument.lstrip("+") if name in known_keys(plan=True) else argument
+
+
+def _not_a_flag(argument: str, plan: bool) -> Iterator[str]:
+    """Finds `--key=value`, argparse's spelling."""
+    option, equals, value = argument.partition("=")
+    if not argument.startswith("--") or any(flag.startswith(option) for flag in FLAGS):
+        return
+    name = option[2:].replace("-", "_")
+    write = f"write `{name}={value if equals else 'VALUE'}`" if name in known_keys(plan) else hint(name, plan)
+    yield f"`{argument}` is not an option: keys take no dashes; {write}"
+
+
+def _unreadable(argument: str, error: Exception, plan: bool) -> str:
+    if "=" not in argument:
+        what = "lacks a value" if argument in known_keys(plan) else "is no override"
+        return f"`{argument}` {what}; write KEY=VALUE"
+    return f"cannot read the override `{argument}`: {error}"
+
+
+def _unknown_experiment(name: str) -> Iterator[str]:
     known = experiments()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean `{near[0]}`? " if near else ""
-        raise ValueError(f"unknown experiment `{name}`; {hint}There are: {', '.join(known)}")
+        near = nearest(name, known, cutoff=0.4)
+        yield f"unknown experiment `{name}`; {near}{' ' if near else ''}There are: {', '.join(known)}"
 
 
-def _is_known(name: str, keys: Sequence[str]) -> bool:
-    return name in keys or any(key.endswith(OPEN) and name.startswith(key[:-1]) for key in keys)
+def _problems(override: Override, tree: DictConfig, *, plan: bool, many: bool) -> Iterator[str]:
+    """tree: takes the value, as Hydra's will. many: a sweep over several values is wanted."""
+    name = override.key_or_group
+    if name not in known_keys(plan) and not is_open(name):
+        yield f"unknown key `{name}`; {hint(name, plan)}"
+    elif override.is_delete():
+        if not is_open(name):
+            yield f"`~{name}` would remove a key that a run needs; leave it out, or give {name}=VALUE"
+    elif override.is_sweep_override():
+        if not many:
+            yield (
+                f"`{override.input_line}` gives several values; write a list as {name}=[a,b], put text with a comma in "
+                "quotes, or add --multirun"
+            )
+    else:
+        yield from _mistyped(name, override.value(), tree)
 
 
-def _hint(name: str, keys: Sequence[str]) -> str:
-    """The nearest key: by its whole name, else by its last part wherever that lives."""
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-    if not near:
-        last = name.rpartition(".")[2]
-        near = [key for key in keys if key.rpartition(".")[2] == last] or difflib.get_close_matches(name, keys, n=1)
-    return f"did you mean `{near[0]}`?" if near else "`--cfg job` prints all keys"
+def _mistyped(name: str, value: Any, tree: DictConfig) -> Iterator[str]:
+    try:
+        OmegaConf.update(tree, name, value)
+    except OmegaConfBaseException as error:
+        inner = str(error.full_key or name)
+        if not f"{inner}.".startswith(f"{name}."):  # OmegaConf counts from an item of a list
+            inner = f"{name}{ITEM}.{inner}"
+        if isinstance(error, ConfigKeyError | ConfigAttributeError):
+            yield f"unknown key `{inner}`; {hint(inner)}"
+            return
+        kind = next((one.kind for one in keys(PlannedConfig) if one.name == inner), dict)
+        must = TYPES.get(typing.get_origin(kind) or kind, TYPES[dict])
+        for part in inner.removeprefix(name).split("."):
+            value = value.get(part, value) if isinstance(value, dict) else value
+        yield f"`{inner}` ({'null' if value is None else value}) must be {must}"

@@ -1,8 +1,9 @@
-"""The section `plan` of the configuration: what `python -m dapo.plan` assumes. No run reads it."""
+"""The section `plan`: what `python -m dapo.plan` assumes. It is no part of a run's configuration."""
 
 from dataclasses import dataclass
 
-from dapo.config.fields import at_least, positive, share
+from dapo.config.fields import at_least, positive, section, share
+from dapo.config.schema import Config
 
 
 @dataclass(slots=True)
@@ -32,3 +33,10 @@ class PlanConfig:
     mean_response_tokens: int = at_least(0, 0, "mean length of a response; 0: a third of `data.max_response_length`")
     length_sigma: float = positive(0.7, "standard deviation of the log of the response length")
     mixed_rate: float = share(0.5, "share of the groups that dynamic sampling keeps")
+
+
+@dataclass(slots=True)
+class PlannedConfig(Config):
+    """A run's configuration together with the planner's assumptions."""
+
+    plan: PlanConfig = section(PlanConfig)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dapo.config.actor import ActorConfig, ModelConfig, WeightSyncConfig
 from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.fields import at_least, key, one_of, positive, section
-from dapo.config.plan import PlanConfig
 from dapo.config.reward import DEVICES, RewardConfig
 from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, RolloutConfig
 
@@ -107,4 +106,3 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     logging: LoggingConfig = section(LoggingConfig)
     trainer: TrainerConfig = section(TrainerConfig)
-    plan: PlanConfig = section(PlanConfig)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dapo.config.compose import compose
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.model_shape import ModelShape, read_config, shape_of
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
@@ -22,12 +22,13 @@ from dapo.plan.report import report
 from dapo.report.console import end, say
 
 
-def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
+def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
     """Returns the configuration that a run with these arguments would have, and its model's shape.
 
     Raises ValueError as a run would, and where the model's architecture is not known here.
     """
-    cfg = compose(overrides)
+    cfg = compose(overrides, plan=True)
+    assert isinstance(cfg, PlannedConfig)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
     found = [
@@ -41,14 +42,14 @@ def plan(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     return cfg, shape
 
 
-def _assumptions(cfg: Config) -> list[str]:
+def _assumptions(cfg: PlannedConfig) -> list[str]:
     mean, cap = cfg.plan.mean_response_tokens, cfg.data.max_response_length
     if mean <= cap:
         return []
     return [f"`plan.mean_response_tokens` ({mean}) must be at most `data.max_response_length` ({cap})"]
 
 
-def _unknown_widths(cfg: Config) -> list[str]:
+def _unknown_widths(cfg: PlannedConfig) -> list[str]:
     args = cfg.rollout.vllm
     found = [
         f"`rollout.vllm.{name}` ({args[name]}): the planner knows {', '.join(known)}; give one of these"

@@ -9,7 +9,8 @@ the embedding where it is tied) stays gathered from the first layer's forward pa
 from dataclasses import dataclass
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import LOGITS_CHUNK_ELEMENTS, Config
+from dapo.config.plan import PlannedConfig
+from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 from dapo.derived import num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term
@@ -18,14 +19,14 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def device_of(cfg: Config) -> str:
+def device_of(cfg: PlannedConfig) -> str:
     """Returns `cuda`, unless the configuration says cpu or only fits one: GPUs have no float32 packed attention."""
     if cfg.trainer.device != "auto":
         return cfg.trainer.device
     return "cpu" if cfg.model.dtype == "float32" else "cuda"
 
 
-def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
+def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) -> Term:
     """Sizes `count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless a parameter or the model decides."""
     element = ELEMENT_BYTES[cfg.model.dtype]
     largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)
@@ -34,7 +35,7 @@ def bucket_term(cfg: Config, shape: ModelShape, name: str, count: int) -> Term:
     return Term(name=name, amount=count * largest, formula=formula)
 
 
-def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
+def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
     """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
     widths = dict(zip(LINEARS, (h + q, h + kv, h + kv, q + h, h + i, h + i, i + h), strict=True))
@@ -47,7 +48,7 @@ def adapter_parameters(cfg: Config, shape: ModelShape) -> int:
 class ActorMemory:
     """Computes the memory of one rank; ranks differ by a rounding."""
 
-    cfg: Config
+    cfg: PlannedConfig
     shape: ModelShape
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.derived import gpus_per_engine, resolve_transport
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, device_of
 from dapo.plan.terms import Term
@@ -29,7 +29,7 @@ GIB = 1 << 30
 class EngineMemory:
     """Computes the memory of one GPU of one engine, whose `dtype` and `kv_cache_dtype` are known to `dapo.plan`."""
 
-    cfg: Config
+    cfg: PlannedConfig
     shape: ModelShape
 
     def _arg(self, name: str, default: Any) -> Any:

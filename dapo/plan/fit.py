@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
@@ -18,21 +18,21 @@ WIDEST_ENGINE = 16  # GPUs
 Change = dict[str, Any]
 
 
-def problems(cfg: Config, shape: ModelShape) -> list[str]:
+def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     """Returns one message per thing that does not fit; empty when everything does."""
     engine = EngineMemory(cfg, shape)
     uneven = list(_uneven(cfg, shape, engine))
     return uneven or [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
 
 
-def room_for_actors(cfg: Config, shape: ModelShape) -> float:
+def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     """Returns the bytes of one device that an actor rank may take."""
     memory = float(cfg.plan.gpu_memory_bytes)
     engine = EngineMemory(cfg, shape)
     return memory * (1 - engine.utilization) if cfg.trainer.colocate and device_of(cfg) == "cuda" else memory
 
 
-def _uneven(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+def _uneven(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     if engine.tensor_parallel not in shape.head_shares:
         yield (
             f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) must divide the {shape.num_heads} "
@@ -41,7 +41,7 @@ def _uneven(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[st
         )
 
 
-def _actors(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
     """Reports an actor rank beyond its device."""
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:
@@ -60,7 +60,7 @@ def _actors(cfg: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _remedy(cfg: Config, shape: ModelShape) -> str:
+def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Names single changes that make a rank fit, or else the first few of them together that do."""
     alone = [change for change in _changes(cfg, shape) if _rank_fits(changed(cfg, change), shape)]
     if alone:
@@ -74,16 +74,16 @@ def _remedy(cfg: Config, shape: ModelShape) -> str:
     return f"no change of parallelism, recomputation and offload is enough (still {size(need)}): take a smaller model"
 
 
-def _words(cfg: Config, shape: ModelShape, change: Change) -> str:
+def _words(cfg: PlannedConfig, shape: ModelShape, change: Change) -> str:
     need = ActorMemory(changed(cfg, change), shape).peak().total
     return f"{' '.join(f'{key}={str(value).lower()}' for key, value in change.items())} ({size(need)})"
 
 
-def _rank_fits(cfg: Config, shape: ModelShape) -> bool:
+def _rank_fits(cfg: PlannedConfig, shape: ModelShape) -> bool:
     return ActorMemory(cfg, shape).peak().total <= room_for_actors(cfg, shape)
 
 
-def _changes(cfg: Config, shape: ModelShape) -> Iterator[Change]:
+def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
     """Yields what makes a rank smaller, the cheap changes first; of numbers the least that is enough, or the most there
     is."""
     actor = cfg.actor
@@ -119,14 +119,14 @@ def _changes(cfg: Config, shape: ModelShape) -> Iterator[Change]:
     yield from _least(cfg, shape, more)
 
 
-def _least(cfg: Config, shape: ModelShape, options: list[Change]) -> Iterator[Change]:
+def _least(cfg: PlannedConfig, shape: ModelShape, options: list[Change]) -> Iterator[Change]:
     """Yields the first option that is enough; the last when none is."""
     found = next((option for option in options if _rank_fits(changed(cfg, option), shape)), None)
     if options:
         yield found or options[-1]
 
 
-def _fewer_tokens(cfg: Config, shape: ModelShape, least: int) -> Iterator[Change]:
+def _fewer_tokens(cfg: PlannedConfig, shape: ModelShape, least: int) -> Iterator[Change]:
     """Yields the most tokens that fit, in steps; a sequence must find room."""
     tokens = cfg.actor.max_tokens_per_gpu
     steps = range(tokens // ROUND_TOKENS * ROUND_TOKENS, least, -ROUND_TOKENS)
@@ -135,12 +135,12 @@ def _fewer_tokens(cfg: Config, shape: ModelShape, least: int) -> Iterator[Change
         yield {"actor.max_tokens_per_gpu": next(fitting, least)}
 
 
-def _sharing(cfg: Config, shape: ModelShape) -> list[int]:
+def _sharing(cfg: PlannedConfig, shape: ModelShape) -> list[int]:
     """Lists the sizes of sequence parallelism that ranks and heads allow."""
     return [n for n in shape.head_shares if cfg.actor.num_workers % n == 0]
 
 
-def changed(cfg: Config, change: Change) -> Config:
+def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
     """Returns a copy with other values under dotted keys."""
     copied = copy.deepcopy(cfg)
     for key, value in change.items():
@@ -155,7 +155,7 @@ def changed(cfg: Config, change: Change) -> Config:
     return copied
 
 
-def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
     share.
     """
@@ -189,7 +189,7 @@ def _engines(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[s
     )
 
 
-def _machine(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     """Reports a machine without GPUs whose memory, shared by all processes, is too small."""
     if device_of(cfg) == "cuda":
         return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.derived import num_shards
 from dapo.plan.actor import device_of
 from dapo.plan.engine import EngineMemory
@@ -12,13 +12,13 @@ from dapo.plan.step import Step, mean_tokens
 LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 
 
-def hints(cfg: Config, shape: ModelShape) -> list[str]:
+def hints(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     """Returns one line per finding, with the keys; empty when everything divides well."""
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     return [*_ranks(cfg, step), *_shards(cfg, shape, engine), *_heads(cfg, shape, engine), *_engines(cfg, step, engine)]
 
 
-def _ranks(cfg: Config, step: Step) -> Iterator[str]:
+def _ranks(cfg: PlannedConfig, step: Step) -> Iterator[str]:
     sequences, packing = cfg.actor.ppo_mini_batch_size * cfg.rollout.n, step.packing
     if sequences % step.rank_groups:
         yield (
@@ -52,7 +52,7 @@ def _ranks(cfg: Config, step: Step) -> Iterator[str]:
         )
 
 
-def _shards(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+def _shards(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     shards = num_shards(cfg)
     rows = {
         "hidden size": shape.hidden_size,
@@ -70,7 +70,7 @@ def _shards(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[st
         yield f"engines of {engine.gpus} GPUs leave some of a node's {node} unused or lie across nodes"
 
 
-def _heads(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
+def _heads(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     shared, keys = cfg.actor.ulysses_sequence_parallel_size, shape.num_kv_heads
     if shared > keys:
         yield f"`actor.ulysses_sequence_parallel_size` ({shared}) exceeds the {keys} key-value heads: they are copied"
@@ -81,7 +81,7 @@ def _heads(cfg: Config, shape: ModelShape, engine: EngineMemory) -> Iterator[str
         )
 
 
-def _engines(cfg: Config, step: Step, engine: EngineMemory) -> Iterator[str]:
+def _engines(cfg: PlannedConfig, step: Step, engine: EngineMemory) -> Iterator[str]:
     prompt, _ = mean_tokens(cfg)
     holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
     wanted = step.sequences / step.kept_rate

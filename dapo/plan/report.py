@@ -3,7 +3,7 @@
 import textwrap
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.derived import optimizer_steps
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
@@ -13,13 +13,13 @@ from dapo.plan.step import Step, mean_tokens
 from dapo.plan.terms import Term, duration, short, size, table
 
 
-def report(cfg: Config, shape: ModelShape) -> str:
+def report(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Returns all sections. Sizes are decimal: 1 GB = 10^9 bytes."""
     sections = [_model, _actor, _engine, _checkpoint, _step, _time, _hints]
     return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
 
 
-def _model(cfg: Config, shape: ModelShape) -> list[str]:
+def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
     roles = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
     layout = f"both on the same {max(gpus, cfg.actor.num_workers)}" if cfg.trainer.colocate else roles
@@ -35,7 +35,7 @@ def _model(cfg: Config, shape: ModelShape) -> list[str]:
     ]
 
 
-def _actor(cfg: Config, shape: ModelShape) -> list[str]:
+def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     memory = ActorMemory(cfg, shape)
     peak = memory.peak()
     copies = cfg.actor.num_workers // memory.shards
@@ -59,7 +59,7 @@ def _actor(cfg: Config, shape: ModelShape) -> list[str]:
     return lines
 
 
-def _engine(cfg: Config, shape: ModelShape) -> list[str]:
+def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
     responses = Step(cfg, shape).responses
     return [
@@ -73,7 +73,7 @@ def _engine(cfg: Config, shape: ModelShape) -> list[str]:
     ]
 
 
-def checkpoint_terms(cfg: Config, shape: ModelShape) -> tuple[Term, ...]:
+def checkpoint_terms(cfg: PlannedConfig, shape: ModelShape) -> tuple[Term, ...]:
     """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it."""
     memory = ActorMemory(cfg, shape)
     terms = [
@@ -86,14 +86,14 @@ def checkpoint_terms(cfg: Config, shape: ModelShape) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def _checkpoint(cfg: Config, shape: ModelShape) -> list[str]:
+def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     terms = checkpoint_terms(cfg, shape)
     kept = cfg.checkpoint.keep or cfg.trainer.total_steps
     whole = size(kept * sum(term.amount for term in terms))
     return ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
 
 
-def _step(cfg: Config, shape: ModelShape) -> list[str]:
+def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     step, packing = Step(cfg, shape), Step(cfg, shape).packing
     prompt, response = mean_tokens(cfg)
     again, attention_again = step.recomputed
@@ -115,7 +115,7 @@ def _step(cfg: Config, shape: ModelShape) -> list[str]:
     return lines
 
 
-def _time(cfg: Config, shape: ModelShape) -> list[str]:
+def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     step, engine, plan = Step(cfg, shape), EngineMemory(cfg, shape), cfg.plan
     if device_of(cfg) == "cpu":
         return ["TIME: not estimated without GPUs"]
@@ -147,7 +147,7 @@ def _time(cfg: Config, shape: ModelShape) -> list[str]:
     ]
 
 
-def _hints(cfg: Config, shape: ModelShape) -> list[str]:
+def _hints(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     found = hints(cfg, shape)
     lines = [textwrap.fill(line, 116, initial_indent="  - ", subsequent_indent="    ") for line in found]
     return ["DIVIDES BADLY", *lines] if found else ["DIVIDES BADLY: nothing found"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapo.config.model_shape import ModelShape
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.derived import optimizer_steps
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory, device_of
@@ -20,13 +20,13 @@ SAMPLED_MINIBATCHES = 4
 BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # times the forward pass; attention computes its scores once more
 
 
-def mean_tokens(cfg: Config) -> tuple[int, int]:
+def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
     """Returns the assumed mean tokens of a prompt and of a response."""
     prompt = cfg.plan.mean_prompt_tokens or max(1, cfg.data.max_prompt_length // 8)
     return prompt, cfg.plan.mean_response_tokens or max(1, cfg.data.max_response_length // 3)
 
 
-def response_lengths(cfg: Config, count: int) -> list[int]:
+def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
     """Returns `count` lengths with the assumed mean, in a fixed random order."""
     cap, wanted = cfg.data.max_response_length, min(mean_tokens(cfg)[1], cfg.data.max_response_length)
     sigma = cfg.plan.length_sigma
@@ -56,7 +56,7 @@ class Packing:
 class Step:
     """Estimates one step: train_batch_size groups of n responses each."""
 
-    cfg: Config
+    cfg: PlannedConfig
     shape: ModelShape
 
     @property

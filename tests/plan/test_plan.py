@@ -200,7 +200,7 @@ def test_colocated_roles_share_a_gpu():
     ("overrides", "message"),
     [
         pytest.param(["+plan.none=1"], "unknown key `plan.none`", id="key"),
-        pytest.param(["plan.hfu=much"], "plan.hfu=much", id="type"),
+        pytest.param(["plan.hfu=much"], "`plan.hfu` (much) must be a number", id="type"),
         pytest.param(["plan.hfu=2"], "`plan.hfu` (2.0) must be above 0 and at most 1", id="share"),
         pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
         pytest.param(["actor.ulysses_sequence_parallel_size=16"], "must divide the 40 attention heads", id="heads"),

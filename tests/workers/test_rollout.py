@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.config.model_shape import shape_of
-from dapo.config.schema import Config
+from dapo.config.plan import PlannedConfig
 from dapo.plan.engine import EngineMemory
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
@@ -44,8 +44,8 @@ async def group_of(
     return [found[sample] for sample in range(n)]
 
 
-def make_config(path: str, engines: int) -> Config:
-    cfg = Config()
+def make_config(path: str, engines: int) -> PlannedConfig:
+    cfg = PlannedConfig()
     cfg.model.path, cfg.model.dtype = path, "float32"
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
     cfg.rollout.num_engines = engines

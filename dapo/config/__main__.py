@@ -1,0 +1,93 @@
+"""Prints the reference of all keys as Markdown: `python -m dapo.config > config/README.md`.
+
+In: the fields of the configuration and the experiments' files. Out: tables of key, default, meaning, allowed values,
+and verl's and TRL's names.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from dapo.config.fields import MISSING, Key, keys
+from dapo.config.names import experiments
+from dapo.config.paths import config_dir
+from dapo.config.plan import PlannedConfig
+
+HEADER = """\
+# Configuration
+
+Written by `python -m dapo.config > config/README.md` from the fields in `dapo/config/`; edit those.
+
+```bash
+python -m dapo.main_ppo +experiment=dapo_tiny trainer.seed=1 rollout.vllm.max_num_seqs=64   # key=value, no dashes
+python -m dapo.main_ppo +experiment=dapo_tiny --cfg job                                     # print the composed tree
+```
+
+[Hydra](https://hydra.cc) composes the defaults below, an experiment (a YAML file in `experiment/` with what differs
+from them) and the command line, in this order. Before any worker starts, unknown keys, values of a wrong type or out of
+range, and keys that do not go together are reported, all at once. Engine arguments of vLLM stand under their own names
+in `rollout.vllm`.
+
+| experiment | what it is |
+|---|---|"""
+TABLE = "| key | default | meaning | values | verl | TRL |\n|---|---|---|---|---|---|"
+
+
+def main() -> None:
+    """Prints the reference."""
+    print(reference(), end="")
+
+
+def reference() -> str:
+    """Returns the whole document."""
+    lines = [HEADER, *(f"| `{name}` | {_cell(_first_words(name))} |" for name in experiments())]
+    for section, kind in typing.get_type_hints(PlannedConfig).items():
+        lines += ["", f"## `{section}`", "", "\n".join(_sections(kind)).rstrip(), "", TABLE]
+        lines += [_row(one) for one in keys(kind, f"{section}.")]
+    return "\n".join(lines) + "\n"
+
+
+def _first_words(experiment: str) -> str:
+    """Returns the first sentence of the comment at the head of an experiment's file."""
+    text = (config_dir() / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in text[1:] if line.startswith("#"))
+    return re.split(r"(?<!Dr)(?<!Eq)\.(?: |$)", comment)[0]
+
+
+def _sections(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yields what the classes of a section and of the sections in it say."""
+    said = " ".join((kind.__doc__ or "").split())
+    yield f"- `{prefix[:-1]}`: {said}" if prefix else f"{said}\n"
+    for name, inner in typing.get_type_hints(kind).items():
+        for one in (inner, *typing.get_args(inner)):
+            if dataclasses.is_dataclass(one):
+                yield from _sections(one, f"{prefix}{name}.")
+
+
+def _row(one: Key) -> str:
+    about = one.about
+    cells = (f"`{one.name}`", _default(one.default), about.text, about.values, _names(about.verl), _names(about.trl))
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _default(value: Any) -> str:
+    if value in (MISSING, [MISSING]):
+        return "to be given"
+    if isinstance(value, list) and any(dataclasses.is_dataclass(item) for item in value):
+        return "the defaults below, once"
+    shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"`{shown}`" if shown else "empty"
+
+
+def _names(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", ") if name)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

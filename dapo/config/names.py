@@ -1,0 +1,103 @@
+"""The nearest name that exists for one that does not: keys, experiments, verl's and TRL's names, vLLM's arguments.
+
+In: a name that a person wrote. Out: words for the end of an error. Imports neither vLLM nor torch: vLLM's arguments are
+read out of its installed source.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from dapo.config.fields import ITEM, keys
+from dapo.config.paths import config_dir
+from dapo.config.plan import PlanConfig
+from dapo.config.schema import Config
+
+ENGINE = "rollout.vllm"
+PLAN = "plan"  # the section of `dapo.plan` alone
+OPEN = ("rollout.vllm", "actor.optim.lr_scheduler_kwargs")  # below these any key is taken
+VLLM_SOURCE, VLLM_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
+
+
+@functools.cache
+def known_keys(plan: bool = False) -> tuple[str, ...]:
+    """Returns every dotted key of a run's configuration, sections included. plan: those of `dapo.plan` too."""
+    names = [one.name for one in keys(Config)]
+    names += [one.name for one in keys(PlanConfig, f"{PLAN}.")] if plan else []
+    parents = {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
+    return (*(parent for parent in sorted(parents) if not parent.endswith(ITEM)), *names)
+
+
+def is_open(name: str) -> bool:
+    """Whether `name` lies in a mapping whose keys belong to another library."""
+    return name.startswith(tuple(f"{section}." for section in OPEN))
+
+
+def experiments() -> list[str]:
+    """Returns the names for `+experiment=`."""
+    folder = config_dir() / "experiment"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+@functools.cache
+def engine_arguments() -> frozenset[str]:
+    """Returns the names of the installed vLLM's engine arguments, empty where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    file = Path(spec.submodule_search_locations[0]) / VLLM_SOURCE
+    if not file.is_file():
+        return frozenset()
+    classes = [one for one in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(one, ast.ClassDef)]
+    return frozenset(
+        line.target.id
+        for one in classes
+        if one.name in VLLM_CLASSES
+        for line in one.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
+
+
+@functools.cache
+def _elsewhere() -> dict[str, list[tuple[str, str]]]:
+    """Of each name in verl or TRL, the system and our key."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in keys(Config):
+        for system, names in (("verl", one.about.verl), ("TRL", one.about.trl)):
+            for name in names.split(", "):  # an expression is found by nobody
+                if ITEM not in one.name and name:
+                    found.setdefault(name, []).append((system, one.name))
+    return found
+
+
+def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
+    """Returns the words `did you mean ...?` for the nearest of `known`, empty where none is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean `{near[0]}`?" if near else ""
+
+
+def hint(name: str, plan: bool = False) -> str:
+    """Returns what to write in place of the unknown key `name`; plan: as in `known_keys`."""
+    return next(filter(None, _hints(name, known_keys(plan))), "config/README.md lists all keys")
+
+
+def _hints(name: str, known: Collection[str]) -> Iterator[str]:
+    if name.startswith(f"{PLAN}.") and name in known_keys(plan=True):
+        yield "it belongs to `python -m dapo.plan` alone"
+    if there := _elsewhere().get(name):
+        system = there[0][0]
+        ours = " or ".join(dict.fromkeys(f"`{key}`" for one, key in there if one == system))
+        yield f"it is {system}'s name; here it is {ours}"
+    yield nearest(name, known, cutoff=0.75)
+    last = name.rpartition(".")[2]
+    yield nearest(name, [key for key in known if key.rpartition(".")[2] == last], cutoff=0.0)
+    arguments = {f"{ENGINE}.{argument}": argument for argument in engine_arguments()}
+    bare = last.removeprefix("vllm_")
+    near = difflib.get_close_matches(bare, arguments.values(), n=1, cutoff=0.8)
+    if near:
+        yield f"did you mean the engine argument `{ENGINE}.{near[0]}`?"
+    yield nearest(name, known)

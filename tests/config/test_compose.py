@@ -1,0 +1,192 @@
+"""The command line: each mistake is one line with the name or value that was meant, before Hydra sees it."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo.config import names
+from dapo.config.compose import checked_overrides, compose, to_config
+from dapo.config.names import engine_arguments, experiments, hint
+from dapo.config.plan import PlannedConfig
+from dapo.config.schema import Config
+from dapo.state.run_dir import HEADER, claim_output_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def said(*arguments: str) -> str:
+    with pytest.raises(ValueError) as error:
+        checked_overrides(arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        pytest.param("trainer.total_steps=abc", "`trainer.total_steps` (abc) must be a whole number", id="int"),
+        pytest.param("trainer.total_steps=1.5", "`trainer.total_steps` (1.5) must be a whole number", id="fraction"),
+        pytest.param("rollout.n=null", "`rollout.n` (null) must be a whole number", id="null"),
+        pytest.param("actor.optim.lr=fast", "`actor.optim.lr` (fast) must be a number", id="float"),
+        pytest.param("data.shuffle=maybe", "`data.shuffle` (maybe) must be true or false", id="bool"),
+        pytest.param("model.dtype=[a]", "`model.dtype` (['a']) must be text", id="text"),
+        pytest.param("data.train_files=x", "`data.train_files` (x) must be a list, such as [a, b]", id="list"),
+        pytest.param("rollout.vllm=3", "`rollout.vllm` (3) must be a mapping, such as {a: 1}", id="mapping"),
+        pytest.param("trainer=3", "`trainer` (3) must be a mapping", id="section"),
+        pytest.param("trainer={seed: x}", "`trainer.seed` (x) must be a whole number", id="within a section"),
+        pytest.param(
+            "reward.functions=[{weight: x}]", "`reward.functions[].weight` ([{'weight': 'x'}]) must be a n", id="item"
+        ),
+        pytest.param(
+            "~trainer.seed", "`~trainer.seed` would remove a key that a run needs; leave it out", id="removed"
+        ),
+        pytest.param("~trainer.sede", "unknown key `trainer.sede`; did you mean `trainer.seed`?", id="removed typo"),
+        pytest.param("~rollout.vllm.nothing", "'rollout.vllm.nothing' does not exist", id="removed argument"),
+        pytest.param("rollout.n=1,2", "`rollout.n=1,2` gives several values; write a list as rollout.n=", id="sweep"),
+        pytest.param("rollout.n", "`rollout.n` lacks a value; write KEY=VALUE", id="no value"),
+        pytest.param("fast", "`fast` is no override; write KEY=VALUE", id="a word"),
+        pytest.param("model={pat: x}", "unknown key `model.pat`; did you mean `model.path`?", id="key in a mapping"),
+        pytest.param(
+            "reward.functions=[{pth: math}]",
+            "unknown key `reward.functions[].pth`; did you mean `reward.functions[].path`?",
+            id="key in a list",
+        ),
+        pytest.param("plan.hfu=0.4", "unknown key `plan.hfu`; it belongs to `python -m dapo.plan` alone", id="plan"),
+    ],
+)
+def test_a_mistake_is_one_line(argument: str, problem: str) -> None:
+    [line] = said(argument).splitlines()
+    assert line.startswith(problem) or problem in line.removeprefix("Could not delete from config. ")
+
+
+@pytest.mark.parametrize(
+    ("argument", "ours"),
+    [
+        pytest.param("num_generations=8", "it is TRL's name; here it is `rollout.n`", id="trl"),
+        pytest.param("learning_rate=1e-6", "it is TRL's name; here it is `actor.optim.lr`", id="trl learning rate"),
+        pytest.param("loss_type=dapo", "`algorithm.policy_loss` or `algorithm.loss_agg_mode`", id="two of ours"),
+        pytest.param(
+            "actor_rollout_ref.rollout.n=8", "it is verl's name; here it is `rollout.n`", id="verl, the same last part"
+        ),
+        pytest.param("algorithm.kl_ctrl.kl_coef=1", "here it is `algorithm.kl.reward_coeff`", id="verl"),
+        pytest.param("trainer.save_freq=5", "here it is `checkpoint.every`", id="verl, a section that we have"),
+        pytest.param(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "did you mean the engine argument `rollout.vllm.tensor_parallel_size`?",
+            id="verl, engine",
+        ),
+        pytest.param(
+            "vllm_gpu_memory_utilization=0.4",
+            "engine argument `rollout.vllm.gpu_memory_utilization`?",
+            id="trl, engine",
+        ),
+        pytest.param("max_num_seqs=4", "engine argument `rollout.vllm.max_num_seqs`?", id="vLLM"),
+        pytest.param("--rollout.n=4", "is not an option: keys take no dashes; write `rollout.n=4`", id="argparse"),
+        pytest.param("--rollout.n", "keys take no dashes; write `rollout.n=VALUE`", id="argparse, no value"),
+        pytest.param("--num-generations=8", "here it is `rollout.n`", id="argparse and TRL"),
+    ],
+)
+def test_names_of_other_systems_lead_to_ours(argument: str, ours: str) -> None:
+    [line] = said(argument).splitlines()
+    assert argument.split("=")[0] in line and ours in line
+
+
+def test_all_mistakes_come_at_once() -> None:
+    lines = said(
+        "trainer.total_steps=abc", "--rollout.n=4", "num_generations=8", "rollout.temperature=hot"
+    ).splitlines()
+    names = [line.split("`")[1] for line in lines]
+    assert names == ["trainer.total_steps", "--rollout.n=4", "num_generations", "rollout.temperature"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--help"], id="help"),
+        pytest.param(["--cfg", "job", "--resolve"], id="flag with a value"),
+        pytest.param(["-c", "job", "-p", "trainer"], id="short flags"),
+        pytest.param(["--multirun", "trainer.seed=1,2"], id="sweep"),
+        pytest.param(["--config-dir", "mine", "+experiment=own"], id="experiments of one's own"),
+        pytest.param(["--config-d=mine", "hydra.run.dir=."], id="a flag's beginning"),
+        pytest.param(["actor.optim.lr=${actor.optim.eps}"], id="interpolation"),
+    ],
+)
+def test_what_is_right_goes_to_hydra_as_it_is(arguments: list[str]) -> None:
+    assert checked_overrides(arguments) == arguments
+
+
+def test_engine_arguments_are_added_and_removed() -> None:
+    given = ["+experiment=dapo_tiny", "+rollout.n=4", "~rollout.vllm.max_num_seqs", "rollout.vllm.seed=3"]
+    checked = checked_overrides(given)
+    assert checked == ["+experiment=dapo_tiny", "rollout.n=4", "~rollout.vllm.max_num_seqs", "++rollout.vllm.seed=3"]
+    assert compose([], "dapo_tiny").rollout.vllm["max_num_seqs"] == 256
+    vllm = compose(given[1:], "dapo_tiny").rollout.vllm
+    assert vllm["seed"] == 3 and "max_num_seqs" not in vllm
+
+
+def test_an_unknown_engine_argument_is_found_without_vllm_and_before_a_worker() -> None:
+    with pytest.raises(ValueError) as error:
+        compose(["rollout.vllm.max_num_sequences=3", "rollout.vllm.xyzzy=1"], "dapo_tiny")
+    assert str(error.value).splitlines() == [
+        "`rollout.vllm.max_num_sequences` is no engine argument of the installed vLLM; did you mean `max_num_seqs`?",
+        "`rollout.vllm.xyzzy` is no engine argument of the installed vLLM",
+    ]
+
+
+def test_engine_arguments_are_vllms_own() -> None:
+    """Its dataclass fields, read out of the source."""
+    vllm = pytest.importorskip("vllm")
+    assert engine_arguments() == {field.name for field in dataclasses.fields(vllm.AsyncEngineArgs)}
+
+
+def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
+    engine_arguments.cache_clear()
+    try:
+        assert compose(["rollout.vllm.xyzzy=1"], "dapo_tiny").rollout.vllm["xyzzy"] == 1
+        assert hint("max_num_seqs") == "config/README.md lists all keys"
+    finally:
+        engine_arguments.cache_clear()
+
+
+def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:
+    cfg = compose([], "dapo_tiny")
+    assert type(cfg) is Config and "plan" not in dataclasses.asdict(cfg)
+    planned = compose(["plan.hfu=0.4"], "dapo_tiny", plan=True)
+    assert isinstance(planned, PlannedConfig) and planned.plan.hfu == 0.4
+    assert planned.plan.gpu_memory_bytes == 16e9, "the experiment's own"
+
+
+def test_a_run_recorded_with_the_planners_section_goes_on(tmp_path: Path) -> None:
+    recorded = dataclasses.asdict(compose(["plan.hfu=0.4"], "dapo_tiny", plan=True))
+    claim_output_dir(str(tmp_path), "auto", recorded).release()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    claim_output_dir(str(tmp_path), "auto", dataclasses.asdict(compose([], "dapo_tiny"))).release()
+    now = (tmp_path / "config.yaml").read_text()
+    assert now.startswith(HEADER) and "\nplan:" not in now
+
+
+def test_the_reference_of_all_keys_is_current() -> None:
+    done = subprocess.run([sys.executable, "-m", "dapo.config"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    written = (ROOT / "config" / "README.md").read_text()
+    assert done.stdout == written, "run `python -m dapo.config > config/README.md`"
+    assert all(f"| `{name}` |" in written for name in experiments())
+    assert "| `rollout.n` | `16` | responses per prompt | at least 2" in written
+
+
+def test_the_checks_load_neither_torch_nor_transformers_nor_ray() -> None:
+    program = (
+        "import sys, dapo.config.compose as c; c.compose(['rollout.vllm.max_num_seqs=3'], 'dapo_tiny'); "
+        "print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_value_that_is_missing_is_named() -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.raises(ValueError, match=r"no value for `data.train_files\[0\]`, `model.path`; give one"):
+        to_config(OmegaConf.structured(PlannedConfig))
