@@ -176,6 +176,14 @@ def test_the_reference_of_all_keys_is_current() -> None:
     assert "| `rollout.n` | `16` | responses per prompt | at least 2" in written
 
 
+def test_help_says_how_to_begin_and_where_the_keys_are() -> None:
+    command = [sys.executable, "-m", "dapo.main_ppo", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) < 15
+    for words in ("+experiment=NAME [KEY=VALUE ...]", "dapo_tiny", "config/README.md", "--cfg job"):
+        assert words in done.stdout
+
+
 def test_the_checks_load_neither_torch_nor_transformers_nor_ray() -> None:
     program = (
         "import sys, dapo.config.compose as c; c.compose(['rollout.vllm.max_num_seqs=3'], 'dapo_tiny'); "
