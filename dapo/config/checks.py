@@ -1,4 +1,4 @@
-"""Checks of the composed configuration before any worker starts (DESIGN section 11).
+"""Checks the composed configuration before any worker starts: what no field can tell by itself.
 
 In: a `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
