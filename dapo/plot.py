@@ -34,20 +34,37 @@ def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], l
     return steps, [found[step] for step in steps]
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
-    """Writes the picture of `runs`, the records of each by label, to `out`.
-
-    Raises ValueError when matplotlib is missing or `out` cannot be written.
-    """
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, set up to write files. Raises ValueError when matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
         raise ValueError(MISSING) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    return plt
+
+
+def write(figure: Any, out: Path, remedy: str) -> None:
+    """Writes a figure and closes it. Raises ValueError with the remedy when `out` cannot be written."""
+    try:
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--out` ({out}) cannot be written ({error}); {remedy}") from error
+    finally:
+        pyplot().close(figure)
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
+    """Writes the picture of `runs`, the records of each by label, to `out`.
+
+    Raises ValueError when matplotlib is missing or `out` cannot be written.
+    """
+    plt = pyplot()
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = plt.subplots(2, 2, figsize=(9.0, 5.6), sharex=True, layout="constrained")
     for axis, (name, metric, points) in zip(axes.flat, PANELS, strict=True):
         for number, records in enumerate(runs.values()):
@@ -68,12 +85,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
     if len(runs) > 1:
         handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(runs))]
         figure.legend(handles, list(runs), loc="outside lower center", ncols=min(4, len(runs)), frameon=False)
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`--out` ({out}) cannot be written ({error}); give a .png in an existing folder") from error
-    finally:
-        plt.close(figure)
+    write(figure, out, "give a .png in an existing folder")
 
 
 def _look(points: bool, num_runs: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.ablation.results import RUNGS, Curve, Estimate, estimate, read_ladder
-from dapo.plot import COLOURS, MISSING
+from dapo.plot import COLOURS, pyplot, write
 from dapo.report.table import table as markdown_table
 from dapo.state.durable import write_text
 
@@ -89,14 +89,7 @@ def draw(ladder: dict[str, list[Curve]], out: Path) -> None:
 
     Raises ValueError when matplotlib is missing or `out` cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(MISSING) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot()
     figure, axes = plt.subplots(
         1, 3, figsize=(12.5, 4.6), sharey=True, layout="constrained", width_ratios=(1.0, 1.0, 0.8)
     )
@@ -118,12 +111,7 @@ def draw(ladder: dict[str, list[Curve]], out: Path) -> None:
     handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(ladder))]
     labels = [f"{number}  {label}" for number, label in enumerate(ladder, 1)]
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`--out` ({out}) cannot be written ({error}); give a folder that can be") from error
-    finally:
-        plt.close(figure)
+    write(figure, out, "give a folder that can be")
 
 
 def _draw_curve(axis: Any, curves: Sequence[Curve], totals: Sequence[Sequence[float]], colour: str) -> None:

@@ -1,4 +1,4 @@
-"""The actors against yardsticks: whole updates, and log-probabilities.
+"""Measures the actors against yardsticks: whole updates, and log-probabilities.
 
 `update`: updates by FSDP ranks on CPU against a loop written by hand (`dapo.bench.hand_loop`), same tokens, in turn.
 `logprobs`: log-probabilities and entropy in chunks against whole logits (`dapo.bench.whole_logits`). Out: tables.

@@ -1,4 +1,4 @@
-"""The driver's own work in one step: groups and tokens per response in, seconds per stage and peak memory out.
+"""Measures the driver's own work in one step: groups and tokens per response in, seconds per stage and peak memory out.
 
 Synthetic responses, as engines and verifiers would hand them over, pass through the buffer, the advantages, the batch
 and the metrics. The growth of peak resident memory includes the responses themselves.

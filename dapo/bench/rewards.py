@@ -1,4 +1,4 @@
-"""Throughput and latency of scoring: a reward function and a number of child processes in, a table out.
+"""Measures throughput and latency of scoring: a reward function and a number of child processes in, a table out.
 
 Ordinary answers of about 2,000 characters go through the child processes of one reward worker, measured in the process
 that owns them, as in a reward actor, without Ray. The same function is called in this process as well, without any

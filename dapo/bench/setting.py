@@ -1,4 +1,5 @@
-"""What the benchmarks of a run have in common: dapo_tiny with overrides, its prompts, Ray, workers, and a trainer."""
+"""Sets up what the benchmarks of a run have in common: dapo_tiny with overrides, its prompts, Ray, workers, and a
+trainer."""
 
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
