@@ -20,7 +20,9 @@ PLURALS = set(  # first words that end like a verb
     "Kwargs Lengths Less Lines Log-probabilities Logits Loss Metrics Others Parameters Plus Prompts Ranks Responses "
     "Rows Seconds Sequences Slots This Those Thus Tokens Unless Values Verdicts Weights".split()
 )
-VERBS = "is|are|has|have|adds?|compare|takes?|trains?|turns?|travel|come|sample|starts|steps|assumes|holds?|runs?|goes?|go"
+VERBS = (
+    "is|are|has|have|adds?|compare|takes?|trains?|turns?|travel|come|sample|starts|steps|assumes|holds?|runs?|goes?|go"
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -91,7 +93,9 @@ def test_the_rules_see_each_kind(text, verb, preposition):
 
 
 def test_what_is_no_sentence_is_seen_wherever_it_stands():
-    source = '"""Reads rows."""\nclass A:\n    """Of one."""\n    async def f(self):\n        """The tokens of a step."""\n'
+    source = (
+        '"""Reads rows."""\nclass A:\n    """Of one."""\n    async def f(self):\n        """The tokens of a step."""\n'
+    )
     assert no_sentences(source) == ["A: Of one.", "f: The tokens of a step."]
     assert no_sentences('class B:\n    """A term is one summand."""\n') == []
     assert no_sentences('class C:\n    """A term that is one summand."""\n') != []

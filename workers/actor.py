@@ -1,4 +1,4 @@
-"""The actors: FSDP2 ranks that train the policy, and the driver-side pool that speaks for all of them.
+"""Trains the policy on FSDP2 ranks; the driver-side pool speaks for all of them.
 
 In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
 """
@@ -26,7 +26,7 @@ MicroBatches = tuple[tuple[TrainSequence, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """One rank's part of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
+    """Holds one rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
 
     minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
     `TrainBatch`.
@@ -61,7 +61,7 @@ def _equal_at(model_path: str) -> int:
 
 
 class ActorWorker:
-    """One FSDP rank; a Ray actor in the pool. Every method but `free_address` is a collective over all ranks."""
+    """Runs one FSDP rank; a Ray actor in the pool. Every method but `free_address` is a collective over all ranks."""
 
     def __init__(self, cfg: Config, device: str) -> None:
         self._cfg = cfg

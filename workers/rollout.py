@@ -1,4 +1,4 @@
-"""vLLM engines as Ray actors and their driver-side pool.
+"""Runs vLLM engines as Ray actors; the driver-side pool speaks for all of them.
 
 In: one prompt, a `Sampling` and n seeds per group. Out: n `Response` records with the engine's own log-probabilities.
 Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
@@ -22,7 +22,7 @@ TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
 class RolloutWorker:
-    """One engine. Every method runs on the actor's event loop; `start` comes first."""
+    """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
         """Loads the model."""
@@ -165,11 +165,12 @@ class RolloutPool:
 
     @property
     def capacity(self) -> int:
-        """Responses that all engines together run at once."""
+        """Counts the responses that all engines together run at once."""
         return self._fleet.responses
 
     def room(self, n: int) -> int:
-        """Groups of n responses that may start now, so that all engines are full and each has a group waiting."""
+        """Counts the groups of n responses that may start now, so that all engines are full and each has a group
+        waiting."""
         return max(0, (self.capacity + len(self._workers) * n - sum(self._load)) // n)
 
     async def generate(
@@ -218,7 +219,7 @@ class RolloutPool:
 
     @property
     def num_receivers(self) -> int:
-        """Processes of all engines together, each of which holds a part of the weights."""
+        """Counts the processes of all engines together, each of which holds a part of the weights."""
         return len(self._workers) * self._processes
 
     async def connect_weights(self, info: dict[str, Any], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Weights from the actors to the engines: the driver's half, one pipeline for both transports.
+"""Sends weights from the actors to the engines: the driver's half, one pipeline for both transports.
 
     actors    gather 0 | gather 1 | gather 2 | ...          while the engines load a bucket, the actors gather the next;
     engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time

@@ -1,4 +1,5 @@
-"""Updates of one rank on one device at the shapes of real models with random weights, as rows of JSON.
+"""Measures updates of one rank on one device at a model's shape with random weights: a `Case` in, figures of one row
+out.
 
 The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
 FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the

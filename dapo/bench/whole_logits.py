@@ -1,5 +1,5 @@
-"""Log-probabilities in chunks (`workers.training.logprobs`) against whole logits and plain autograd: sizes in, seconds
-out.
+"""Compares log-probabilities in chunks (`workers.training.logprobs`) with whole logits and plain autograd: sizes in,
+seconds out.
 
 Both give log-probability and entropy and go backward through the first, or through both. On one thread, in CPU
 seconds, with the two ways taking turns: other processes of a shared machine count little.

@@ -20,7 +20,7 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 
 def actor(cfg: Config) -> Iterator[str]:
-    """Everything that the actor ranks would stumble over."""
+    """Reports everything that the actor ranks would stumble over."""
     yield from _ranks(cfg)
     yield from _tokens(cfg)
     yield from _attention(cfg)
@@ -116,7 +116,7 @@ def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
 
 
 def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """config: as for `heads_problems`. What the model computes and the actors would not."""
+    """Reports what the model computes and the actors would not; config: as for `heads_problems`."""
     named = f"`model.path` ({cfg.model.path})"
     if changed := [f"{key}: {config[key]}" for key in LOGIT_KEYS if config.get(key) not in (None, 1)]:
         yield (
@@ -142,7 +142,7 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _window(config: dict[str, Any]) -> float:
-    """Tokens that the layers with the shortest sight attend to; infinite where all see everything."""
+    """Counts the tokens that the layers with the shortest sight attend to; infinite where all see everything."""
     if "layer_types" in config:
         slides = "sliding_attention" in config["layer_types"]
     else:

@@ -69,7 +69,7 @@ class Ranks:
         return asyncio.run(found) if self._pool else found
 
     def checksum(self) -> str:
-        """Of all parameters, equal on all ranks."""
+        """Returns the checksum of all parameters, equal on all ranks."""
         [found] = set(self.all(rank_checksum))
         return found
 

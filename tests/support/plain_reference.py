@@ -166,7 +166,7 @@ def rank_checksum(worker: Any, policy: Any = None) -> str:
 
 
 def checksum(pool: "ActorPool") -> str:
-    """Of all parameters, equal on all ranks."""
+    """Returns the checksum of all parameters, equal on all ranks."""
     [found] = set(on_all(pool, rank_checksum))
     return found
 

@@ -1,4 +1,5 @@
-"""Log-probability and entropy of each response token from hidden states: [R, h] in, [R] out, forward and backward.
+"""Computes log-probability and entropy of each response token from hidden states: [R, h] in, [R] out, forward and
+backward.
 
 Logits live in a chunk's buffers that all chunks use in turn; the backward pass computes them again. Neither the
 [R, vocabulary] logits nor their gradient ever exist: at 20,480 tokens and 152k entries each would be 12.4 GB.

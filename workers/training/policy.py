@@ -1,4 +1,4 @@
-"""The policy over packed sequences: training sequences in, log-probability and entropy per response token out.
+"""Computes the policy over packed sequences: training sequences in, log-probability and entropy per response token out.
 
 Both are at the sampling temperature. Logits exist only at response positions, a chunk at a time.
 """
@@ -23,7 +23,7 @@ ALONE = SequenceParallel()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by
+    """Holds sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by
     `workers.training.update`.
 
     Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
@@ -97,7 +97,7 @@ def _lay_out(
 
 
 class PackedPolicy(nn.Module):
-    """A causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
+    """Wraps a causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
     `model` must have been built with an attention of `workers.training.attention.implementation`. Dropout is off for
     good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.

@@ -1,4 +1,4 @@
-"""What one optimizer step looked like over all ranks: tokens of micro-batches in, totals and metrics out.
+"""Sums what one optimizer step looked like over all ranks: tokens of micro-batches in, totals and metrics out.
 
 Everything is summed over tokens and divided once at the end, so that metrics depend on micro-batches and ranks as
 little as the gradient does.
@@ -36,8 +36,8 @@ GRAD_NORM_SQUARED = _SUMS.index("grad_norm_squared")
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Actors against engines, over the tokens of one staleness. difference: sum of |old - rollout log-probability| in
-    nats, and its maximum. ratio, ratio_squared: sums of the importance ratio before truncation or masking. affected:
+    """Compares actors and engines over the tokens of one staleness. difference: sum of |old - rollout log-probability|
+    in nats, and its maximum. ratio, ratio_squared: sums of the importance ratio before truncation or masking. affected:
     tokens truncated or masked."""
 
     tokens: float
@@ -68,7 +68,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The sums of one optimizer step over all ranks. Made by `gather`.
+    """Holds the totals of one optimizer step, over all ranks. Made by `gather`.
 
     sums: by name, over the trained tokens: counts of tokens, nats, and the ratio itself; "loss" is weighted already,
     "grad_norm_squared" is over all shards, before clipping. mismatch: per staleness, over all tokens.
@@ -113,7 +113,8 @@ def neutral_row(device: torch.device) -> Tensor:
 
 
 def row_of(correction: Correction, staleness: Tensor, result: Objective | None) -> Tensor:
-    """One micro-batch as a float64 row; the gradient norm is filled in later. Without `result` only the mismatch."""
+    """Returns one micro-batch as a float64 row; the gradient norm is filled in later. Without `result` only the
+    mismatch."""
     device = staleness.device
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
     maxima = torch.full((_NUM_MAXIMA,), -torch.inf, dtype=torch.float64, device=device)
@@ -134,7 +135,7 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
 
 
 def gather(rows: Sequence[Tensor]) -> Totals:
-    """Totals from this rank's rows (one per micro-batch), by one collective; equal on all ranks."""
+    """Merges this rank's rows (one per micro-batch) with those of all ranks, by one collective; equal on all."""
     own = _merge(torch.stack(list(rows)))
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
@@ -157,7 +158,7 @@ def _merge(rows: Tensor) -> Tensor:
 
 
 def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: int, empty: int) -> dict[str, float]:
-    """Means over the optimizer steps taken (loss, gradient norm) and over their trained tokens (the rest).
+    """Returns means over the optimizer steps taken (loss, gradient norm) and over their trained tokens (the rest).
 
     lr: of the last optimizer step. skipped, empty: optimizer steps not taken, because loss or gradient were not finite,
     or because no token was to be trained. parity: what the actors thought of the batch before the first step.

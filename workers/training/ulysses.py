@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): sequence-parallel ranks exchange heads for tokens.
+"""Implements Ulysses sequence parallelism (arXiv 2309.14509): sequence-parallel ranks exchange heads for tokens.
 
 In: each rank's part of the tokens with all heads. Around attention, all tokens with a part of the heads; at the end,
 every rank's response tokens for everyone. Each function is a collective over the group and differentiable.
@@ -32,7 +32,8 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks in their order. Every rank computes the same from them, so that the gradient is a slice."""
+    """Gathers the rows of all ranks in their order. Every rank computes the same from them, so that the gradient is a
+    slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:

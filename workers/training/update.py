@@ -1,4 +1,5 @@
-"""One update of the policy on one FSDP rank: mini-batches of packed sequences come in, metrics over all ranks go out.
+"""Runs one update of the policy on one FSDP rank: mini-batches of packed sequences come in, metrics over all ranks go
+out.
 
 Each taking of a mini-batch is one optimizer step on the objective (`dapo.objective`). All ranks decide alike, because
 every decision is taken on totals that all of them have gathered.
@@ -25,7 +26,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient were not finite in several optimizer steps in a row."""
+    """Says that loss or gradient were not finite in several optimizer steps in a row."""
 
 
 class Updater:
@@ -55,7 +56,8 @@ class Updater:
     def update(
         self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
     ) -> dict[str, float]:
-        """This rank's [mini-batches][micro-batches][sequences], taken in `order` -> metrics, equal on all ranks.
+        """Trains on this rank's [mini-batches][micro-batches][sequences], taken in `order`; returns metrics, equal on
+        all ranks.
 
         Raises WeightParityError before the first optimizer step if the batch was sampled from other weights, and
         NonFiniteError after three skipped steps in a row.

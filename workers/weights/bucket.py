@@ -1,4 +1,5 @@
-"""How a model's weights are cut into buckets, the one plan that both ends of the weight sync follow, and their digest.
+"""Cuts a model's weights into buckets, the one plan that both ends of the weight sync follow, and computes their
+digest.
 
 In: the (Hugging Face name, shape) of every parameter, tied ones once. Out: buckets of at most
 `weight_sync.bucket_bytes`, known before the first sync; a larger tensor travels alone.
@@ -19,7 +20,8 @@ _WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # what a core's cache hold
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor's place in its bucket: elements from `start` on, row by row. Its shape is the Hugging Face model's."""
+    """Says where a tensor lies in its bucket: elements from `start` on, row by row. Its shape is the Hugging Face
+    model's."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +35,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A bucket's content. tensors: in the order in which the actors gather them. num_bytes: with zeros up to a word."""
+    """Describes a bucket's content. tensors: in the order in which the actors gather them. num_bytes: with zeros up to
+    a word."""
 
     tensors: tuple[TensorPlace, ...]
     num_bytes: int
@@ -41,7 +44,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """One transfer. Made by actor rank 0 (`workers.weights.sender`), consumed by all of the engines' processes.
+    """Holds one transfer. Made by actor rank 0 (`workers.weights.sender`), consumed by all of the engines' processes.
 
     index: its number in the plan. dtype: of all its tensors, torch's name. digest: of its bytes, by `digest`.
     """
@@ -54,7 +57,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """The place where an actor rank hands buckets over. Made by `transport`, consumed by `workers.weight_sync`.
+    """Says where an actor rank hands buckets over. Made by `transport`, consumed by `workers.weight_sync`.
 
     capacity: bytes of the largest bucket. address, port: of the store where the process group meets, for `broadcast`.
     place, handles: the memory that the rank shares and where, for `ipc` (`workers.weights.memory`).

@@ -1,7 +1,7 @@
-"""The process group of the weight sync: actor rank 0 and every worker process of every engine.
+"""Forms the process group of the weight sync: actor rank 0 and every worker process of every engine.
 
 In: a store that rank 0 serves, and a place in the group. Out: broadcasts from rank 0, NCCL on GPU, gloo on CPU. It
-stands beside the process groups that FSDP and vLLM make for themselves; the engines' half uses it as well.
+stands next to the process groups that FSDP and vLLM make for themselves; the engines' half uses it as well.
 """
 
 from datetime import timedelta
@@ -15,7 +15,9 @@ SENDER = 0
 
 
 def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """The group's meeting place, on a free port of this node (`.port`). Rank 0 keeps it as long as the group."""
+    """Returns the group's meeting place, on a free port of this node (`.port`). Rank 0 keeps it as long as the
+    group.
+    """
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 

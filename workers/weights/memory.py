@@ -1,5 +1,5 @@
-"""Memory that an actor rank writes and the engine beside it reads: CUDA IPC on a GPU that both roles share, shared
-memory of the machine without one.
+"""Shares memory that an actor rank writes and the engine next to it reads: CUDA IPC on a GPU that both roles share,
+shared memory of the machine without one.
 
 In: a size. Out: a buffer and a handle of plain values for another process; there, the same memory once more. The
 writer's buffer must outlive the readers; nothing here tells when it may be overwritten.
@@ -37,7 +37,7 @@ def place(device: torch.device) -> str:
 
 
 def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
-    """A new buffer [num_bytes] uint8 and its handle, which one other process may open, once."""
+    """Returns a new buffer [num_bytes] uint8 and its handle, which one other process may open, once."""
     if device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -53,7 +53,7 @@ def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
 
 
 def open_shared(handle: Handle, device: torch.device) -> Tensor:
-    """The buffer behind a handle that another process on the same `place` made."""
+    """Returns the buffer behind a handle that another process on the same `place` made."""
     num_bytes = handle["num_bytes"]
     if device.type != "cuda":
         return torch.from_file(handle["path"], shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The engine's half of the weight sync, inside vLLM's worker processes.
+"""Receives weights in the engine, inside vLLM's worker processes: the engine's half of the weight sync.
 
 vLLM imports this module as `worker_extension_cls`, which registers the transfer backend there. In: buckets, by one of
 two transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
@@ -28,8 +28,8 @@ from workers.weights.memory import Handle, open_shared, place
 
 @dataclass
 class BucketInitInfo(WeightTransferInitInfo):
-    """The actors' ends. transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the process
-    group, and the rank of this engine's first worker in it. memory: the handles of each place.
+    """Holds the actors' ends. transport, capacity, address, port: see `Endpoint`. group_size, first_rank: of the
+    process group, and the rank of this engine's first worker in it. memory: the handles of each place.
     """
 
     transport: str
@@ -44,7 +44,8 @@ class BucketInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its bytes."""
+    """Describes one bucket. tensors: (name, shape, first element) each. digest: what the sender computed over its
+    bytes."""
 
     index: int
     tensors: list[tuple[str, list[int], int]]
@@ -54,7 +55,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class Source(Protocol):
-    """The engine's end of a transport."""
+    """Receives at the engine's end of a transport."""
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         """Returns [num_bytes] uint8, valid until the next call."""
@@ -79,7 +80,7 @@ class GroupSource:
 
 
 class MemorySource:
-    """The slots of the actor rank on the same GPU, in place."""
+    """Reads the slots of the actor rank on the same GPU, in place."""
 
     def __init__(self, info: BucketInitInfo, device: torch.device) -> None:
         here = place(device)

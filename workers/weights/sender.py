@@ -1,4 +1,4 @@
-"""The actors' half of the weight sync: gathers bucket after bucket and hands it to a transport.
+"""Sends weights from the actors: gathers bucket after bucket and hands it to a transport.
 
 In: an iterator of full (name, tensor) pairs, advanced in lockstep by all actor ranks. Out: `Bucket`s in `model.dtype`,
 each with a digest. Between two buckets nothing but the iterator and the transport's slots is held.
@@ -15,7 +15,7 @@ from workers.weights.transport import make_transport
 
 
 class WeightSender:
-    """One rank's half of the sync. Every rank calls `open` once and then `gather` for each bucket, in order."""
+    """Runs one rank's half. Every rank calls `open` once and then `gather` for each bucket, in order."""
 
     def __init__(
         self,

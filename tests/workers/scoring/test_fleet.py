@@ -200,7 +200,7 @@ def test_nobody_waits_for_cancelled_items():
 
 
 def test_a_cancelled_item_keeps_its_worker_busy_and_costs_the_next_one_no_try():
-    """As when a draw goes back that waits for its verdict: the worker goes on, and is neither free nor silent."""
+    """A draw that goes back waits for its verdict no more: its worker goes on, and is neither free nor silent."""
 
     async def body(fleet):
         gone = asyncio.ensure_future(fleet.score(ITEM))
