@@ -48,7 +48,7 @@ RUN_BY = {
     r"python -m dapo\.bench[. ]sync\b": "tests/bench/test_commands.py::test_sync",
     r"python -m dapo\.bench[. ]overlap\b": "tests/bench/test_commands.py::test_overlap",
     r"python -m dapo\.bench[. ]driver\b": "tests/bench/test_commands.py::test_driver",
-    r"python -m dapo\.bench( (step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
+    r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
 }
 # What reads the arguments of a program, where that needs no more than the arguments.
 PARSERS = {

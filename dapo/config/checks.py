@@ -1,4 +1,4 @@
-"""Checks the composed configuration before any worker starts: what no field can tell by itself.
+"""Checks the composed configuration before any worker starts: what no field can know by itself.
 
 In: a `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
@@ -44,7 +44,8 @@ def validate(cfg: Config) -> None:
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
-    """The actors compute the whole distribution; an engine that cuts it off would report other probabilities."""
+    """Refuses to cut the distribution off: the actors compute all of it, and the engines would report other
+    probabilities."""
     if cfg.rollout.top_p < 1:
         yield f"`rollout.top_p` ({cfg.rollout.top_p}) must be 1.0 in training (`eval.top_p` may be lower)"
     if cfg.rollout.top_k > 0:
@@ -91,7 +92,7 @@ def _lengths(cfg: Config) -> Iterator[str]:
 
 
 def _objective(cfg: Config) -> Iterator[str]:
-    """Choices of the objective that do not go together."""
+    """Reports choices of the objective that do not go together."""
     algorithm, kl, correction = cfg.algorithm, cfg.algorithm.kl, cfg.algorithm.rollout_correction
     if algorithm.policy_loss == "gspo" and max(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > MAX_GSPO_CLIP:
         yield (

@@ -1,4 +1,4 @@
-"""From overrides to a checked `Config`: `compose`, with Hydra's compose API; the entry point lets `hydra.main` compose.
+"""Makes a checked `Config` from overrides, with Hydra's compose API; the entry point lets `hydra.main` compose.
 
 In: the arguments after the program's name. Out: a `Config`, or a ValueError for a person that names every problem.
 Overrides are checked before Hydra sees them: Hydra names an unknown key but not the one meant, and adds a trace.
@@ -151,7 +151,7 @@ def _unknown_experiment(name: str) -> Iterator[str]:
 
 
 def _problems(override: Override, tree: DictConfig, *, plan: bool, many: bool) -> Iterator[str]:
-    """tree: takes the value, as Hydra's will. many: a sweep over several values is wanted."""
+    """Yields what is wrong. tree: takes the value, as Hydra's will. many: a sweep over several values is wanted."""
     name = override.key_or_group
     if name not in known_keys(plan) and not is_open(name):
         yield f"unknown key `{name}`; {hint(name, plan)}"

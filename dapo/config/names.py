@@ -1,4 +1,4 @@
-"""The nearest name that exists for one that does not: keys, experiments, verl's and TRL's names, vLLM's arguments.
+"""Finds the nearest name that exists for one that does not: keys, experiments, other systems' names, vLLM's arguments.
 
 In: a name that a person wrote. Out: words for the end of an error. Imports neither vLLM nor torch: vLLM's arguments are
 read out of its installed source.
@@ -33,7 +33,7 @@ def known_keys(plan: bool = False) -> tuple[str, ...]:
 
 
 def is_open(name: str) -> bool:
-    """Whether `name` lies in a mapping whose keys belong to another library."""
+    """Returns whether `name` lies in a mapping whose keys belong to another library."""
     return name.startswith(tuple(f"{section}." for section in OPEN))
 
 
@@ -64,11 +64,11 @@ def engine_arguments() -> frozenset[str]:
 
 @functools.cache
 def _elsewhere() -> dict[str, list[tuple[str, str]]]:
-    """Of each name in verl or TRL, the system and our key."""
+    """Returns, for each name in verl or TRL, the system and our key."""
     found: dict[str, list[tuple[str, str]]] = {}
     for one in keys(Config):
         for system, names in (("verl", one.about.verl), ("TRL", one.about.trl)):
-            for name in names.split(", "):  # an expression is found by nobody
+            for name in names.split(", "):  # an expression is never found
                 if ITEM not in one.name and name:
                     found.setdefault(name, []).append((system, one.name))
     return found

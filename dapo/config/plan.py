@@ -1,4 +1,4 @@
-"""The section `plan`: what `python -m dapo.plan` assumes. It is no part of a run's configuration."""
+"""Declares the section `plan`: what `python -m dapo.plan` assumes. It is no part of a run's configuration."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class PlanConfig:
         80e9, "bytes of one GPU; without GPUs, of the machine, which all ranks and engines share"
     )
     overhead_bytes: float = at_least(
-        0, 3e9, "bytes that a rank's process holds beside its tensors (CUDA context, NCCL's buffers, fragments)"
+        0, 3e9, "bytes that a rank's process holds besides its tensors (CUDA context, NCCL's buffers, fragments)"
     )
     engine_overhead_bytes: float = at_least(0, 4e9, "the same of an engine, CUDA graphs included")
     host_memory_bytes: float = at_least(0, 1e12, "bytes of one node's memory, for what is offloaded")

@@ -1,4 +1,4 @@
-"""The tree of the configuration, and its smallest sections; each default and its meaning stand at one field.
+"""Declares the tree of the configuration, and its smallest sections; each default and its meaning stand at one field.
 
 Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dapo.config.checks` checks the result
 before any worker starts. config/README.md lists every key. Durations end in `_s`, sizes in `_bytes` or `_tokens`.
@@ -16,7 +16,7 @@ RESUME = ("auto", "never")
 # Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but
 # make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24,
 # 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
-# float32 gradient of the weight costs little beside the products.
+# float32 gradient of the weight costs little next to the products.
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 
@@ -92,7 +92,7 @@ class TrainerConfig:
 
 @dataclass(slots=True)
 class Config:
-    """The whole configuration of a run."""
+    """Holds the whole configuration of a run."""
 
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
