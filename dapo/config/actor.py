@@ -154,7 +154,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(
         1,
         "ranks that share each micro-batch, which may then hold that many times `max_tokens_per_gpu`; attention heads "
-        "are dealt out over them; divides `num_workers`",
+        "are split over them; divides `num_workers`",
         verl=f"{ACTOR}.ulysses_sequence_parallel_size",
     )
     fsdp_size: int = key(
