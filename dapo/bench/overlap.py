@@ -44,7 +44,7 @@ async def one_round(
     cfg.filter_groups.max_staleness = staleness
     cfg.trainer.total_steps = WARM_UP + steps + BEYOND
     directory = Path(cfg.trainer.output_dir) / name
-    with trainer(cfg, pools, prompts, directory) as training:
+    async with trainer(cfg, pools, prompts, directory) as training:
         await training.run()
     records = read_metrics(directory / METRICS)[WARM_UP : WARM_UP + steps]
     rate = sum(record["buffer/trained"] for record in records) / sum(record["perf/step_s"] for record in records)

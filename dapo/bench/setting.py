@@ -2,8 +2,8 @@
 trainer."""
 
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +59,17 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
             yield pools, prompts
 
 
-@contextmanager
-def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Path) -> Iterator[Trainer]:
-    """Yields a trainer that says nothing and writes to `directory`, which is made."""
+@asynccontextmanager
+async def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Path) -> AsyncIterator[Trainer]:
+    """Yields a trainer that says nothing and writes to `directory`, which is made; at the end nothing generates."""
     directory.mkdir()
     logger = MetricsLogger(directory, tensorboard=False)
     store = CheckpointStore(directory / "checkpoints", keep=1)
+    training = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     try:
-        yield Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
+        yield training
     finally:
+        await training.stream.close()
         logger.close()
 
 

@@ -60,7 +60,7 @@ class RecordingRollouts:
     async def abort(self, keys: list[str]) -> None:
         """Forgets these, which the step did not need: they do not belong to its floor."""
         for key in keys:
-            del self.requests[key]
+            self.requests.pop(key, None)
         await self._pool.abort(keys)
 
 
@@ -127,7 +127,7 @@ async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]
         ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
         rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
         recorded = replace(pools, rollouts=rollouts, actors=actors)
-        with trainer(cfg, recorded, prompts, Path(cfg.trainer.output_dir) / "run") as training:
+        async with trainer(cfg, recorded, prompts, Path(cfg.trainer.output_dir) / "run") as training:
             await pools.sync_weights(0)
             for step in range(1 - WARM_UP, steps + 1):
                 rollouts.requests.clear()
