@@ -24,7 +24,7 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> li
     Raises:
         RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`).
     """
-    with _told(timeout_s, what, key):
+    with _readable_errors(timeout_s, what, key):
         return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
 
 
@@ -36,7 +36,7 @@ async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str,
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
-        with _told(timeout_s, what, key):
+        with _readable_errors(timeout_s, what, key):
             async with asyncio.timeout_at(deadline):
                 try:
                     result = await (await anext(refs))
@@ -46,7 +46,7 @@ async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str,
 
 
 @contextmanager
-def _told(timeout_s: float, what: str, key: str) -> Iterator[None]:
+def _readable_errors(timeout_s: float, what: str, key: str) -> Iterator[None]:
     """Turns what can go wrong with a remote call into one readable error."""
     try:
         yield
@@ -60,20 +60,20 @@ def _told(timeout_s: float, what: str, key: str) -> Iterator[None]:
 
 
 async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Returns results in rank order; fails as `together` does.
+    """Returns results in rank order; fails as `wait_for_all` does.
 
     Raises:
         RemoteError: all ranks failed, or were silent for `timeout_s` (configuration key `key`).
         PartialFailure: some did.
     """
     waits = [wait([ref], timeout_s, f"actor rank {k} ({what})", key) for k, ref in enumerate(refs)]
-    return [result for (result,) in await together(waits)]
+    return [result for (result,) in await wait_for_all(waits)]
 
 
-async def together(waits: Iterable[Awaitable[Any]]) -> list[Any]:
+async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:
     """Returns the results of all, in order. The first that fails ends the wait, though others may hang in a collective.
 
-    One worker's end makes others fail in their collectives, at times before Ray tells of the end itself: a failure
+    One worker's end makes others fail in their collectives, at times before Ray reports the end itself: a failure
     waits `FAILURE_GRACE_S` for theirs, and the message has all that differ, workers that died first. What still runs
     is no longer waited for.
 

@@ -14,7 +14,7 @@ import ray
 from dapo.derived import gpus_per_engine
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize, FleetCapacity
-from workers.remote import RemoteError, together, wait, wait_for_stream
+from workers.remote import RemoteError, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import BACKEND, Bucket
 
 ABORT_PAUSE_S = 0.002
@@ -248,7 +248,7 @@ class RolloutPool:
 
     async def _all(self, refs: list[Any], timeout_s: float, what: str) -> None:
         key = "weight_sync.timeout_s"
-        await together(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in enumerate(refs))
+        await wait_for_all(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in enumerate(refs))
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

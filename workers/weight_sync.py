@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from dapo.config.actor import WeightSyncConfig
-from workers.remote import RemoteError, together
+from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint
 
 
@@ -97,13 +97,15 @@ class WeightSync:
             "timeout_s": self._timeout_s,
             "memory": {end.place: end.handles for end in endpoints if end is not None and end.handles},
         }
-        await together([self._actors.join_weights(num_receivers), self._engines.connect_weights(info, self._timeout_s)])
+        await wait_for_all(
+            [self._actors.join_weights(num_receivers), self._engines.connect_weights(info, self._timeout_s)]
+        )
         self._num_buckets = num_buckets
 
     async def _sync(self, version: int) -> None:
         names = [f"weight bucket {i} of {self._num_buckets}, version {version}" for i in range(self._num_buckets)]
         self._stage = f"pausing the engines and gathering {names[0]}"
-        _, bucket = await together(
+        _, bucket = await wait_for_all(
             [self._engines.start_update(self._timeout_s), self._actors.gather_bucket(0, names[0])]
         )
         for index, name in enumerate(names):
@@ -111,6 +113,6 @@ class WeightSync:
             steps: list[Awaitable[Any]] = [self._engines.load_bucket(bucket, name, self._timeout_s)]
             if index + 1 < len(names):
                 steps.append(self._actors.gather_bucket(index + 1, names[index + 1]))
-            bucket = (await together(steps))[-1]
+            bucket = (await wait_for_all(steps))[-1]
         self._stage = "taking the engines up again"
         await self._engines.finish_update(version, self._timeout_s)
