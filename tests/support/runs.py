@@ -62,10 +62,15 @@ def start_program(line: list[str], until: str) -> tuple[subprocess.Popen[str], l
     )
     deadline = time.monotonic() + START_S
     assert process.stdout is not None
-    for printed in process.stdout:
-        if printed.startswith(until):
-            return process, psutil.Process(process.pid).children(recursive=True)
-        assert time.monotonic() < deadline
+    try:
+        for printed in process.stdout:
+            if printed.startswith(until):
+                return process, psutil.Process(process.pid).children(recursive=True)
+            assert time.monotonic() < deadline, "no such line in time"
+    except BaseException:
+        process.terminate()  # it ends what it has started
+        process.communicate(timeout=STOP_S)
+        raise
     raise AssertionError(process.communicate()[1])
 
 
