@@ -67,7 +67,20 @@ class DataConfig:
 
 
 @dataclass(slots=True)
-class RolloutConfig:
+class SamplingConfig:
+    """Training and evaluation sample alike: a new sampling parameter is one more field here. The values are those of
+    evaluation, and `RolloutConfig` replaces what training wants otherwise."""
+
+    n: int = at_least(1, 32, "samples per held-out prompt", verl=f"{ROLLOUT}.val_kwargs.n", trl="num_generations_eval")
+    temperature: float = at_least(
+        0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
+    )
+    top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
+    top_k: int = key(-1, "most likely tokens sampled from; -1: all", verl=f"{ROLLOUT}.val_kwargs.top_k")
+
+
+@dataclass(slots=True)
+class RolloutConfig(SamplingConfig):
     """vLLM engines sample the responses."""
 
     n: int = at_least(
@@ -101,7 +114,7 @@ class RolloutConfig:
 
 
 @dataclass(slots=True)
-class EvalConfig:
+class EvalConfig(SamplingConfig):
     """Held-out prompts are answered `n` times each; the metric is mean@n."""
 
     every: int = at_least(
@@ -109,12 +122,6 @@ class EvalConfig:
     )
     before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
     after_train: bool = key(True, "evaluate after the last step")
-    n: int = at_least(1, 32, "samples per held-out prompt", verl=f"{ROLLOUT}.val_kwargs.n", trl="num_generations_eval")
-    temperature: float = at_least(
-        0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
-    )
-    top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
-    top_k: int = key(-1, "most likely tokens sampled from; -1: all", verl=f"{ROLLOUT}.val_kwargs.top_k")
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from dapo.clock import PhaseClock
-from dapo.config.sampling import EvalConfig, RolloutConfig
+from dapo.config.sampling import SamplingConfig
 from dapo.data.prompts import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
@@ -36,7 +36,7 @@ CLOSE_GRACE_S = 5.0
 Responses = AsyncGenerator[tuple[int, Response]]
 
 
-def sampling_of(section: RolloutConfig | EvalConfig, max_tokens: int) -> Sampling:
+def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
     """Returns what `cfg.rollout` or `cfg.eval`, which name these settings alike, say about sampling."""
     return Sampling(
         n=section.n,
