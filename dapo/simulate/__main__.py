@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dapo.report.table import head, row
-from dapo.simulate.books import Scenario, StrategyResult
+from dapo.simulate.books import Scenario, Simulation
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
-STRATEGIES: dict[str, Callable[[Scenario], StrategyResult]] = {
+STRATEGIES: dict[str, Callable[[Scenario], Simulation]] = {
     "staleness-0": streaming,
     "staleness-1": lambda scenario: streaming(scenario, max_staleness=1),
     "staleness-2": lambda scenario: streaming(scenario, max_staleness=2),
@@ -26,17 +26,8 @@ STRATEGIES: dict[str, Callable[[Scenario], StrategyResult]] = {
     "first-finished-3x": first_finished,
 }
 COLUMNS = (
-    *(
-        "strategy",
-        "mixed rate",
-        "slots",
-        "batch full after s",
-        "step s",
-        "step of staleness 0",
-        "engines idle",
-        "wasted",
-    ),
-    *("goodput", "staleness", "batch of oracle", "first batch of oracle"),
+    *("strategy", "mixed rate", "slots", "batch full after s", "step s", "step of staleness 0", "engines idle"),
+    *("wasted", "goodput", "staleness", "batch of oracle", "first batch of oracle"),
 )
 
 
@@ -45,7 +36,7 @@ def later(times: Sequence[float]) -> float:
     return sum(times[1:]) / max(1, len(times) - 1)
 
 
-def cells(name: str, scenario: Scenario, result: StrategyResult, base: float, seconds_per_token: float) -> list[str]:
+def cells(name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float) -> list[str]:
     """Returns the cells of one line of the table. base: mean step time at staleness 0."""
     drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
     return [

@@ -1,7 +1,7 @@
 """Keeps the books of one strategy on one simulated fleet: what was asked for, the clock, and what came of it.
 
-In: a `Scenario`. Out: a `StrategyResult`. `dapo.simulate.strategies` decides what to start and when to train; the
-fleet is `dapo.simulate.fleet`'s.
+In: a `Scenario`. Out: a `Simulation` that has run. `dapo.simulate.strategies` decides what to start and when to train;
+the fleet is `dapo.simulate.fleet`'s.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,70 +32,39 @@ class Scenario:
     steps: int = 10
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyResult:
-    """Holds what came of a strategy. Times in tokens of one slot, per step where not said otherwise.
-
-    steps: time from update to update. generation: time from the start of a step's generation to its batch. oracle: the
-    same for exactly the draws that the step used, all submitted at once (only where a step stands alone). idle: share
-    of slot time. goodput: trained tokens over generated ones. wasted: tokens generated for nothing (surplus, aborted)
-    over generated ones; a group that is not mixed is no waste of the policy's. staleness: mean over groups.
-    trained: draws in the order of training, per step. trained_lengths, mixed_lengths: mean response length of every
-    group trained on, and of every mixed one that ever started, finished or not.
-    """
-
-    steps: tuple[float, ...]
-    generation: tuple[float, ...]
-    oracle: tuple[float, ...]
-    idle: float
-    goodput: float
-    wasted: float
-    staleness: float
-    trained: tuple[tuple[int, ...], ...]
-    trained_lengths: tuple[float, ...]
-    mixed_lengths: tuple[float, ...]
-
-
-def oracle(scenario: Scenario, attempts: Iterable[Attempt]) -> float:
-    """Returns the time to generate these attempts, all submitted at once."""
-    fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
-    for index, attempt in enumerate(attempts):
-        fleet.submit(index, attempt.lengths)
-    while fleet.in_flight:
-        fleet.step()
-    return fleet.now
-
-
 class Simulation:
-    """Runs one strategy on one fleet: the clock, the books, and what all strategies share. The engines stand still
-    while they load weights (`sync`), so that real time is the fleet's time plus all pauses."""
+    """Runs one strategy on one fleet and keeps its books. The engines stand still while they load weights (`sync`), so
+    that real time is the fleet's time plus all pauses. Times are in tokens of one slot.
+
+    generation: per step, the time from the start of its generation to its batch. oracle: the same for exactly the draws
+    that the step used, all submitted at once (only where a step stands alone). trained: draws in the order of training,
+    per step. trained_lengths, mixed_lengths: mean response length of every group trained on, and of every mixed one
+    that ever started, finished or not.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.draws = Draws(scenario.workload)
         self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
-        self.version = 0
+        self.version = 0  # updates done
         self.attempts: dict[int, Attempt] = {}  # the last one of every draw
-        self.versions: dict[int, int] = {}
-        self.wasted = 0
+        self.wasted_tokens = 0
+        self.generation: list[float] = []
+        self.oracle: list[float] = []
+        self.trained: list[tuple[int, ...]] = []
+        self.trained_lengths: list[float] = []
+        self.mixed_lengths: list[float] = []
+        self._versions: dict[int, int] = {}
+        self._following = 0
         self._pauses = self._began = 0.0
-        self._generated = self._kept = 0
+        self._generated_tokens = self._trained_tokens = 0
         self._ends: list[float] = []
-        self._generation: list[float] = []
-        self._trained: list[tuple[int, ...]] = []
         self._staleness: list[int] = []
-        self._trained_lengths: list[float] = []
-        self._mixed_lengths: list[float] = []
 
     @property
     def now(self) -> float:
         """Returns the real time."""
         return self.fleet.now + self._pauses
-
-    @property
-    def steps(self) -> int:
-        """Counts the updates done."""
-        return len(self._ends)
 
     @property
     def next_end(self) -> float:
@@ -114,23 +83,37 @@ class Simulation:
     def start(self, index: int) -> None:
         """Sends a draw to the fleet."""
         attempt = self.attempts[index] = self.draws.attempt(index, self.version)
-        self.versions[index] = self.version
+        self._versions[index] = self.version
         if attempt.is_mixed:
-            self._mixed_lengths.append(attempt.tokens / len(attempt.lengths))
+            self.mixed_lengths.append(attempt.tokens / len(attempt.lengths))
         self.fleet.submit(index, attempt.lengths)
+
+    def start_next(self, count: int) -> range:
+        """Sends the next `count` draws to the fleet and returns their indices."""
+        batch = range(self._following, self._following + count)
+        self._following = batch.stop
+        for index in batch:
+            self.start(index)
+        return batch
 
     def step(self) -> int | None:
         """Runs to the end of the next response and returns the draw that it completes, if it does."""
         finished = self.fleet.step()
         if finished is not None:
-            self._generated += self.attempts[finished].tokens
+            self._generated_tokens += self.attempts[finished].tokens
+        return finished
+
+    def next_finished(self) -> int:
+        """Runs until a draw is complete and returns it."""
+        while (finished := self.step()) is None:
+            pass
         return finished
 
     def abort(self, indices: Collection[int]) -> int:
         """Ends these draws and returns the tokens that the unfinished ones had made, which are wasted."""
         made = self.fleet.abort(indices)
-        self._generated += made
-        self.wasted += made
+        self._generated_tokens += made
+        self.wasted_tokens += made
         return made
 
     def group(self, index: int) -> Group:
@@ -142,13 +125,13 @@ class Simulation:
 
     def closed(self, trained: Sequence[int]) -> None:
         """Records that a batch is complete."""
-        self._generation.append(self.now - self._began)
-        self._trained.append(tuple(trained))
+        self.generation.append(self.now - self._began)
+        self.trained.append(tuple(trained))
         for index in trained:
             attempt = self.attempts[index]
-            self._kept += attempt.tokens
-            self._trained_lengths.append(attempt.tokens / len(attempt.lengths))
-            self._staleness.append(self.version - self.versions[index])
+            self._trained_tokens += attempt.tokens
+            self.trained_lengths.append(attempt.tokens / len(attempt.lengths))
+            self._staleness.append(self.version - self._versions[index])
 
     def updated(self) -> None:
         """Records that the update is done and the engines have its weights."""
@@ -162,18 +145,37 @@ class Simulation:
         self.fleet.advance(self.fleet.now + self.scenario.update)
         self.updated()
 
-    def result(self, oracles: Sequence[float] = ()) -> StrategyResult:
-        """Returns the books as a result."""
-        steps = tuple(end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False))
-        return StrategyResult(
-            steps=steps,
-            generation=tuple(self._generation),
-            oracle=tuple(oracles),
-            idle=1.0 - self.fleet.busy / (self.fleet.capacity * self._ends[-1]),
-            goodput=self._kept / self._generated,
-            wasted=self.wasted / self._generated,
-            staleness=sum(self._staleness) / len(self._staleness),
-            trained=tuple(self._trained),
-            trained_lengths=tuple(self._trained_lengths),
-            mixed_lengths=tuple(self._mixed_lengths),
-        )
+    def add_oracle(self, attempts: Iterable[Attempt]) -> None:
+        """Records the time to generate these attempts, all submitted at once."""
+        fleet = Fleet(engines=self.scenario.engines, slots=self.scenario.slots)
+        for index, attempt in enumerate(attempts):
+            fleet.submit(index, attempt.lengths)
+        while fleet.in_flight:
+            fleet.step()
+        self.oracle.append(fleet.now)
+
+    @property
+    def steps(self) -> list[float]:
+        """Returns the times from update to update."""
+        return [end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False)]
+
+    @property
+    def idle(self) -> float:
+        """Returns the share of slot time without a response."""
+        return 1.0 - self.fleet.busy / (self.fleet.capacity * self._ends[-1])
+
+    @property
+    def goodput(self) -> float:
+        """Returns trained tokens over generated ones."""
+        return self._trained_tokens / self._generated_tokens
+
+    @property
+    def wasted(self) -> float:
+        """Returns the share of tokens generated for nothing: surplus, aborted; a group that is not mixed is no waste of
+        the strategy's."""
+        return self.wasted_tokens / self._generated_tokens
+
+    @property
+    def staleness(self) -> float:
+        """Returns the mean over groups."""
+        return sum(self._staleness) / len(self._staleness)

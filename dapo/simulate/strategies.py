@@ -5,12 +5,13 @@ a barrier, a refill of one for one, and taking what finishes first. Clock and bo
 """
 
 import math
+from collections.abc import Callable
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.simulate.books import Scenario, Simulation, StrategyResult, oracle
+from dapo.simulate.books import Scenario, Simulation
 
 
-def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> StrategyResult:
+def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Simulation:
     """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on."""
     run = Simulation(scenario)
     buffer = OversamplingBuffer(
@@ -19,10 +20,9 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
         admission=admission,
         max_staleness=max_staleness,
     )
-    oracles = []
     update_end = math.inf
     buffer.open()
-    while run.steps < scenario.steps:
+    while run.version < scenario.steps:
         for index in buffer.take(run.room()):
             run.start(index)
         if update_end <= run.next_end:
@@ -42,102 +42,74 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             continue
         collected = buffer.close()
         finished_for_nothing = set(collected.returned) - collected.unfinished
-        run.wasted += sum(run.attempts[index].tokens for index in finished_for_nothing)
+        run.wasted_tokens += sum(run.attempts[index].tokens for index in finished_for_nothing)
         buffer.aborted(run.abort(collected.returned))
         run.closed([group.draw.index for group in collected.groups])
         if max_staleness == 0 and admission == DRAW_ORDER:
-            used = [run.attempts[group.draw.index] for group in collected.drawn]
-            oracles.append(oracle(scenario, used))
+            run.add_oracle(run.attempts[group.draw.index] for group in collected.drawn)
         update_end = run.now + scenario.update
-    return run.result(oracles)
+    return run
 
 
-def barrier(scenario: Scenario, factor: int = 3) -> StrategyResult:
+def barrier(scenario: Scenario, factor: int = 3) -> Simulation:
     """Waits for a fixed multiple of the batch; the first mixed groups are trained on, the rest thrown away. Too few:
     the same again."""
+    return _in_rounds(scenario, lambda missing: factor * scenario.batch)
+
+
+def refill_in_rounds(scenario: Scenario) -> Simulation:
+    """Waits for a batch of draws; then for as many as are missing, and so on."""
+    return _in_rounds(scenario, lambda missing: missing)
+
+
+def _in_rounds(scenario: Scenario, draws: Callable[[int], int]) -> Simulation:
+    """Waits for rounds of draws until a batch is mixed. draws: how many a round has, by the missing groups."""
     run = Simulation(scenario)
-    following = 0
     for _ in range(scenario.steps):
-        drawn: list[int] = []
         mixed: list[int] = []
         while len(mixed) < scenario.batch:
-            batch = range(following, following + factor * scenario.batch)
-            following = batch.stop
-            for index in batch:
-                run.start(index)
+            started = run.start_next(draws(scenario.batch - len(mixed)))
             while run.fleet.in_flight:
                 run.step()
-            drawn += batch
-            mixed += [index for index in batch if run.attempts[index].is_mixed]
+            mixed += [index for index in started if run.attempts[index].is_mixed]
         run.closed(mixed[: scenario.batch])
-        run.wasted += sum(run.attempts[index].tokens for index in drawn if index > mixed[scenario.batch - 1])
+        surplus = range(mixed[scenario.batch - 1] + 1, started.stop)
+        run.wasted_tokens += sum(run.attempts[index].tokens for index in surplus)
         run.update()
-    return run.result()
+    return run
 
 
-def refill(scenario: Scenario) -> StrategyResult:
+def refill(scenario: Scenario) -> Simulation:
     """Starts a batch of draws; each that turns out useless is replaced by one more."""
     run = Simulation(scenario)
-    following = 0
     for _ in range(scenario.steps):
         mixed: list[int] = []
-        for index in range(following, following + scenario.batch):
-            run.start(index)
-        following += scenario.batch
+        run.start_next(scenario.batch)
         while len(mixed) < scenario.batch:
-            finished = run.step()
-            if finished is None:
-                continue
+            finished = run.next_finished()
             if run.attempts[finished].is_mixed:
                 mixed.append(finished)
             else:
-                run.start(following)
-                following += 1
+                run.start_next(1)
         run.closed(mixed)
         run.update()
-    return run.result()
+    return run
 
 
-def refill_in_rounds(scenario: Scenario) -> StrategyResult:
-    """Waits for a batch of draws; then for as many as are missing, and so on."""
-    run = Simulation(scenario)
-    following = 0
-    for _ in range(scenario.steps):
-        mixed: list[int] = []
-        while len(mixed) < scenario.batch:
-            batch = range(following, following + scenario.batch - len(mixed))
-            following = batch.stop
-            for index in batch:
-                run.start(index)
-            while run.fleet.in_flight:
-                run.step()
-            mixed += [index for index in batch if run.attempts[index].is_mixed]
-        run.closed(mixed)
-        run.update()
-    return run.result()
-
-
-def first_finished(scenario: Scenario, factor: int = 3) -> StrategyResult:
+def first_finished(scenario: Scenario, factor: int = 3) -> Simulation:
     """Starts a fixed multiple of the batch; the mixed groups that finish first are trained on, the rest is cut off. Too
     few: the same again."""
     run = Simulation(scenario)
-    following = 0
     for _ in range(scenario.steps):
         mixed: list[int] = []
         running: set[int] = set()
         while len(mixed) < scenario.batch:
-            if not running:
-                running = set(range(following, following + factor * scenario.batch))
-                following += factor * scenario.batch
-                for index in sorted(running):
-                    run.start(index)
-            finished = run.step()
-            if finished is None:
-                continue
+            running = running or set(run.start_next(factor * scenario.batch))
+            finished = run.next_finished()
             running.remove(finished)
             if run.attempts[finished].is_mixed:
                 mixed.append(finished)
         run.closed(mixed)
         run.abort(running)
         run.update()
-    return run.result()
+    return run

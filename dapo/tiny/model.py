@@ -22,7 +22,15 @@ def make_model(
     max_positions: int = 4096,
     initializer_range: float = 0.02,
 ) -> Qwen2ForCausalLM:
-    """Makes random weights over the tokenizer's vocabulary; the same seed gives the same weights."""
+    """Makes random weights over the tokenizer's vocabulary; the same seed gives the same weights.
+
+    Raises ValueError when the sizes do not divide.
+    """
+    if hidden % heads or heads % key_value_heads:
+        raise ValueError(
+            f"`hidden` ({hidden}) must be a multiple of `heads` ({heads}), and that of `key_value_heads` "
+            f"({key_value_heads}); change one of them"
+        )
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
