@@ -6,6 +6,7 @@ pass also the unit's whole gradient, and once more in float32 on its way into th
 the embedding where it is tied) stays gathered from the first layer's forward pass to the end of the backward pass.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dapo.config.model_shape import ModelShape
@@ -13,7 +14,7 @@ from dapo.config.plan import PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 from dapo.derived import num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
-from dapo.plan.terms import Phase, Term
+from dapo.plan.terms import Phase, Term, product
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -67,10 +68,6 @@ class ActorMemory:
         return adapter_parameters(self.cfg, self.shape) if self.cfg.model.lora.rank else self.shape.parameters
 
     @property
-    def _transport(self) -> str:
-        return resolve_transport(self.cfg)
-
-    @property
     def activations(self) -> Activations:
         """Returns the activations per token."""
         return Activations(
@@ -82,28 +79,18 @@ class ActorMemory:
         )
 
     def state(self) -> tuple[Term, ...]:
-        """Lists parameters, gradients and optimizer; a reference model where it lives next to them."""
-        trained = "adapters" if self.cfg.model.lora.rank else "parameters"
+        """Lists parameters, gradients and optimizer; a reference model where it lives next to them: with LoRA it is the
+        first one without its adapters."""
+        lora, kl = self.cfg.model.lora.rank, self.cfg.algorithm.kl
         terms = [
-            self._sharded(f"{trained}, float32", FLOAT32, self.trained),
+            self._sharded(f"{'adapters' if lora else 'parameters'}, float32", FLOAT32, self.trained),
             self._sharded("gradients, float32", FLOAT32, self.trained),
             self._sharded("optimizer, Adam m and v, float32", 2 * FLOAT32, self.trained),
         ]
-        if self.cfg.model.lora.rank:
-            terms.append(
-                self._sharded(f"frozen parameters, {self.cfg.model.dtype}", self.element, self.shape.parameters)
-            )
-        elif self._has_reference:
-            terms.append(
-                self._sharded(f"reference policy, {self.cfg.model.dtype}", self.element, self.shape.parameters)
-            )
+        if lora or kl.loss_coeff or kl.reward_coeff:
+            name = f"{'frozen parameters' if lora else 'reference policy'}, {self.cfg.model.dtype}"
+            terms.append(self._sharded(name, self.element, self.shape.parameters))
         return tuple(terms)
-
-    @property
-    def _has_reference(self) -> bool:
-        """Says whether there is a second model; with LoRA the reference is the first one without its adapters."""
-        kl = self.cfg.algorithm.kl
-        return bool(kl.loss_coeff or kl.reward_coeff)
 
     def _sharded(self, name: str, width: int, count: int) -> Term:
         formula = f"{width} B x {count:,} / {self.shards} ranks"
@@ -119,119 +106,80 @@ class ActorMemory:
     def resident(self) -> tuple[Term, ...]:
         """Returns the part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
-        slots = 2 if self._transport in ("broadcast", "ipc") else 0
-        overhead = Term(
-            name="process overhead", amount=self.cfg.plan.overhead_bytes, formula="assumed: plan.overhead_bytes"
+        transport, overhead = resolve_transport(self.cfg), self.cfg.plan.overhead_bytes
+        slots = 2 if transport in ("broadcast", "ipc") else 0
+        return (
+            *(term for term in self.state() if term.name not in elsewhere),
+            bucket_term(self.cfg, self.shape, f"slots of the weight sync ({transport})", slots),
+            Term(name="process overhead", amount=overhead, formula="assumed: plan.overhead_bytes"),
         )
-        buckets = bucket_term(self.cfg, self.shape, f"slots of the weight sync ({self._transport})", slots)
-        return (*(term for term in self.state() if term.name not in elsewhere), buckets, overhead)
 
     def phases(self) -> tuple[Phase, ...]:
         """Lists the phases in the order of a step. Forward passes without gradient and the optimizer's own step hold
         less than these."""
-        return (
-            Phase(name="head: log-probabilities and their gradient", terms=(*self.resident(), *self._at_head())),
-            Phase(name="backward pass of a layer", terms=(*self.resident(), *self._in_layers())),
-            Phase(name="end of the backward pass", terms=(*self.resident(), *self._at_end())),
-            Phase(name="weight sync", terms=(*self.resident(), *self._in_sync())),
-        )
+        resident = self.resident()
+        own = {
+            "head: log-probabilities and their gradient": (*self._gathered(1), *self._at_head()),
+            "backward pass of a layer": (*self._gathered(2), *self._in_layers()),
+            "end of the backward pass": (*self._gathered(1), *self._at_end()),
+            "weight sync": (self._in_sync(),),
+        }
+        return tuple(Phase(name=name, terms=(*resident, *terms)) for name, terms in own.items())
 
     def peak(self) -> Phase:
         """Returns the phase that needs most."""
         return max(self.phases(), key=lambda phase: phase.total)
 
-    def _root(self) -> Term:
-        count = self.shape.embedding_parameters + self.shape.hidden_size
-        return Term(
+    def _gathered(self, units: int) -> tuple[Term, ...]:
+        """Returns what is whole: the root, `units` layers where they are freed after use, and else all layers with the
+        gradients that wait for the last micro-batch."""
+        shape, element, freed = self.shape, self.element, self.cfg.actor.reshard_after_forward
+        count = units if freed else shape.num_layers
+        root = Term(
             name="head and final norm gathered",
-            amount=self.element * count,
-            formula=f"{self.element} B x ({self.shape.vocab_size:,} x {self.shape.hidden_size:,} + norm)",
+            amount=element * (shape.embedding_parameters + shape.hidden_size),
+            formula=f"{element} B x ({shape.vocab_size:,} x {shape.hidden_size:,} + norm)",
         )
+        layers = product(f"{count} layer{'s' if count > 1 else ''} gathered", element, count, shape.layer_parameters)
+        waiting = 0 if freed else min(self.trained, shape.parameters)
+        return root, layers, product("whole gradients, float32", FLOAT32, waiting)
 
-    def _gathered(self, units: int) -> Term:
-        """Returns the layers whose parameters are whole: `units` of them, where they are freed after use."""
-        count = units if self.cfg.actor.reshard_after_forward else self.shape.num_layers
-        return Term(
-            name=f"{count} layer{'s' if count > 1 else ''} gathered",
-            amount=self.element * count * self.shape.layer_parameters,
-            formula=f"{self.element} B x {count} x {self.shape.layer_parameters:,}",
+    def _at_head(self) -> Iterator[Term]:
+        tokens, shape = self.cfg.actor.max_tokens_per_gpu, self.shape
+        narrow = self.element if self.element != FLOAT32 else 0
+        buffers = narrow + 2 * FLOAT32
+        rows = -(-tokens // -(-tokens * shape.vocab_size // LOGITS_CHUNK_ELEMENTS[device_of(self.cfg)]))
+        yield self.activations.term_at_head(tokens)
+        formula = f"{rows:,} tokens x {shape.vocab_size:,} entries x {buffers} B"
+        yield Term(name="logits chunk and scratch", amount=rows * shape.vocab_size * buffers, formula=formula)
+        if not self.cfg.model.lora.rank:
+            name = "gradient of the head's weight, float32 sum and a chunk's share"
+            yield product(name, FLOAT32 + narrow, shape.vocab_size, shape.hidden_size)
+
+    def _in_layers(self) -> Iterator[Term]:
+        lora, shape = self.cfg.model.lora.rank, self.shape
+        own = self.trained // shape.num_layers if lora else shape.layer_parameters
+        yield from self.activations.terms_of_layers(self.cfg.actor.max_tokens_per_gpu)
+        yield Term(
+            name="a layer's gradient, and one on its way in float32",
+            amount=(self.element + FLOAT32) * own,
+            formula=f"({self.element} + {FLOAT32}) B x {own:,}",
         )
+        if not lora:
+            yield product("gradient of the head", self.element, 1, shape.vocab_size, shape.hidden_size)
 
-    def _waiting_gradients(self) -> Term:
-        """Returns the whole gradients that wait for the last micro-batch, where parameters stay gathered."""
-        count = 0 if self.cfg.actor.reshard_after_forward else min(self.trained, self.shape.parameters)
-        return Term(name="whole gradients, float32", amount=FLOAT32 * count, formula=f"{FLOAT32} B x {count:,}")
-
-    def _at_head(self) -> tuple[Term, ...]:
-        tokens, element, shape = self.cfg.actor.max_tokens_per_gpu, self.element, self.shape
-        elements = LOGITS_CHUNK_ELEMENTS[device_of(self.cfg)]
-        rows = -(-tokens // -(-tokens * shape.vocab_size // elements))
-        buffers = (element if element != FLOAT32 else 0) + 2 * FLOAT32
-        terms = [
-            self._root(),
-            self._gathered(1),
-            self._waiting_gradients(),
-            self.activations.term_at_head(tokens),
-            Term(
-                name="logits chunk and scratch",
-                amount=rows * shape.vocab_size * buffers,
-                formula=f"{rows:,} tokens x {shape.vocab_size:,} entries x {buffers} B",
-            ),
-        ]
-        if not self.cfg.model.lora.rank:
-            width = FLOAT32 + (element if element != FLOAT32 else 0)
-            terms.append(
-                Term(
-                    name="gradient of the head's weight, float32 sum and a chunk's share",
-                    amount=width * shape.embedding_parameters,
-                    formula=f"{width} B x {shape.vocab_size:,} x {shape.hidden_size:,}",
-                )
-            )
-        return tuple(terms)
-
-    def _in_layers(self) -> tuple[Term, ...]:
-        own = self.trained // self.shape.num_layers if self.cfg.model.lora.rank else self.shape.layer_parameters
-        width = self.element + FLOAT32
-        terms = [
-            self._root(),
-            self._gathered(2),
-            self._waiting_gradients(),
-            *self.activations.terms_of_layers(self.cfg.actor.max_tokens_per_gpu),
-            Term(
-                name="a layer's gradient, and one on its way in float32",
-                amount=width * own,
-                formula=f"({self.element} + {FLOAT32}) B x {own:,}",
-            ),
-        ]
-        if not self.cfg.model.lora.rank:
-            terms.append(self._table_gradients("gradient of the head", 1))
-        return tuple(terms)
-
-    def _table_gradients(self, name: str, tables: int) -> Term:
-        rows, width = self.shape.vocab_size, self.shape.hidden_size
-        amount = self.element * tables * self.shape.embedding_parameters
-        return Term(name=name, amount=amount, formula=f"{self.element} B x {tables} x {rows:,} x {width:,}")
-
-    def _at_end(self) -> tuple[Term, ...]:
-        """Returns what the end holds: the gradients of embedding and head go into the shards last, one after the
+    def _at_end(self) -> Iterator[Term]:
+        """Yields what the end holds: the gradients of embedding and head go into the shards last, one after the
         other.
         """
-        terms = [self._root(), self._gathered(1), self._waiting_gradients()]
+        shape = self.shape
         if not self.cfg.model.lora.rank:
-            tables = 1 if self.shape.tie_word_embeddings else 2
-            count = self.shape.embedding_parameters
-            terms += [
-                self._table_gradients("gradients of embedding and head", tables),
-                Term(name="one on its way in float32", amount=FLOAT32 * count, formula=f"{FLOAT32} B x {count:,}"),
-            ]
-        return tuple(terms)
+            tables = 1 if shape.tie_word_embeddings else 2
+            yield product("gradients of embedding and head", self.element, tables, shape.vocab_size, shape.hidden_size)
+            yield product("one on its way in float32", FLOAT32, shape.embedding_parameters)
 
-    def _in_sync(self) -> tuple[Term, ...]:
-        largest, width = self.shape.embedding_parameters, FLOAT32 + self.element % FLOAT32
-        return (
-            Term(
-                name="one parameter gathered, in float32 and in the type it travels in",
-                amount=width * largest,
-                formula=f"{width} B x {self.shape.vocab_size:,} x {self.shape.hidden_size:,} (embedding)",
-            ),
-        )
+    def _in_sync(self) -> Term:
+        width, shape = FLOAT32 + self.element % FLOAT32, self.shape
+        term = product("", width, shape.vocab_size, shape.hidden_size)
+        name = "one parameter gathered, in float32 and in the type it travels in"
+        return Term(name=name, amount=term.amount, formula=f"{term.formula} (embedding)")

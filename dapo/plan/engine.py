@@ -4,6 +4,7 @@ vLLM takes `gpu_memory_utilization` of the GPU, subtracts weights and the peak o
 blocks of KV cache. A CPU engine takes the cache size it is given (`workers.cluster`: 1 GiB by default).
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +47,6 @@ class EngineMemory:
         return gpus_per_engine(self.cfg.rollout.vllm)
 
     @property
-    def _pipeline(self) -> int:
-        return int(self._arg("pipeline_parallel_size", 1))
-
-    @property
     def utilization(self) -> float:
         """Returns the share of the GPU's memory that the engine takes."""
         return float(self._arg("gpu_memory_utilization", GPU_MEMORY_UTILIZATION))
@@ -80,19 +77,16 @@ class EngineMemory:
         return ELEMENT_BYTES[self._arg("dtype", self.cfg.model.dtype)]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Returns the bytes of KV cache that one token takes on one GPU."""
-        width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
+    def kv_factors(self) -> tuple[int, int, int, int]:
+        """Returns layers and key-value heads of one GPU, a head's width, and the bytes of an element."""
+        layers = self.shape.num_layers // int(self._arg("pipeline_parallel_size", 1))
         heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
-        return 2 * (self.shape.num_layers // self._pipeline) * heads * self.shape.head_dim * width
+        return layers, heads, self.shape.head_dim, KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
 
     @property
-    def kv_formula(self) -> str:
-        """Writes `kv_bytes_per_token` from its factors."""
-        heads = max(1, self.shape.num_kv_heads // self.tensor_parallel)
-        width = KV_BYTES[self._arg("kv_cache_dtype", "auto")] or self.element
-        layers = self.shape.num_layers // self._pipeline
-        return f"2 x {layers} layers x {heads} key-value heads x {self.shape.head_dim} x {width} B"
+    def kv_bytes_per_token(self) -> int:
+        """Returns the bytes of KV cache, keys and values, that one token takes on one GPU."""
+        return 2 * math.prod(self.kv_factors)
 
     def weights(self) -> Term:
         """Returns the weights of one GPU: everything is split, the vocabulary padded."""
@@ -114,14 +108,14 @@ class EngineMemory:
         )
         return Term(name="working memory of a batch", amount=layers + logits, formula=formula)
 
-    def overhead(self) -> Term:
-        """Returns what context, communication and graphs take."""
-        amount = self.cfg.plan.engine_overhead_bytes
-        return Term(name="process overhead, CUDA graphs", amount=amount, formula="assumed: plan.engine_overhead_bytes")
-
     def terms(self) -> tuple[Term, ...]:
         """Lists all of one GPU, the KV cache last: what is left, and negative when nothing is."""
-        used = (self.weights(), self.working(), self.overhead())
+        overhead = Term(
+            name="process overhead, CUDA graphs",
+            amount=self.cfg.plan.engine_overhead_bytes,
+            formula="assumed: plan.engine_overhead_bytes",
+        )
+        used = (self.weights(), self.working(), overhead)
         if device_of(self.cfg) == "cpu":
             cache = self._arg("kv_cache_memory_bytes", float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
             formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"

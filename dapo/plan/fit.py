@@ -1,9 +1,10 @@
 """Says what cannot fit, and which keys would change that, with the numbers needed: a configuration in, messages out."""
 
-import copy
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
@@ -11,9 +12,7 @@ from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
 
-MOST_TIMES_RANKS = 8
 HIGHEST_UTILIZATION = 0.95
-ROUND_TOKENS = 256
 WIDEST_ENGINE = 16  # GPUs
 Change = dict[str, Any]
 
@@ -61,97 +60,51 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Names single changes that make a rank fit, or else the first few of them together that do."""
-    alone = [change for change in _changes(cfg, shape) if _rank_fits(changed(cfg, change), shape)]
-    if alone:
-        return "any of these makes it fit: " + "; ".join(_words(cfg, shape, change) for change in alone)
-    together: Change = {}
+    """Names the single changes that make a rank fit; where none does, the three that save most."""
+    now, fitting, strongest = ActorMemory(cfg, shape).peak().total, {}, {}
     for change in _changes(cfg, shape):
-        together |= change
-        if _rank_fits(changed(cfg, together), shape):
-            return f"these together make it fit: {_words(cfg, shape, together)}"
-    need = ActorMemory(changed(cfg, together), shape).peak().total
-    return f"no change of parallelism, recomputation and offload is enough (still {size(need)}): take a smaller model"
-
-
-def _words(cfg: PlannedConfig, shape: ModelShape, change: Change) -> str:
-    need = ActorMemory(changed(cfg, change), shape).peak().total
-    return f"{' '.join(f'{key}={str(value).lower()}' for key, value in change.items())} ({size(need)})"
-
-
-def _rank_fits(cfg: PlannedConfig, shape: ModelShape) -> bool:
-    return ActorMemory(cfg, shape).peak().total <= room_for_actors(cfg, shape)
+        other, keys = changed(cfg, change), tuple(change)
+        need = ActorMemory(other, shape).peak().total
+        words = f"{' '.join(f'{key}={str(value).lower()}' for key, value in change.items())} ({size(need)})"
+        if need <= room_for_actors(other, shape):
+            fitting.setdefault(keys, words)
+        if need < strongest.get(keys, (now, ""))[0]:
+            strongest[keys] = (need, words)
+    if fitting:
+        return f"any of these makes it fit: {'; '.join(fitting.values())}"
+    listed = "; ".join(words for _, words in sorted(strongest.values())[:3])
+    combine = f"combine what saves most ({listed}), or " if listed else ""
+    return f"no single change of parallelism, recomputation and offload is enough: {combine}take a smaller model"
 
 
 def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
-    """Yields what makes a rank smaller, the cheap changes first; of numbers the least that is enough, or the most there
-    is."""
-    actor = cfg.actor
-    if not actor.reshard_after_forward:
-        yield {"actor.reshard_after_forward": True}
-    if cfg.model.gradient_checkpointing == "none":
-        yield {"model.gradient_checkpointing": "selective"}
-    if cfg.model.gradient_checkpointing != "full":
-        yield {"model.gradient_checkpointing": "full"}
-    if actor.fsdp_size not in (-1, actor.num_workers):
-        yield {"actor.fsdp_size": -1}
-    if cfg.trainer.colocate:
-        share = 1 - ActorMemory(cfg, shape).peak().total / cfg.plan.gpu_memory_bytes
-        if share > 0:
-            yield {"rollout.vllm.gpu_memory_utilization": int(share * 100) / 100}
+    """Yields what makes a rank smaller, the cheap changes first, the values of a key from mild to strong."""
+    actor, shared = cfg.actor, cfg.actor.ulysses_sequence_parallel_size
     window = cfg.data.max_prompt_length + cfg.data.max_response_length
-    yield from _fewer_tokens(cfg, shape, -(-window // actor.ulysses_sequence_parallel_size))
-    shared = [n for n in _sharing(cfg, shape) if n > actor.ulysses_sequence_parallel_size]
-    options: list[Change] = [
-        {"actor.ulysses_sequence_parallel_size": n, "actor.max_tokens_per_gpu": -(-window // n)} for n in shared
-    ]
-    yield from _least(cfg, shape, options)
-    if not actor.offload and device_of(cfg) == "cuda":
+    yield {"actor.reshard_after_forward": True}
+    yield {"model.gradient_checkpointing": "selective"}
+    yield {"model.gradient_checkpointing": "full"}
+    yield {"actor.fsdp_size": -1}
+    share = 1 - ActorMemory(cfg, shape).peak().total / cfg.plan.gpu_memory_bytes
+    if cfg.trainer.colocate and share > 0:
+        yield {"rollout.vllm.gpu_memory_utilization": int(share * 100) / 100}
+    for part in (0.75, 0.5, 0.25, 0):
+        yield {"actor.max_tokens_per_gpu": max(int(part * actor.max_tokens_per_gpu), -(-window // shared))}
+    for n in shape.head_shares:
+        if n > shared and actor.num_workers % n == 0:
+            yield {"actor.ulysses_sequence_parallel_size": n, "actor.max_tokens_per_gpu": -(-window // n)}
+    if device_of(cfg) == "cuda":
         yield {"actor.offload": True}
-    ranks = actor.num_workers
-    more: list[Change] = []
-    while (
-        (ranks := ranks * 2) <= MOST_TIMES_RANKS * actor.num_workers
-        and actor.fsdp_size == -1
-        and not cfg.trainer.colocate
-    ):
-        more.append({"actor.num_workers": ranks})
-    yield from _least(cfg, shape, more)
-
-
-def _least(cfg: PlannedConfig, shape: ModelShape, options: list[Change]) -> Iterator[Change]:
-    """Yields the first option that is enough; the last when none is."""
-    found = next((option for option in options if _rank_fits(changed(cfg, option), shape)), None)
-    if options:
-        yield found or options[-1]
-
-
-def _fewer_tokens(cfg: PlannedConfig, shape: ModelShape, least: int) -> Iterator[Change]:
-    """Yields the most tokens that fit, in steps; a sequence must find room."""
-    tokens = cfg.actor.max_tokens_per_gpu
-    steps = range(tokens // ROUND_TOKENS * ROUND_TOKENS, least, -ROUND_TOKENS)
-    fitting = (n for n in steps if _rank_fits(changed(cfg, {"actor.max_tokens_per_gpu": n}), shape))
-    if tokens > least:
-        yield {"actor.max_tokens_per_gpu": next(fitting, least)}
-
-
-def _sharing(cfg: PlannedConfig, shape: ModelShape) -> list[int]:
-    """Lists the sizes of sequence parallelism that ranks and heads allow."""
-    return [n for n in shape.head_shares if cfg.actor.num_workers % n == 0]
+    if actor.fsdp_size == -1 and not cfg.trainer.colocate:
+        yield from ({"actor.num_workers": times * actor.num_workers} for times in (2, 4, 8))
 
 
 def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
     """Returns a copy with other values under dotted keys."""
-    copied = copy.deepcopy(cfg)
+    tree = OmegaConf.structured(cfg)
     for key, value in change.items():
-        *path, last = key.split(".")
-        section: Any = copied
-        for name in path:
-            section = section[name] if isinstance(section, dict) else getattr(section, name)
-        if isinstance(section, dict):
-            section[last] = value
-        else:
-            setattr(section, last, value)
+        OmegaConf.update(tree, key, value, force_add=True)
+    copied: Any = OmegaConf.to_object(tree)
     return copied
 
 

@@ -10,7 +10,7 @@ from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import room_for_actors
 from dapo.plan.hints import hints
 from dapo.plan.step import Step, mean_tokens
-from dapo.plan.terms import Term, duration, short, size, table
+from dapo.plan.terms import Term, duration, product, short, size, table
 
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
@@ -62,11 +62,13 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
     responses = Step(cfg, shape).responses
+    layers, heads, head_dim, width = engine.kv_factors
     return [
         f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
         *table(engine.terms(), "together"),
         *(table([engine.beyond()]) if engine.beyond().amount else ()),
-        f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = {engine.kv_formula}",
+        f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = 2 x {layers} layers x "
+        f"{heads} key-value heads x {head_dim} x {width} B",
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
         f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
         f"in the mean; at most rollout.vllm.max_num_seqs = {engine.max_num_seqs}",
@@ -76,13 +78,9 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 def checkpoint_terms(cfg: PlannedConfig, shape: ModelShape) -> tuple[Term, ...]:
     """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it."""
     memory = ActorMemory(cfg, shape)
-    terms = [
-        Term(name="parameters and Adam m, v, float32", amount=12 * memory.trained, formula=f"12 B x {memory.trained:,}")
-    ]
+    terms = [product("parameters and Adam m, v, float32", 12, memory.trained)]
     if cfg.checkpoint.hf_export:
-        formula = f"{memory.element} B x {shape.parameters:,}"
-        name = f"Hugging Face export, {cfg.model.dtype}"
-        terms.append(Term(name=name, amount=memory.element * shape.parameters, formula=formula))
+        terms.append(product(f"Hugging Face export, {cfg.model.dtype}", memory.element, shape.parameters))
     return tuple(terms)
 
 
@@ -121,7 +119,8 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         return ["TIME: not estimated without GPUs"]
     throughput_s, longest_s = step.generation_s(engine)
     generation_s = max(throughput_s, longest_s)
-    sync_s = step.sync_bytes / plan.sync_bandwidth
+    sync_bytes = 2 * shape.parameters  # in bfloat16, to each engine
+    sync_s = sync_bytes / plan.sync_bandwidth
     overlap = cfg.filter_groups.max_staleness > 0 and not cfg.trainer.colocate
     whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s
     running = engine.running(mean_tokens(cfg)[0], step.responses)
@@ -141,7 +140,7 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         ),
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
-        f"  weight sync {duration(sync_s)}: {size(step.sync_bytes)}",
+        f"  weight sync {duration(sync_s)}: {size(sync_bytes)}",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s",
     ]

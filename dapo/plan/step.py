@@ -13,7 +13,7 @@ from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import optimizer_steps
 from dapo.packing import estimated_work, pack
-from dapo.plan.actor import ActorMemory, device_of
+from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
 
 SAMPLED_MINIBATCHES = 4
@@ -140,11 +140,6 @@ class Step:
         return per_token / shape.flops_per_token, 1.0 if mode == "full" else 0.0
 
     @property
-    def model_flops(self) -> float:
-        """Returns the update's FLOPs by convention, forward and twice that backward: what MFU counts."""
-        return 3 * self.forward_flops * self.cfg.actor.ppo_epochs
-
-    @property
     def update_flops(self) -> float:
         """Returns the update's FLOPs as executed."""
         (linear, attention), (again, attention_again) = self._forward, self.recomputed
@@ -160,11 +155,6 @@ class Step:
         if kl.loss_coeff or kl.reward_coeff:
             passes["reference log-probabilities"] = self.forward_flops
         return passes
-
-    @property
-    def actor_speed(self) -> float:
-        """Returns the FLOP/s of all ranks together; waiting for the heaviest rank is counted."""
-        return self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
 
     @property
     def traffic(self) -> tuple[float, float]:
@@ -190,14 +180,16 @@ class Step:
 
     @cached_property
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Returns the seconds of computing and of communication by pass over the batch; the two overlap."""
+        """Returns the seconds of computing and of communication by pass over the batch; the two overlap. All ranks wait
+        for the heaviest one."""
+        speed = self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
         gathered, summed = (size / self.bandwidth for size in self.traffic)
         epochs = self.cfg.actor.ppo_epochs
         forward, rounds = epochs * self.forward_flops, self.rounds
         found = {name: (flops, rounds / epochs * gathered) for name, flops in self.extra_passes.items()}
         found["forward"] = (forward, rounds * gathered)
         found["backward"] = (self.update_flops - forward, rounds * (gathered + summed))
-        return {name: (flops / self.actor_speed, wire) for name, (flops, wire) in found.items()}
+        return {name: (flops / speed, wire) for name, (flops, wire) in found.items()}
 
     @property
     def update_s(self) -> float:
@@ -207,9 +199,10 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Returns the model FLOPs utilization of forward and backward pass that follows."""
+        """Returns the model FLOPs utilization of forward and backward pass, the latter counted as twice the former."""
         seconds = max(self.passes["forward"]) + max(self.passes["backward"])
-        return self.model_flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
+        flops = 3 * self.forward_flops * self.cfg.actor.ppo_epochs
+        return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
         """Returns the seconds in which an engine makes one token for each of `running` sequences: reading weights and
@@ -226,8 +219,3 @@ class Step:
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
-
-    @property
-    def sync_bytes(self) -> float:
-        """Returns the bytes that one weight sync moves to each engine."""
-        return self.shape.parameters * (4 if device_of(self.cfg) == "cpu" else 2)

@@ -1,7 +1,6 @@
-"""Keeps arithmetic that a person can follow: named terms in bytes, each with its formula, and how numbers are
-written.
-"""
+"""Keeps arithmetic for people: named terms in bytes, each with its formula, and how numbers are written."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +27,13 @@ class Phase:
     def total(self) -> float:
         """Returns the bytes of all terms together."""
         return sum(term.amount for term in self.terms)
+
+
+def product(name: str, width: int, *counts: int) -> Term:
+    """Returns the term of `width` bytes times the counts, with that as its formula."""
+    return Term(
+        name=name, amount=width * math.prod(counts), formula=" x ".join([f"{width} B", *(f"{n:,}" for n in counts)])
+    )
 
 
 def size(amount: float) -> str:

@@ -17,6 +17,7 @@ from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
 from dapo.plan.report import checkpoint_terms, report
 from dapo.plan.step import Step, response_lengths
+from dapo.plan.terms import size
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
@@ -149,9 +150,7 @@ def test_each_change_it_names_is_enough(experiment, overrides):
     cfg, shape = planned(*overrides, experiment=experiment)
     found = [one for one in problems(cfg, shape) if one.startswith("an actor rank")]
     assert len(found) == 1, "the case must not fit"
-    words = found[0].split(" makes it fit: ")[1].split("; ") if " makes it fit: " in found[0] else []
-    words = words or [found[0].split("these together make it fit: ")[1]]
-    for one in words:
+    for one in found[0].split(" any of these makes it fit: ")[1].split("; "):
         keys = one.rpartition(" (")[0].split()
         fixed, _ = planned(*overrides, *keys, experiment=experiment)
         assert not [p for p in problems(fixed, shape) if p.startswith("an actor rank")], keys
@@ -159,7 +158,11 @@ def test_each_change_it_names_is_enough(experiment, overrides):
 
 def test_nothing_is_promised_where_nothing_helps():
     cfg, shape = planned("plan.gpu_memory_bytes=5e9", "actor.num_workers=8")
-    assert "take a smaller model" in problems(cfg, shape)[0]
+    message = problems(cfg, shape)[0]
+    assert "makes it fit" not in message and message.endswith("take a smaller model")
+    # What it names to be combined is the least that single changes reach, in bytes: shorter micro-batches.
+    least = ActorMemory(changed(cfg, {"actor.max_tokens_per_gpu": 2816}), shape).peak().total
+    assert f"combine what saves most (actor.max_tokens_per_gpu=2816 ({size(least)})" in message
 
 
 @pytest.mark.parametrize(
