@@ -61,7 +61,9 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
 
 def _remedy(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Names the single changes that make a rank fit; where none does, the three that save most."""
-    now, fitting, strongest = ActorMemory(cfg, shape).peak().total, {}, {}
+    now = ActorMemory(cfg, shape).peak().total
+    fitting: dict[tuple[str, ...], str] = {}
+    strongest: dict[tuple[str, ...], tuple[float, str]] = {}
     for change in _changes(cfg, shape):
         other, keys = changed(cfg, change), tuple(change)
         need = ActorMemory(other, shape).peak().total
