@@ -47,6 +47,19 @@ def pyplot() -> Any:
     return plt
 
 
+def frame(axis: Any, title: str) -> None:
+    """Gives an axis its title and a grid behind the curves."""
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.grid(True, color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def legend(figure: Any, labels: Sequence[str], columns: int) -> None:
+    """Writes the labels under the figure, each with its colour."""
+    lines = [pyplot().Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(labels))]
+    figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+
 def write(figure: Any, out: Path, remedy: str) -> None:
     """Writes a figure and closes it. Raises ValueError with the remedy when `out` cannot be written."""
     try:
@@ -70,21 +83,15 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
         for number, records in enumerate(runs.values()):
             steps, values = series(records, metric)
             axis.plot(steps, values, color=COLOURS[number % len(COLOURS)], **_look(points, len(runs)))
-        axis.set_title(name, loc="left", fontsize=10)
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
+        frame(axis, name)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        if "accuracy" in metric:
-            axis.set_ylim(0.0, 1.0)
-        else:
-            axis.set_ylim(bottom=0.0)
+        axis.set_ylim(0.0, 1.0 if "accuracy" in metric else None)
     for axis in axes[1]:
         axis.set_xlabel("step")
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if len(runs) > 1:
-        handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(runs))]
-        figure.legend(handles, list(runs), loc="outside lower center", ncols=min(4, len(runs)), frameon=False)
+        legend(figure, list(runs), min(4, len(runs)))
     write(figure, out, "give a .png in an existing folder")
 
 

@@ -6,13 +6,13 @@ unresolved. The picture needs matplotlib, of the `dev` extra.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dapo.ablation.results import RUNGS, Curve, Estimate, estimate, read_ladder
-from dapo.plot import COLOURS, pyplot, write
+from dapo.plot import COLOURS, frame, legend, pyplot, write
 from dapo.report.table import table as markdown_table
 from dapo.state.durable import write_text
 
@@ -54,24 +54,19 @@ def table(ladder: dict[str, dict[int, Curve]], unfinished: Sequence[str]) -> str
 
 
 def _row(rung: str, runs: dict[int, Curve], above: dict[int, Curve]) -> list[str]:
-    def mean(values: Sequence[float]) -> float:
-        return statistics.fmean(values)
-
     curves = list(runs.values())
-    difference = (
-        "" if not above else _difference(estimate([run.final - above[seed].final for seed, run in runs.items()]))
-    )
-    first, last = (mean([run.truncated[end] for run in curves]) for end in (0, 1))
+    gains = [run.final - above[seed].final for seed, run in runs.items()] if above else []
+    first, last = (fmean([run.truncated[end] for run in curves]) for end in (0, 1))
     label, paper = RUNGS[rung]
     return [
         label,
         _interval(estimate([run.final for run in curves]), ".3f"),
-        difference,
-        f"{mean([run.tokens[-1] for run in curves]) / 1e6:.2f}",
-        f"{mean([run.optimizer_steps[-1] for run in curves]):.0f}",
+        _difference(estimate(gains)) if gains else "",
+        f"{fmean([run.tokens[-1] for run in curves]) / 1e6:.2f}",
+        f"{fmean([run.optimizer_steps[-1] for run in curves]):.0f}",
         f"{first:.1%} → {last:.1%}",
-        f"{mean([run.last_length for run in curves]):.1f}",
-        f"{mean([run.seconds for run in curves]):.0f}",
+        f"{fmean([run.last_length for run in curves]):.1f}",
+        f"{fmean([run.seconds for run in curves]):.0f}",
         str(paper),
     ]
 
@@ -98,19 +93,13 @@ def draw(ladder: dict[str, list[Curve]], out: Path) -> None:
         _draw_curve(axes[0], curves, [run.optimizer_steps for run in curves], colour)
         _draw_curve(axes[1], curves, [[count / 1e6 for count in run.tokens] for run in curves], colour)
         _draw_final(axes[2], number, [run.final for run in curves], colour)
-    axes[0].set(title="held-out accuracy", xlabel="optimizer steps", xlim=(0.0, None))
-    axes[1].set(title="held-out accuracy", xlabel="generated tokens (millions)", xlim=(0.0, None))
-    axes[2].set(title="after the last step, a dot per seed", xticks=range(len(ladder)))
-    axes[2].set_xticklabels([str(number + 1) for number in range(len(ladder))])
-    axes[2].set_xlabel("rung")
-    for axis in axes:
-        axis.set_title(axis.get_title(), loc="left", fontsize=10)
-        axis.set_title("", loc="center")
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(ladder))]
-    labels = [f"{number}  {label}" for number, label in enumerate(ladder, 1)]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    titles = ("held-out accuracy", "held-out accuracy", "after the last step, a dot per seed")
+    for axis, title in zip(axes, titles, strict=True):
+        frame(axis, title)
+    axes[0].set(xlabel="optimizer steps", xlim=(0.0, None))
+    axes[1].set(xlabel="generated tokens (millions)", xlim=(0.0, None))
+    axes[2].set(xlabel="rung", xticks=range(len(ladder)), xticklabels=range(1, len(ladder) + 1))
+    legend(figure, [f"{number}  {label}" for number, label in enumerate(ladder, 1)], 3)
     write(figure, out, "give a folder that can be")
 
 
@@ -121,7 +110,7 @@ def _draw_curve(axis: Any, curves: Sequence[Curve], totals: Sequence[Sequence[fl
     """
     by_step = [dict(run.accuracy) for run in curves]
     steps = sorted(set.intersection(*(set(found) for found in by_step)))
-    x = [statistics.fmean(total[step] for total in totals) for step in steps]
+    x = [fmean(total[step] for total in totals) for step in steps]
     points = [estimate([found[step] for found in by_step]) for step in steps]
     axis.plot(x, [point.mean for point in points], color=colour, marker="o", markersize=3.5, linewidth=1.4)
     if len(curves) > 1:

@@ -9,7 +9,7 @@ Starts no worker and needs no network: the shapes of the shipped experiments' mo
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dapo.config.compose import compose
 from dapo.config.model_checks import architecture_problems, heads_problems
@@ -31,37 +31,25 @@ def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
     assert isinstance(cfg, PlannedConfig)
     config = read_config(cfg.model.path)
     shape = shape_of(config, cfg.model.path)
-    found = [
-        *heads_problems(cfg, config),
-        *architecture_problems(cfg, config),
-        *_assumptions(cfg),
-        *_unknown_widths(cfg),
-    ]
+    found = [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_unpredictable(cfg)]
     if found:
         raise ValueError("\n".join(found))
     return cfg, shape
 
 
-def _assumptions(cfg: PlannedConfig) -> list[str]:
-    mean, cap = cfg.plan.mean_response_tokens, cfg.data.max_response_length
-    if mean <= cap:
-        return []
-    return [f"`plan.mean_response_tokens` ({mean}) must be at most `data.max_response_length` ({cap})"]
-
-
-def _unknown_widths(cfg: PlannedConfig) -> list[str]:
-    args = cfg.rollout.vllm
-    found = [
-        f"`rollout.vllm.{name}` ({args[name]}): the planner knows {', '.join(known)}; give one of these"
-        for name, known in (("dtype", ELEMENT_BYTES), ("kv_cache_dtype", KV_BYTES))
-        if name in args and args[name] not in known
-    ]
+def _unpredictable(cfg: PlannedConfig) -> Iterator[str]:
+    """Yields one message per assumption that contradicts the configuration, and per width that the planner ignores."""
+    mean, cap, args = cfg.plan.mean_response_tokens, cfg.data.max_response_length, cfg.rollout.vllm
+    if mean > cap:
+        yield f"`plan.mean_response_tokens` ({mean}) must be at most `data.max_response_length` ({cap})"
+    for name, known in (("dtype", ELEMENT_BYTES), ("kv_cache_dtype", KV_BYTES)):
+        if name in args and args[name] not in known:
+            yield f"`rollout.vllm.{name}` ({args[name]}): the planner knows {', '.join(known)}; give one of these"
     if args.get("quantization"):
-        found.append(
+        yield (
             f"`rollout.vllm.quantization` ({args['quantization']}): the planner does not know what such weights take; "
             "plan without it"
         )
-    return found
 
 
 def main() -> None:

@@ -80,26 +80,20 @@ class Activations:
         """Returns what lies in memory while the last layer is in its backward pass: what the others keep, and this
         one.
         """
-        layers = self.shape.num_layers
-        kept = Term(
-            name=f"activations kept by {layers - 1} layers",
-            amount=tokens * ((layers - 1) * self.kept + self.once),
-            formula=f"{tokens:,} tokens x ({layers - 1} x {self.kept:,} B ({self.checkpointing}) + {self.once:,} B)",
+        others = self.shape.num_layers - 1
+        kept = f"({others} x {self.kept:,} B ({self.checkpointing}) + {self.once:,} B)"
+        working = f"{self.working_layer:,} B (kept whole {self.layer:,} B, the rest gradients)"
+        return (
+            _per_token(f"activations kept by {others} layers", tokens, others * self.kept + self.once, kept),
+            _per_token("activations of the layer in work", tokens, self.working_layer, working),
         )
-        working = Term(
-            name="activations of the layer in work",
-            amount=tokens * self.working_layer,
-            formula=f"{tokens:,} tokens x {self.working_layer:,} B (kept whole {self.layer:,} B, the rest gradients)",
-        )
-        return kept, working
 
     def term_at_head(self, tokens: int) -> Term:
         """Returns what is kept while the head computes: layers, final norm, hidden states picked for the head."""
-        layers = self.shape.num_layers
-        per_token = layers * self.kept + self.once + self.norm + 2 * self.input
-        return Term(
-            name=f"activations kept by {layers} layers",
-            amount=tokens * per_token,
-            formula=f"{tokens:,} tokens x ({layers} x {self.kept:,} B ({self.checkpointing}) + "
-            f"{per_token - layers * self.kept:,} B final norm and picked states)",
-        )
+        layers, picked = self.shape.num_layers, self.once + self.norm + 2 * self.input
+        formula = f"({layers} x {self.kept:,} B ({self.checkpointing}) + {picked:,} B final norm and picked states)"
+        return _per_token(f"activations kept by {layers} layers", tokens, layers * self.kept + picked, formula)
+
+
+def _per_token(name: str, tokens: int, width: int, formula: str) -> Term:
+    return Term(name=name, amount=tokens * width, formula=f"{tokens:,} tokens x {formula}")
