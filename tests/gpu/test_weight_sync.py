@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from workers.weights.digest import digest
 
+from workers.weights.bucket import digest
 from workers.weights.group import WeightGroup, serve_store
 from workers.weights.memory import place, share
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -205,7 +207,13 @@ def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
 
 
 def rebuild(worker: Any, cfg: Config) -> None:
-    """Runs on a rank: what `start` makes of `cfg` once the process group is there."""
+    """Runs on a rank: what `start` makes of `cfg` once the process group is there. The groups of the model before go
+    first: each has threads that poll a hundred times a second."""
+    worker._policy = worker._optimizer = worker._updater = worker._mesh = None
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     worker._cfg = cfg
     worker._build()
 
