@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-import gc
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -207,13 +206,12 @@ def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
 
 
 def rebuild(worker: Any, cfg: Config) -> None:
-    """Runs on a rank: what `start` makes of `cfg` once the process group is there. The groups of the model before go
-    first: each has threads that poll a hundred times a second."""
-    worker._policy = worker._optimizer = worker._updater = worker._mesh = None
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    """Runs on a rank: what `start` makes of `cfg` once the process group is there. Groups of the same shape are made
+    once: each has threads that poll a hundred times a second, and none ever ends."""
+    from workers.training import mesh
+
+    if not hasattr(mesh.arrange, "cache_info"):
+        mesh.arrange = functools.cache(mesh.arrange)
     worker._cfg = cfg
     worker._build()
 
