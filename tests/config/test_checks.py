@@ -268,7 +268,7 @@ def test_every_key_of_the_tree_is_known():
 )
 def test_the_program_ends_with_one_message(arguments, message):
     done = subprocess.run(
-        [sys.executable, "-m", "dapo.main_ppo", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "dapo.main_ppo", *arguments], capture_output=True, text=True, timeout=300
     )
     assert done.returncode != 0
     assert message in done.stderr

@@ -169,7 +169,7 @@ def test_a_run_recorded_with_the_planners_section_goes_on(tmp_path: Path) -> Non
 
 
 def test_the_reference_of_all_keys_is_current() -> None:
-    done = subprocess.run([sys.executable, "-m", "dapo.config"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "dapo.config"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     written = (ROOT / "config" / "README.md").read_text()
     assert done.stdout == written, "run `python -m dapo.config > config/README.md`"
     assert all(f"| `{name}` |" in written for name in experiments())
@@ -178,7 +178,7 @@ def test_the_reference_of_all_keys_is_current() -> None:
 
 def test_help_says_how_to_begin_and_where_the_keys_are() -> None:
     command = [sys.executable, "-m", "dapo.main_ppo", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and len(done.stdout.splitlines()) < 15
     for words in ("+experiment=NAME [KEY=VALUE ...]", "dapo_tiny", "config/README.md", "--cfg job"):
         assert words in done.stdout
@@ -189,7 +189,7 @@ def test_the_checks_load_neither_torch_nor_transformers_nor_ray() -> None:
         "import sys, dapo.config.compose as c; c.compose(['rollout.vllm.max_num_seqs=3'], 'dapo_tiny'); "
         "print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -13,7 +13,7 @@ from dapo.sampling.saved import FILE, DriverState
 from dapo.state.checkpoint import verify
 from tests.support.runs import Runs, checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 BATCH, N = 4, 4
 BUDGET = 16

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import checkpoint, command, finish, start_program
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 
 def start(output_dir: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:

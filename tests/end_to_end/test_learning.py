@@ -8,7 +8,7 @@ from dapo.config.compose import compose
 from dapo.report.log import read_metrics
 from tests.support.runs import TINY, Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 STEPS = 20
 

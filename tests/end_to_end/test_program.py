@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo.config.paths import resolve_path
 from tests.support.runs import Runs, checkpoint, metrics, run_program
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from dapo.types import TrainSequence
 from tests.support.plain_reference import on_all, start_pool
 from workers.actor import RankWork
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 WITHIN = 0.15
 LENGTH, PROMPT = 64, 4

@@ -51,7 +51,7 @@ def test_its_commands_run(folder: Path, command: str) -> None:
     assert python == "python"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("my_reward.py" in done.stdout) if "my_reward.py" in command else ("2 of 2 right" in done.stdout)

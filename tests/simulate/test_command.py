@@ -10,7 +10,7 @@ SMALLEST = "--rate 0.5 --engines 2 --slots 8 --batch 4 --n 2 --steps 2 --strateg
 
 def test_the_smallest_run_prints_its_table() -> None:
     command = [sys.executable, "-m", "dapo.simulate", *SMALLEST.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.lstrip("| ").startswith("staleness-")]
     assert [row.lstrip("| ").split()[0] for row in rows] == ["staleness-0", "staleness-1"]

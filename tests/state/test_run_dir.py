@@ -175,5 +175,5 @@ dapo.main_ppo.main()
 
 def test_warnings_reach_the_person_who_started_the_program():
     """Hydra's own logging set-up would mute the loggers that exist before it."""
-    done = subprocess.run([sys.executable, "-c", WARN], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WARN], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "skipping a broken checkpoint\n")

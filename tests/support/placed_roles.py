@@ -18,6 +18,6 @@ def gpus_of_roles(cfg: Config, num_gpus: int) -> dict[str, list[list[str]]]:
         placement = Placement(cfg, "cuda")
         roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}
         workers = {role: [ray.remote(Role).options(**each).remote() for each in all] for role, all in roles.items()}
-        return {role: ray.get([each.gpus.remote() for each in all], timeout=60) for role, all in workers.items()}
+        return {role: ray.get([each.gpus.remote() for each in all], timeout=300) for role, all in workers.items()}
     finally:
         ray.shutdown()

@@ -221,4 +221,4 @@ def on_all(pool: "ActorPool", function: Callable[..., Any], *args: Sequence[Any]
     from workers.remote import wait
 
     refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._workers, *args, strict=True)]
-    return asyncio.run(wait(refs, 120, "a test", "none"))
+    return asyncio.run(wait(refs, 600, "a test", "none"))

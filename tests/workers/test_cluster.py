@@ -92,7 +92,7 @@ def test_colocated_roles_see_the_same_gpu():
     cfg = colocated(2)
     cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # this one's Ray has no GPU
-        gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=120)
+        gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=300)
     assert gpus["engines"] == gpus["actors"]
     assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
 

