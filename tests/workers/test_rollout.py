@@ -297,6 +297,10 @@ def test_a_sync_that_fails_midway_is_told_and_nothing_is_served(engines, loop):
 
 async def is_silent(pool, seconds: float) -> bool:
     """Whether the first engine gives no response within `seconds`."""
-    ref = pool._workers[0].generate_alone.remote([(PROMPT, sampling(1, 4), [1])])
-    done, _ = await asyncio.wait([asyncio.ensure_future(asyncio.wrap_future(ref.future()))], timeout=seconds)
-    return not done
+    answer = pool._workers[0].generate.options(num_returns="streaming")
+    stream = answer.remote("past the pool", PROMPT, sampling(1, 4), [1])
+    try:
+        await asyncio.wait_for(anext(stream), seconds)
+    except TimeoutError:
+        return True
+    return False
