@@ -21,6 +21,12 @@ def resolve_transport(cfg: Config) -> str:
     return "ipc" if cfg.trainer.colocate else "broadcast"
 
 
+def transfer_timeout_s(cfg: Config) -> float:
+    """Returns how long one transfer of a weight sync may take in seconds: an engine that stands still may not hold up
+    the actors longer than it may hold up a group."""
+    return min(cfg.weight_sync.timeout_s, cfg.rollout.stall_timeout_s)
+
+
 def optimizer_steps(cfg: Config) -> int:
     """Counts the optimizer steps of one update: mini-batches times `actor.ppo_epochs`."""
     return cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs

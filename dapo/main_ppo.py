@@ -7,6 +7,7 @@ value, a run that is complete. However a run ends, its reason is one message and
 """
 
 import asyncio
+import signal
 import sys
 from dataclasses import asdict
 
@@ -23,11 +24,17 @@ from dapo.state.run_dir import claim_output_dir
 
 def main() -> None:
     """Checks the command line, then lets Hydra compose and run."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run catches them
+        signal.signal(number, _end_early)
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
         end(str(error))
     _hydra_main()
+
+
+def _end_early(number: int, frame: object) -> None:
+    end("stopped by a signal before anything was trained; the same command starts the run", EXIT_RESUMABLE)
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
@@ -49,9 +56,9 @@ def launch(cfg: Config) -> None:
         if (last := store.completed(cfg.trainer.total_steps)) is not None:
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        from dapo.run import train  # loads torch and Ray, which takes seconds
+        from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
-        asyncio.run(train(cfg, run_dir, store))
+        asyncio.run(train_until_signal(cfg, run_dir, store))
 
 
 if __name__ == "__main__":

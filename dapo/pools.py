@@ -3,8 +3,9 @@
 `workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
@@ -26,6 +27,10 @@ class RolloutPool(Protocol):
         self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`."""
+        ...
+
+    def restarts(self) -> dict[str, float]:
+        """Returns how many engines were replaced so far, as metrics."""
         ...
 
     async def abort(self, keys: list[str]) -> None:
@@ -65,10 +70,14 @@ class ActorPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """Holds the compute of a run, composed in `dapo.run.build_pools`. sync_weights(version): the engines serve
-    `version`."""
+    """Holds the compute of a run, composed in `dapo.run.build_pools`.
+
+    sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
+    engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
+    """
 
     rollouts: RolloutPool
     rewards: RewardPool
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
+    weights: asyncio.Lock = field(default_factory=asyncio.Lock)

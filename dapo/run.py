@@ -20,11 +20,11 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
-from dapo.derived import resolve_transport
 from dapo.pools import Pools
 from dapo.preflight import preflight
 from dapo.report.console import say, warn
 from dapo.report.log import MetricsLogger
+from dapo.signals import Stop
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.trainer import Trainer
@@ -39,12 +39,31 @@ from workers.weight_sync import WeightSync
 STOP_GRACE_S = 3.0
 
 
+async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore) -> None:
+    """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, and CancelledError after another signal."""
+    task = asyncio.current_task()
+    assert task is not None
+    stop = Stop(task)
+    stop.install()
+    try:
+        await train(cfg, run_dir, store, stop=stop)
+    except asyncio.CancelledError:
+        if stop.first == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+
+
 async def train(
-    cfg: Config, run_dir: RunDirectory, store: CheckpointStore, rollouts: RolloutPool | None = None
+    cfg: Config,
+    run_dir: RunDirectory,
+    store: CheckpointStore,
+    rollouts: RolloutPool | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Trains up to `trainer.total_steps`.
 
     rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
+    stop: catches signals.
 
     Raises:
         ValueError, RuntimeError: what is wrong with the input, or what failed, with the remedy.
@@ -54,6 +73,8 @@ async def train(
     preflight(cfg)
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
     with ray_cluster(cfg) if rollouts is None else nullcontext():
+        if stop is not None:
+            stop.install()  # once more: Ray has put a handler of its own in place
         prompts, held_out = await loading
         run_dir.check_data(fingerprint(prompts))
         async with build_pools(cfg, rollouts) as pools:
@@ -123,7 +144,6 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
     try:
-        cancel_on_signals()
         yield
     finally:
         ray.shutdown()
@@ -162,8 +182,9 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg))
-        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync)
+        sync = WeightSync(actors, engines, cfg)
+        engines.rejoin = sync.rejoin
+        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock)
     finally:
         actors.close()
         rewards.stop()
@@ -204,21 +225,9 @@ def engine_needs(cfg: Config) -> dict[str, Any]:
 
 
 def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
-    return RolloutPool(
-        placement.rollout(), start_timeout_s=cfg.rollout.start_timeout_s, timeout_s=cfg.rollout.timeout_s
-    )
+    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn)
 
 
 def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:
     where = reward_model_device(cfg, device)
     return RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
-
-
-def cancel_on_signals() -> None:
-    """Lets SIGTERM and SIGUSR1 cancel the run, as Ctrl-C does; after `ray.init`, which installs a handler of its
-    own.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)

@@ -100,14 +100,15 @@ class Trainer:
         return replace(collected, groups=penalize_kl(collected.groups, logprobs, self._cfg))
 
     async def _update(self, batch: TrainBatch) -> dict[str, float]:
-        with self.clock("update"):
-            metrics = await self._pools.actors.update(batch)
-        self.version += 1
-        self._buffer.trained()
-        with self.clock("sync"):
-            await self._pools.sync_weights(self.version)
+        async with self._pools.weights:
+            with self.clock("update"):
+                metrics = await self._pools.actors.update(batch)
+            self.version += 1
+            self._buffer.trained()
+            with self.clock("sync"):
+                await self._pools.sync_weights(self.version)
         self._buffer.serving(self.version)
-        return metrics | self._pools.rewards.restarts()
+        return metrics | self._pools.rewards.restarts() | self._pools.rollouts.restarts()
 
     def _is_due(self, every: int, at_end: bool) -> bool:
         if self.version >= self._cfg.trainer.total_steps:
@@ -141,20 +142,25 @@ class Trainer:
         await self._saver.save(self.version)
 
     async def _resume(self) -> None:
-        if (found := await self._saver.resume(self._order.draw, self._pools.rewards)) is not None:
-            self.version, directory = found
-            self._say(f"resuming from {directory}")
-        self._logger.resume(self.version)
-        # Always, even at version 0: a broken sync shows before any GPU hour is spent.
-        with self.clock("sync"):
-            await self._pools.sync_weights(self.version)
+        async with self._pools.weights:
+            if (found := await self._saver.resume(self._order.draw, self._pools.rewards)) is not None:
+                self.version, directory = found
+                self._say(f"resuming from {directory}")
+            self._logger.resume(self.version)
+            # Always, even at version 0: a broken sync shows before any GPU hour is spent.
+            with self.clock("sync"):
+                await self._pools.sync_weights(self.version)
 
 
 async def _finish(work: Coroutine[Any, Any, T]) -> T:
     """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    result = task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    return result

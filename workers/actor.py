@@ -13,6 +13,7 @@ import torch
 
 from dapo.config.model_shape import UnknownShape, read_shape
 from dapo.config.schema import Config
+from dapo.derived import transfer_timeout_s
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
@@ -127,7 +128,7 @@ class ActorWorker:
             rank=self._rank,
             device=torch.device(self._device, 0),
         )
-        endpoint = self._sender.open(transport, ray.util.get_node_ip_address(), self._cfg.weight_sync.timeout_s)
+        endpoint = self._sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return self._sender.num_buckets, endpoint
 
     def join_weights(self, num_receivers: int) -> None:

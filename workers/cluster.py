@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
+from dapo.faults import fault_environment
 
 GIB = 1 << 30
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
@@ -195,7 +196,7 @@ class Placement:
         return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
     def _options(self, device: str, bundle: int, gpus: float, env: dict[str, str]) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env | fault_environment()}}
         if device == "cuda":
             assert self._group is not None
             options |= {

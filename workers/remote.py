@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 FAILURE_GRACE_S = 2.0
 
@@ -16,6 +16,10 @@ class RemoteError(RuntimeError):
 
 class PartialFailure(RemoteError):
     """Says that some workers of a collective failed while others did not: they no longer stand at the same point."""
+
+
+class WorkerLost(RemoteError):
+    """Says that a worker's process has ended, or stands still: only another one helps."""
 
 
 async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
@@ -54,9 +58,16 @@ def _readable_errors(timeout_s: float, what: str, key: str) -> Iterator[None]:
         raise RemoteError(f"waited {timeout_s:g} s for {what}; raise `{key}` if this is expected") from None
     except RayTaskError as error:
         cause = error.cause
-        raise RemoteError(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
+        kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError
+        raise kind(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
+    except RayActorError as error:
+        raise WorkerLost(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
     except RayError as error:
-        raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+        raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:

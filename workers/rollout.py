@@ -1,201 +1,184 @@
-"""Runs vLLM engines as Ray actors; the driver-side pool speaks for all of them.
+"""Speaks for all vLLM engines on the driver: deals groups out, replaces engines that are lost, hands weights on.
 
-In: one prompt, a `Sampling` and n seeds per group. Out: n `Response` records with the engine's own log-probabilities.
-Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
+In: groups to generate, aborts, weight buckets. Out: responses. An engine that dies or stands still costs the responses
+that it was computing, which another one computes again from the same seeds: they come out alike.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
 
+from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
-from dapo.types import Int32Array, Response, Sampling, VersionSpan
-from workers.capacity import EngineSize, FleetCapacity
-from workers.remote import RemoteError, wait, wait_for_all, wait_for_stream
-from workers.weights.bucket import BACKEND, Bucket
+from dapo.types import Int32Array, Response, Sampling, TrainSequence
+from workers.capacity import FleetCapacity
+from workers.engines.slot import EngineSlot
+from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
+from workers.weights.bucket import Bucket
 
 ABORT_PAUSE_S = 0.002
-TOGETHER_S = 0.005  # responses of a group that end within this travel together
-
-
-class RolloutWorker:
-    """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
-
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
-        """Loads the model."""
-        from vllm import AsyncEngineArgs
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        args = AsyncEngineArgs(
-            model=model_path,
-            logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
-            worker_extension_cls="workers.weights.receiver.WeightReceiverExtension",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            **engine_args,
-        )
-        self._engine = AsyncLLM.from_engine_args(args)
-        await self._engine.update_weight_version("0")
-        self._decode = self._engine.get_tokenizer().decode
-        self._running: dict[str, list[str]] = {}
-        config = self._engine.vllm_config
-        return EngineSize(
-            sequences=config.scheduler_config.max_num_seqs,
-            kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
-            window=config.model_config.max_model_len,
-        )
-
-    async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
-    ) -> AsyncIterator[list[tuple[int, Response]]]:
-        """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
-
-        After `abort(key)` the unfinished ones come with reason "abort".
-        """
-        self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
-        token_ids = prompt.tolist()
-        requests = zip(self._running[key], seeds, strict=True)
-        tasks = {
-            asyncio.ensure_future(self._generate_one(name, token_ids, sampling, seed)): sample
-            for sample, (name, seed) in enumerate(requests)
-        }
-        try:
-            while tasks:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if len(tasks) > 1:
-                    await asyncio.sleep(TOGETHER_S)
-                yield [(tasks.pop(task), task.result()) for task in list(tasks) if task.done()]
-        finally:
-            for task in tasks:
-                task.cancel()
-            del self._running[key]
-
-    async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            logprobs=0,  # the sampled token's only
-            flat_logprobs=True,
-            detokenize=False,  # once at the end is far cheaper than token by token
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
-            completion = output.outputs[0]
-        return Response(
-            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-            rollout_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-            text=self._decode(completion.token_ids, skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            policy_versions=tuple(
-                VersionSpan(version=int(span.version), start=span.start, end=span.end)
-                for span in completion.weight_versions or ()
-            ),
-        )
-
-    async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups; their `generate` calls return what was sampled so far."""
-        await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
-
-    async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-
-    async def start_update(self) -> None:
-        """Holds all requests; each goes on where it stood after `finish_update`.
-
-        They would keep stale keys and values: `clear_cache` recomputes these.
-        """
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        await self._engine.start_weight_update()
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Takes the next bucket from the transport and loads it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info = {
-            "index": bucket.index,
-            "tensors": [(place.name, place.shape, place.start) for place in bucket.plan.tensors],
-            "num_bytes": bucket.plan.num_bytes,
-            "dtype": bucket.dtype,
-            "digest": bucket.digest,
-        }
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-    async def finish_update(self, version: int) -> None:
-        """Labels all later tokens with `version` and lets requests go on."""
-        await self._engine.finish_weight_update(weight_version=str(version))
-        await self._engine.resume_generation()
-
-    async def stop(self) -> None:
-        """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""
-        self._engine.shutdown(timeout=0.5)
+PAUSE_S = 1.0  # before an engine that could not be started is tried again
+CANARY_TOKENS = 16  # that an engine which has started again computes for comparison
 
 
 class RolloutPool:
-    """Speaks for all engines on the driver. A group goes to the engine with the fewest running responses."""
+    """Holds the engines. A group goes to the one with the fewest running responses."""
 
-    def __init__(self, options: list[dict[str, Any]], *, start_timeout_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, options: list[dict[str, Any]], cfg: RolloutConfig, *, warn: Callable[[str], None] = lambda line: None
+    ) -> None:
         """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`."""
-        worker: Any = ray.remote(RolloutWorker)
-        self._workers = [worker.options(max_concurrency=4096, **each).remote() for each in options]
-        self._load = [0] * len(self._workers)
-        self._home: dict[str, int] = {}
-        self._start_timeout_s = start_timeout_s
-        self._timeout_s = timeout_s
+        self._cfg = cfg
+        self._warn = warn
+        self._slots = [EngineSlot(number, each, cfg) for number, each in enumerate(options)]
+        self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
+        self._aborted: set[str] = set()
+        self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
         self._fleet = FleetCapacity([])
-        self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing any more
+        self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
+        self._exhausted = ""  # why the run cannot go on
+        self._changed = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self.rejoin: Callable[[int], Awaitable[None]] | None = None  # gives an engine that starts again its weights
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
-        """Starts all engines side by side."""
-        refs = [worker.start.remote(model_path, engine_args) for worker in self._workers]
-        sizes = await wait(refs, self._start_timeout_s, "the vLLM engines to start", "rollout.start_timeout_s")
-        self._fleet = FleetCapacity(sizes)
+        """Starts all engines side by side, and watches over them from then on."""
+        await wait_for_all(slot.start(model_path, engine_args) for slot in self._slots)
+        self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
+        for slot in self._slots:
+            slot.serving = True
+            self._keepers.append(asyncio.create_task(self._keep(slot, model_path, engine_args)))
+
+    async def _keep(self, slot: EngineSlot, *arguments: Any) -> None:
+        """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""
+        while True:
+            reason = await slot.until_lost()
+            self._warn(f"engine {slot.number} is lost: {reason}")
+            slot.drop()
+            while not slot.started:
+                if not slot.may_restart():
+                    self._give_up(slot)
+                    return
+                try:
+                    await slot.restart(*arguments)
+                except RemoteError as error:
+                    self._warn(f"engine {slot.number} did not start again: {error}")
+                    await asyncio.sleep(PAUSE_S)
+            await self._rejoin(slot)
+
+    async def _rejoin(self, slot: EngineSlot) -> None:
+        """Gives the weights to an engine that has started again, so that it may serve."""
+        assert self.rejoin is not None, "`rejoin` is set before the first group is generated"
+        try:
+            await self.rejoin(slot.number)
+            self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
+        except RuntimeError as error:  # the next weight sync takes it along, or its watch finds it lost
+            self._warn(f"engine {slot.number} could not join the weight sync: {error}")
+
+    def _give_up(self, slot: EngineSlot) -> None:
+        self._warn(f"engine {slot.number} was started {self._cfg.max_restarts} times within an hour, and is given up")
+        left = len(self._slots) - sum(keeper.done() for keeper in self._keepers) - 1
+        if left < self._cfg.min_engines:
+            self._exhausted = (
+                f"{left} engines are left, and `rollout.min_engines` asks for {self._cfg.min_engines}: the others were "
+                f"lost more often than `rollout.max_restarts` ({self._cfg.max_restarts}) within an hour"
+            )
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def restarts(self) -> dict[str, float]:
+        """Returns how many engines were replaced so far, as metrics."""
+        return {"perf/restarted_engines": float(sum(slot.restarts for slot in self._slots))}
+
+    @property
+    def workers(self) -> list[Any]:
+        """Lists the engines' actors as they are now."""
+        return [slot.worker for slot in self._slots]
 
     @property
     def capacity(self) -> int:
-        """Counts the responses that all engines together run at once."""
+        """Counts the responses that all engines together run at once; those that start again included."""
         return self._fleet.responses
 
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
         waiting."""
-        return max(0, (self.capacity + len(self._workers) * n - sum(self._load)) // n)
+        there = [slot for slot in self._slots if slot.serving]
+        share = (len(there) or 1) / len(self._slots)  # where none serves, one is about to
+        load = sum(slot.load for slot in there) + n * sum(home is None for home in self._homes.values())
+        return max(0, (int(self.capacity * share) + (len(there) or 1) * n - load) // n)
 
     async def generate(
         self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`."""
-        if self._refused:
-            raise RemoteError(self._refused)
-        home = self._load.index(min(self._load))
-        running = sampling.n
-        self._load[home] += running
-        self._home[key] = home
+        """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`.
+
+        What an engine that is lost had not ended, another one generates again.
+        """
+        left = dict(enumerate(seeds))
+        self._homes[key] = None
+        self._prompt = prompt
         try:
-            parts = self._workers[home].generate.options(num_returns="streaming").remote(key, prompt, sampling, seeds)
-            what = f"group {key} from engine {home}"
-            async for part in wait_for_stream(parts, self._timeout_s, what, "rollout.timeout_s"):
+            while left and key not in self._aborted:
+                home = self._homes[key] = await self._home(key)
+                if home is None:
+                    return
+                try:
+                    async with aclosing(self._from(home, key, prompt, sampling, left)) as responses:
+                        async for number, response in responses:
+                            del left[number]
+                            yield number, response
+                except WorkerLost:
+                    home.serving = False  # its watch will find out
+                    self._homes[key] = None
+        finally:
+            del self._homes[key]
+            self._aborted.discard(key)
+
+    async def _home(self, key: str) -> EngineSlot | None:
+        """Returns the engine with the fewest responses, as soon as one serves; None when the group is not wanted."""
+        while key not in self._aborted:
+            if reason := self._exhausted or self._refused:
+                raise RemoteError(reason)
+            if serving := [slot for slot in self._slots if slot.serving]:
+                return min(serving, key=lambda slot: slot.load)
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._cfg.timeout_s)
+            except TimeoutError:
+                raise RemoteError(
+                    f"waited {self._cfg.timeout_s:g} s for an engine that serves; raise `rollout.timeout_s` if this is "
+                    "expected"
+                ) from None
+        return None
+
+    async def _from(
+        self, home: EngineSlot, key: str, prompt: Int32Array, sampling: Sampling, seeds: dict[int, int]
+    ) -> AsyncGenerator[tuple[int, Response]]:
+        """Yields the responses with these numbers and seeds, from one engine."""
+        numbers = list(seeds)
+        running = len(numbers)
+        home.load += running
+        try:
+            stream = home.worker.generate.options(num_returns="streaming")
+            parts = stream.remote(key, prompt, replace(sampling, n=running), list(seeds.values()))
+            what = f"group {key} from engine {home.number}"
+            async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
                 running -= len(part)
-                self._load[home] -= len(part)
+                home.load -= len(part)
                 for _, response in part:
                     self._fleet.observe(len(prompt), len(response.token_ids))
-                for each in part:
-                    yield each
+                for place, response in part:
+                    yield numbers[place], response
         finally:
-            self._load[home] -= running
-            del self._home[key]
+            home.load -= running
 
     async def abort(self, keys: list[str]) -> None:
         """Ends the named groups wherever they run; returns when none of them does.
@@ -204,54 +187,111 @@ class RolloutPool:
         again until all are gone.
         """
         pause = ABORT_PAUSE_S
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        while left := [key for key in keys if key in self._home]:
-            refs = [
-                worker.abort.remote(here)
-                for index, worker in enumerate(self._workers)
-                if (here := [key for key in left if self._home[key] == index])
+        deadline = asyncio.get_running_loop().time() + self._cfg.timeout_s
+        self._aborted |= self._homes.keys() & set(keys)
+        self._notify()
+        while left := [key for key in keys if key in self._homes]:
+            asked = [
+                (slot, here) for slot in self._slots if (here := [key for key in left if self._homes[key] is slot])
             ]
-            await wait(refs, self._timeout_s, "the engines to abort surplus groups", "rollout.timeout_s")
+            await asyncio.gather(*[self._abort_on(slot, here) for slot, here in asked])
             if asyncio.get_running_loop().time() > deadline:
-                raise RemoteError(f"the engines did not end {left} within {self._timeout_s:g} s (`rollout.timeout_s`)")
+                raise RemoteError(
+                    f"the engines did not end {left} within {self._cfg.timeout_s:g} s (`rollout.timeout_s`)"
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
 
-    @property
-    def num_receivers(self) -> int:
-        """Counts the processes of all engines together, each of which holds a part of the weights."""
-        return len(self._workers) * self._processes
+    async def _abort_on(self, slot: EngineSlot, keys: list[str]) -> None:
+        what = f"engine {slot.number} to abort surplus groups"
+        try:
+            await wait([slot.worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
+        except WorkerLost:
+            pass  # then they have ended
 
-    async def connect_weights(self, info: dict[str, Any], timeout_s: float) -> None:
-        """Opens the engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
-        ranks = range(1, 1 + self.num_receivers, self._processes)
-        refs = [w.connect_weights.remote(info | {"first_rank": k}) for w, k in zip(self._workers, ranks, strict=True)]
-        await self._all(refs, timeout_s, "to open the weight sync")
+    def members(self) -> tuple[int, ...]:
+        """Returns the engines that run, and can take part in a weight sync."""
+        return tuple(slot.number for slot in self._slots if slot.started)
 
-    async def start_update(self, timeout_s: float) -> None:
-        """Holds all requests until `finish_update`."""
-        await self._all([worker.start_update.remote() for worker in self._workers], timeout_s, "to pause")
+    async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
+        """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.
 
-    async def load_bucket(self, bucket: Bucket, what: str, timeout_s: float) -> None:
-        """Loads the next bucket on every engine. what: which one of which sync, for errors."""
-        refs = [worker.load_bucket.remote(bucket) for worker in self._workers]
-        await self._all(refs, timeout_s, f"to load {what}")
+        Their watch puts others in their places.
+        """
+        slots = [self._slots[number] for number in members]
+        answers = await asyncio.gather(*[slot.answers(grace_s) for slot in slots])
+        for slot, there in zip(slots, answers, strict=True):
+            if not there:
+                slot.drop()
+        return not all(answers)
 
-    async def finish_update(self, version: int, timeout_s: float) -> None:
-        """Lets all engines serve `version`, unless a parameter is missing."""
-        refs = [worker.finish_update.remote(version) for worker in self._workers]
-        await self._all(refs, timeout_s, f"to serve version {version}")
+    async def canaries(self, members: Sequence[int]) -> list[TrainSequence]:
+        """Returns a few tokens from each of these engines that has started again and not served since."""
+        new = [slot for number in members if not (slot := self._slots[number]).proven]
+        return list(await asyncio.gather(*[self._canary(slot) for slot in new]))
+
+    async def _canary(self, slot: EngineSlot) -> TrainSequence:
+        sampling = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CANARY_TOKENS)
+        responses = self._from(
+            slot, f"canary-{slot.number}-{slot.restarts}", self._prompt, sampling, {0: slot.restarts}
+        )
+        [response] = [response async for _, response in responses]
+        length = len(response.token_ids)
+        return TrainSequence(
+            token_ids=np.concatenate([self._prompt, response.token_ids]),
+            num_prompt_tokens=len(self._prompt),
+            rollout_logprobs=response.rollout_logprobs,
+            advantage=0.0,
+            token_weight=0.0,
+            staleness=np.zeros(length, dtype=np.int32),
+        )
+
+    def num_receivers(self, members: Sequence[int]) -> int:
+        """Counts the processes of these engines, each of which holds a part of the weights."""
+        return len(members) * self._processes
+
+    async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
+        """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
+        ranks = range(1, 1 + self.num_receivers(members), self._processes)
+        infos = [info | {"first_rank": first} for first in ranks]
+        calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
+        await self._all(calls, members, timeout_s, "to open the weight sync")
+
+    async def start_update(self, members: Sequence[int], timeout_s: float) -> None:
+        """Holds all requests of these engines until `finish_update`."""
+        calls = [self._slots[k].worker.start_update.remote() for k in members]
+        await self._all(calls, members, timeout_s, "to pause")
+
+    async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None:
+        """Loads the next bucket. what: which one of which sync, for errors."""
+        calls = [self._slots[k].worker.load_bucket.remote(bucket) for k in members]
+        await self._all(calls, members, timeout_s, f"to load {what}")
+
+    async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None:
+        """Lets these engines go on with `version`, unless a parameter is missing."""
+        calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
+        await self._all(calls, members, timeout_s, f"to serve version {version}")
+
+    def admit(self, members: Sequence[int]) -> None:
+        """Lets groups go to these engines: they hold the weights that all serve."""
+        self._refused = ""
+        for number in members:
+            slot = self._slots[number]
+            slot.serving = slot.proven = slot.started
+        self._notify()
 
     def refuse(self, reason: str) -> None:
-        """Generates nothing from now on: an engine may hold a mixture of two versions, and stays paused."""
+        """Generates nothing until the next sync: an engine may hold a mixture of two versions, and stays paused."""
         self._refused = reason
+        self._notify()
 
-    async def _all(self, refs: list[Any], timeout_s: float, what: str) -> None:
+    async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
         key = "weight_sync.timeout_s"
-        await wait_for_all(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in enumerate(refs))
+        engines = zip(members, refs, strict=True)
+        await wait_for_all(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in engines)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""
-        await asyncio.wait([asyncio.ensure_future(worker.stop.remote()) for worker in self._workers], timeout=grace_s)
-        for worker in self._workers:
-            ray.kill(worker)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*[slot.stop(grace_s) for slot in self._slots])

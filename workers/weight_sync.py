@@ -3,7 +3,8 @@
     actors    gather 0 | gather 1 | gather 2 | ...          while the engines load a bucket, the actors gather the next;
     engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time
 
-In: a policy version. Out: all engines serve it, or RemoteError, and then they serve nothing any more.
+In: a policy version. Out: all engines that run serve it, or RemoteError, and then they serve nothing until a later
+sync. An engine that is lost on the way is left out, and joins by itself when another one has taken its place.
 
 vLLM ships a sending half too (`TrainerWeightTransferEngine`). It is not used: its Ray client waits without a deadline,
 nothing checks a digest, a missing parameter is no error, it has no way on a CPU, and the actor ranks would import vLLM.
@@ -14,9 +15,16 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from dapo.config.actor import WeightSyncConfig
+import numpy as np
+
+from dapo.config.schema import Config
+from dapo.derived import resolve_transport, transfer_timeout_s
+from dapo.types import Float32Array, TrainSequence
 from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint
+
+ANSWER_S = 10.0  # what an engine has for an answer after a failed sync; one that gives none is replaced
+LATER_S = 5.0  # by which a wait for an engine is longer than that of the transfer within it, whose error says more
 
 
 class WeightSource(Protocol):
@@ -28,91 +36,165 @@ class WeightSource(Protocol):
 
     async def gather_bucket(self, index: int, what: str) -> Bucket: ...
 
+    async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
+
 
 class WeightSink(Protocol):
-    """Names what the sync needs of `workers.rollout.RolloutPool`."""
+    """Names what the sync needs of `workers.rollout.RolloutPool`; members: the engines that take part, by number."""
 
-    @property
-    def num_receivers(self) -> int: ...
+    def members(self) -> tuple[int, ...]: ...
 
-    async def connect_weights(self, info: dict[str, Any], timeout_s: float) -> None: ...
+    def num_receivers(self, members: Sequence[int]) -> int: ...
 
-    async def start_update(self, timeout_s: float) -> None: ...
+    async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None: ...
 
-    async def load_bucket(self, bucket: Bucket, what: str, timeout_s: float) -> None: ...
+    async def start_update(self, members: Sequence[int], timeout_s: float) -> None: ...
 
-    async def finish_update(self, version: int, timeout_s: float) -> None: ...
+    async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None: ...
+
+    async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None: ...
+
+    async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool: ...
+
+    async def canaries(self, members: Sequence[int]) -> list[TrainSequence]: ...
+
+    def admit(self, members: Sequence[int]) -> None: ...
 
     def refuse(self, reason: str) -> None: ...
 
 
 class WeightSync:
-    """Brings the actors' weights to all engines after each update. The first call also connects both."""
+    """Brings the actors' weights to the engines after each update. Where the engines that take part are not those of
+    the sync before, both ends connect anew first.
 
-    def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: WeightSyncConfig, transport: str) -> None:
-        """Connects nothing yet. transport: from `dapo.derived.resolve_transport`."""
+    lock: who holds it knows that the actors' weights do not change; the trainer takes it for an update and the sync
+    that follows.
+    """
+
+    def __init__(self, actors: WeightSource, rollouts: WeightSink, cfg: Config) -> None:
+        """Connects nothing yet."""
+        self.lock = asyncio.Lock()
         self._actors = actors
         self._engines = rollouts
-        self._timeout_s = cfg.timeout_s
-        self._transport = transport
+        self._cfg = cfg.weight_sync
+        self._transfer_s = transfer_timeout_s(cfg)
+        self._transport = resolve_transport(cfg)
+        self._connected: tuple[int, ...] = ()
         self._num_buckets = 0
+        self._version: int | None = None  # that all engines serve
         self._stage = ""
 
     async def __call__(self, version: int) -> None:
-        """Returns when all engines serve `version`.
+        """Returns when all engines that run serve `version`. The caller holds `lock`.
 
         Raises:
-            RemoteError: a bucket's digest differs, a parameter stayed stale, a worker failed, or the deadline passed.
+            RemoteError: a bucket's digest differs, a parameter stayed stale, or the deadline passed, and that twice
+                while no engine was lost; or a failure of the actors.
         """
-        whole = False
+        self._version = None
+        before: RemoteError | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                if not self._num_buckets:
-                    await self._connect()
-                await self._sync(version)
-            whole = True
-        except TimeoutError:
-            raise RemoteError(
-                f"the weight sync to version {version} took more than {self._timeout_s:g} s, when it came to "
-                f"{self._stage}; raise `weight_sync.timeout_s` if this is expected"
-            ) from None
+            while members := self._engines.members():
+                try:
+                    await self._bring(version, members)
+                    break
+                except RemoteError as error:
+                    if await self._engines.lose_silent(members, ANSWER_S):
+                        continue
+                    if before is not None:
+                        raise RemoteError(f"{before}; and once more: {error}") from error
+                    before = error
+            self._version = version
         finally:
-            if not whole:
+            if self._version is None:
                 self._engines.refuse(
                     f"the weight sync to version {version} failed, and the engines may hold a mixture of two versions"
                 )
 
-    async def _connect(self) -> None:
+    async def rejoin(self, number: int) -> None:
+        """Gives an engine that has started again the weights that the others serve, without holding them up.
+
+        Before the first sync, and after one that failed, this is left to the next one.
+        """
+        async with self.lock:
+            if self._version is not None and number in self._engines.members():
+                await self._bring(self._version, (number,))
+
+    async def _bring(self, version: int, members: tuple[int, ...]) -> None:
+        """Lets these engines serve `version`. Raises RemoteError as `__call__` does, at the first failure."""
+        whole = False
+        try:
+            async with asyncio.timeout(self._cfg.timeout_s):
+                if self._connected != members:
+                    await self._connect(members)
+                await self._transfer(version, members)
+                await self._prove(members)
+            whole = True
+        except TimeoutError:
+            raise RemoteError(
+                f"the weight sync to version {version} took more than {self._cfg.timeout_s:g} s, when it came to "
+                f"{self._stage}; raise `weight_sync.timeout_s` if this is expected"
+            ) from None
+        finally:
+            if not whole:
+                self._connected = ()
+        self._engines.admit(members)
+
+    async def _connect(self, members: tuple[int, ...]) -> None:
         self._stage = f"connecting actors and engines ({self._transport})"
-        num_buckets, endpoints = await self._actors.open_weights(self._transport)
+        self._num_buckets, endpoints = await self._actors.open_weights(self._transport)
         first = endpoints[0]
         assert first is not None
-        num_receivers = self._engines.num_receivers
+        num_receivers = self._engines.num_receivers(members)
         info: dict[str, Any] = {
             "transport": self._transport,
             "capacity": first.capacity,
             "address": first.address,
             "port": first.port,
             "group_size": 1 + num_receivers,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self._transfer_s,
             "memory": {end.place: end.handles for end in endpoints if end is not None and end.handles},
         }
-        await wait_for_all(
-            [self._actors.join_weights(num_receivers), self._engines.connect_weights(info, self._timeout_s)]
-        )
-        self._num_buckets = num_buckets
+        waits = [
+            self._actors.join_weights(num_receivers),
+            self._engines.connect_weights(info, members, self._transfer_s + LATER_S),
+        ]
+        await wait_for_all(waits)
+        self._connected = members
 
-    async def _sync(self, version: int) -> None:
+    async def _transfer(self, version: int, members: tuple[int, ...]) -> None:
+        deadline = self._transfer_s + LATER_S
         names = [f"weight bucket {i} of {self._num_buckets}, version {version}" for i in range(self._num_buckets)]
         self._stage = f"pausing the engines and gathering {names[0]}"
-        _, bucket = await wait_for_all(
-            [self._engines.start_update(self._timeout_s), self._actors.gather_bucket(0, names[0])]
-        )
+        _, bucket = await wait_for_all([self._engines.start_update(members, deadline), self._gather(0, names[0])])
         for index, name in enumerate(names):
             self._stage = f"loading {name}"
-            steps: list[Awaitable[Any]] = [self._engines.load_bucket(bucket, name, self._timeout_s)]
+            steps: list[Awaitable[Any]] = [self._engines.load_bucket(bucket, name, members, deadline)]
             if index + 1 < len(names):
-                steps.append(self._actors.gather_bucket(index + 1, names[index + 1]))
+                steps.append(self._gather(index + 1, names[index + 1]))
             bucket = (await wait_for_all(steps))[-1]
         self._stage = "taking the engines up again"
-        await self._engines.finish_update(version, self._timeout_s)
+        await self._engines.finish_update(version, members, deadline)
+
+    async def _gather(self, index: int, name: str) -> Bucket:
+        bucket = await self._actors.gather_bucket(index, name)
+        if bucket.failure:
+            raise RemoteError(f"while sending {name}: {bucket.failure}")
+        return bucket
+
+    async def _prove(self, members: tuple[int, ...]) -> None:
+        """Compares engines that have started again with the actors: both give a few tokens their log-probabilities.
+
+        Of the others the next training batch is proof enough, before its first optimizer step.
+        """
+        self._stage = "comparing log-probabilities of an engine that started again"
+        canaries = await self._engines.canaries(members)
+        if not canaries:
+            return
+        for canary, own in zip(canaries, await self._actors.policy_logprobs(canaries), strict=True):
+            difference = float(np.abs(own - canary.rollout_logprobs).mean())
+            if not difference <= self._cfg.max_mean_logprob_diff:
+                raise RemoteError(
+                    f"an engine that started again computes other log-probabilities than the actors (mean difference "
+                    f"{difference:.4g}, `weight_sync.max_mean_logprob_diff` {self._cfg.max_mean_logprob_diff:g})"
+                )

@@ -57,6 +57,9 @@ class RecordingRollouts:
         self.requests[key] = (prompt, sampling, seeds)
         return self._pool.generate(key, prompt, sampling, seeds)
 
+    def restarts(self) -> dict[str, float]:
+        return self._pool.restarts()
+
     async def abort(self, keys: list[str]) -> None:
         """Forgets these, which the step did not need: they do not belong to its floor."""
         for key in keys:
@@ -106,8 +109,8 @@ def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
 
 async def engines_alone(engines: Engines, requests: Sequence[Request], timeout_s: float) -> float:
     """Returns the seconds of the slowest engine for its share of the requests."""
-    shares = [requests[i :: len(engines._workers)] for i in range(len(engines._workers))]
-    refs = [w.__ray_call__.remote(engine_alone, share) for w, share in zip(engines._workers, shares, strict=True)]
+    shares = [requests[i :: len(engines.workers)] for i in range(len(engines.workers))]
+    refs = [w.__ray_call__.remote(engine_alone, share) for w, share in zip(engines.workers, shares, strict=True)]
     return max(await wait(refs, timeout_s, "the engines alone", "rollout.timeout_s"))
 
 

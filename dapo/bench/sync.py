@@ -18,7 +18,6 @@ from dapo.bench.shapes import SYNC_SHAPES
 from dapo.config.checks import validate
 from dapo.config.model_shape import read_shape
 from dapo.config.schema import Config
-from dapo.derived import resolve_transport
 from dapo.report.table import table
 from dapo.run import STOP_GRACE_S
 from dapo.tiny.random_model import make_random_model
@@ -54,8 +53,8 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
     seconds: dict[str, list[float]] = {transport: [] for transport in transports}
     with cluster(cfg):
         device = resolve_device(cfg.trainer.device)
-        placement, limits = Placement(cfg, device), cfg.rollout
-        engines = RolloutPool(placement.rollout(), start_timeout_s=limits.start_timeout_s, timeout_s=limits.timeout_s)
+        placement = Placement(cfg, device)
+        engines = RolloutPool(placement.rollout(), cfg.rollout)
         actors = ActorPool(cfg, device, placement.actors())
         versions = itertools.count(1)
         try:
@@ -63,7 +62,7 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
             await actors.start()
             for transport in [*transports] * turns:
                 cfg.weight_sync.transport = transport
-                sync = WeightSync(actors, engines, cfg.weight_sync, resolve_transport(cfg))
+                sync = WeightSync(actors, engines, cfg)
                 await sync(next(versions))
                 for _ in range(syncs):
                     began = time.monotonic()

@@ -106,6 +106,15 @@ class RolloutConfig(SamplingConfig):
     cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU")
     start_timeout_s: float = positive(900.0, "longest start of an engine in seconds, loading included")
     timeout_s: float = positive(3600.0, "longest wait for one group in seconds")
+    stall_timeout_s: float = positive(
+        120.0,
+        "seconds without an answer, or without a token while requests run, after which an engine is replaced; longest "
+        "transfer of one weight bucket",
+    )
+    max_restarts: int = at_least(0, 5, "restarts of one engine within an hour; one that needs more is given up")
+    min_engines: int = at_least(
+        1, 1, "engines to go on with when others are given up; with fewer the run saves and ends"
+    )
     vllm: dict[str, Any] = key(
         {},
         "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), passed through as they are",

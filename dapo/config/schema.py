@@ -73,6 +73,9 @@ class TrainerConfig:
         verl="trainer.default_local_dir",
         trl="output_dir",
     )
+    max_hours: float = at_least(
+        0, 0.0, "wall-clock limit of one start in hours: before it the run saves and ends with exit code 85; 0: none"
+    )
     device: str = one_of(
         DEVICES,
         "auto",

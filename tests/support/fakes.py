@@ -60,6 +60,9 @@ class FakeRollouts:
 
     capacity = 64
 
+    def restarts(self) -> dict[str, float]:
+        return {"perf/restarted_engines": 1.0}
+
     def __init__(self, seed: int = 0, max_turns: int = 5) -> None:
         self.seen: list[str] = []
         self.aborted: list[str] = []

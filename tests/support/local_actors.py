@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
-from dapo.config.actor import WeightSyncConfig
+from dapo.config.schema import Config
+from dapo.types import Float32Array, TrainSequence
 from workers.weight_sync import WeightSync
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
@@ -17,6 +19,7 @@ class LocalActors:
 
     def __init__(self, model: nn.Module, bucket_bytes: int, before: Callable[[int], None] = lambda index: None) -> None:
         self._before = before
+        self._model = model
         self.sender = WeightSender(
             lambda: ((name, parameter.detach()) for name, parameter in model.named_parameters()),
             [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()],
@@ -38,10 +41,22 @@ class LocalActors:
         assert bucket is not None
         return bucket
 
+    @torch.no_grad()
+    async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
+        found = []
+        for sequence in sequences:
+            ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+            logprobs = torch.log_softmax(self._model(ids).logits[0], dim=-1)[sequence.num_prompt_tokens - 1 : -1]
+            found.append(logprobs.gather(1, ids[0, sequence.num_prompt_tokens :, None])[:, 0].numpy())
+        return found
+
 
 def local_sync(
     pool, model: nn.Module, transport: str = "broadcast", bucket_bytes: int = 1 << 30, **kwargs
 ) -> WeightSync:
     """A weight sync from `model` to the engines of `pool`, not yet connected."""
-    cfg = WeightSyncConfig(bucket_bytes=bucket_bytes, timeout_s=60)
-    return WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg, transport)
+    cfg = Config()
+    cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, 60
+    sync = WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg)
+    pool.rejoin = sync.rejoin
+    return sync

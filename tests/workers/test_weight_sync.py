@@ -5,18 +5,19 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config.actor import WeightSyncConfig
 from dapo.config.schema import Config
 from dapo.derived import resolve_transport
+from dapo.types import TrainSequence
 from tests.support.local_actors import local_sync
 from tests.support.plain_reference import make_config, make_model, start_own_pool
 from workers.remote import RemoteError
@@ -28,6 +29,13 @@ BUCKETS = 6
 STEP_S = 0.02
 
 
+def within(cfg: Config, transport: str, timeout_s: float = 30) -> Config:
+    """The configuration with a transport and a deadline for a sync."""
+    cfg = deepcopy(cfg)
+    cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, timeout_s
+    return cfg
+
+
 class Recorder:
     """Both ends of a sync. A step takes `STEP_S` and is noted at its begin and end; `fail` may raise at a begin."""
 
@@ -35,8 +43,31 @@ class Recorder:
         self.events: list[str] = []
         self.existing = self.most = 0
         self.refused = ""
-        self.num_receivers = 3
+        self.engines: tuple[int, ...] = (0, 1, 2)
+        self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
+        self.admitted: list[tuple[int, ...]] = []
+        self.canary: list[TrainSequence] = []
         self._fail = fail
+
+    def members(self):
+        return self.engines
+
+    def num_receivers(self, members):
+        return len(members)
+
+    async def lose_silent(self, members, grace_s):
+        lost = self.lost.pop(0) if self.lost else ()
+        self.engines = tuple(k for k in self.engines if k not in lost)
+        return bool(lost)
+
+    async def canaries(self, members):
+        return self.canary
+
+    async def policy_logprobs(self, sequences):
+        return [np.zeros_like(sequence.rollout_logprobs) for sequence in sequences]
+
+    def admit(self, members):
+        self.admitted.append(members)
 
     async def _step(self, step: str, index: int) -> None:
         self.events.append(f"{step} {index}")
@@ -55,28 +86,28 @@ class Recorder:
         self.existing += 1
         self.most = max(self.most, self.existing)
         await self._step("gather", index)
-        return SimpleNamespace(index=index)
+        return SimpleNamespace(index=index, failure="")
 
-    async def connect_weights(self, info, timeout_s):
+    async def connect_weights(self, info, members, timeout_s):
         self.info = info
         await self._step("connect", info["group_size"])
 
-    async def start_update(self, timeout_s):
+    async def start_update(self, members, timeout_s):
         await self._step("start", 0)
 
-    async def load_bucket(self, bucket, what, timeout_s):
+    async def load_bucket(self, bucket, what, members, timeout_s):
         assert f"weight bucket {bucket.index} of {BUCKETS}" in what
         await self._step("load", bucket.index)
         self.existing -= 1
 
-    async def finish_update(self, version, timeout_s):
+    async def finish_update(self, version, members, timeout_s):
         await self._step("finish", version)
 
     def refuse(self, reason):
         self.refused = reason
 
     def sync(self, timeout_s: float = 10) -> WeightSync:
-        return WeightSync(self, self, WeightSyncConfig(timeout_s=timeout_s), "broadcast")
+        return WeightSync(self, self, within(Config(), "broadcast", timeout_s))
 
 
 def test_the_next_bucket_is_gathered_while_one_loads_and_two_exist():
@@ -114,6 +145,103 @@ def test_a_failure_anywhere_stops_the_sync_and_the_engines(step):
     assert "finish 1 done" not in ends.events
 
 
+def fails_once(step: str, index: int):
+    """A failure the first time that this step begins."""
+    left = [(step, index)]
+
+    def fail(*now):
+        if [now] == left:
+            left.clear()
+            raise RemoteError(f"{step} {index} broke")
+
+    return fail
+
+
+@pytest.mark.parametrize(("step", "index"), [("connect", 4), ("start", 0), ("gather", 3), ("load", 3), ("finish", 1)])
+def test_an_engine_that_is_lost_in_a_sync_is_left_out_and_the_others_get_all_of_it(step, index):
+    ends = Recorder(fails_once(step, index))
+    ends.lost = [(1,)]
+    asyncio.run(ends.sync()(1))
+    assert ends.admitted == [(0, 2)] and not ends.refused
+    again = ends.events[ends.events.index("connect 3") :]
+    assert [event for event in again if event.startswith("load") and "done" not in event] == [
+        f"load {k}" for k in range(BUCKETS)
+    ]
+
+
+def test_one_failure_without_a_lost_engine_is_tried_again():
+    ends = Recorder(fails_once("load", 3))
+    asyncio.run(ends.sync()(1))
+    assert ends.admitted == [(0, 1, 2)] and not ends.refused
+    assert ends.events.count("connect 4 done") == 2, "both ends forget what was on its way"
+
+
+def test_without_engines_a_sync_waits_for_none():
+    ends = Recorder()
+    ends.engines = ()
+    asyncio.run(ends.sync()(1))
+    assert not ends.events and not ends.admitted and not ends.refused
+
+
+def canary(own: float) -> TrainSequence:
+    """Three tokens to which the engine gives this log-probability, and the actors 0."""
+    return TrainSequence(
+        token_ids=np.zeros(5, dtype=np.int32),
+        num_prompt_tokens=2,
+        rollout_logprobs=np.full(3, own, dtype=np.float32),
+        advantage=0.0,
+        token_weight=0.0,
+        staleness=np.zeros(3, dtype=np.int32),
+    )
+
+
+def test_an_engine_that_starts_again_gets_the_weights_alone_and_serves_when_it_agrees_with_the_actors():
+    ends = Recorder()
+
+    async def run():
+        sync = ends.sync()
+        await sync.rejoin(1)
+        assert not ends.events, "before the first sync there is nothing to join"
+        await sync(1)
+        ends.canary = [canary(-0.01)]
+        await sync.rejoin(1)
+        assert ends.admitted == [(0, 1, 2), (1,)]
+        assert ends.events[-1] == "finish 1 done" and ends.events.count("connect 2") == 1
+        ends.canary = [canary(-0.2)]
+        with pytest.raises(RemoteError, match=r"other log-probabilities .* 0.2, `weight_sync.max_mean_logprob_diff`"):
+            await sync.rejoin(2)
+        assert len(ends.admitted) == 2
+        ends.canary = []
+        await sync(2)
+        assert ends.admitted[-1] == (0, 1, 2) and ends.events.count("connect 4") == 2, "all of them meet again"
+
+    asyncio.run(run())
+
+
+def test_an_engine_joins_neither_within_an_update_nor_after_a_sync_that_failed():
+    ends = Recorder()
+
+    async def run():
+        sync = ends.sync()
+        await sync(1)
+        async with sync.lock:
+            joining = asyncio.create_task(sync.rejoin(1))
+            await asyncio.sleep(3 * STEP_S)
+            assert ends.admitted == [(0, 1, 2)], "the actors' weights change meanwhile"
+            await sync(2)
+        await joining
+        assert ends.events[-1] == "finish 2 done" and ends.admitted[-1] == (1,)
+        ends._fail = lambda step, index: (_ for _ in ()).throw(RemoteError("broke"))
+        with pytest.raises(RemoteError, match="broke"):
+            await sync(3)
+        ends._fail = lambda step, index: None
+        count = len(ends.events)
+        await sync.rejoin(1)
+        assert len(ends.events) == count and ends.refused
+
+    asyncio.run(run())
+
+
 def test_a_sync_without_end_names_where_it_stood():
     def hang(step, index):
         if (step, index) == ("load", 2):
@@ -147,11 +275,11 @@ class Keeper(Recorder):
         self.tensors: dict[str, torch.Tensor] = {}
         self._before = before
 
-    async def connect_weights(self, info, timeout_s):
+    async def connect_weights(self, info, members, timeout_s):
         [handles] = info["memory"].values()
         self._slots = [open_shared(handle, torch.device("cpu")) for handle in handles]
 
-    async def load_bucket(self, bucket, what, timeout_s):
+    async def load_bucket(self, bucket, what, members, timeout_s):
         self._before(bucket.index)
         data = self._slots[bucket.index % 2][: bucket.plan.num_bytes].clone()
         assert digest(data) == bucket.digest
@@ -195,48 +323,52 @@ class Member(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_receivers, self.signal = 1, 0
+        self.engines, self.signal = (0,), 0
 
-    async def connect_weights(self, info, timeout_s):
+    async def connect_weights(self, info, members, timeout_s):
         pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-c", MEMBER, info["address"], str(info["port"]))
         self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         assert await self.process.stdout.readline() == b"met\n"
 
-    async def load_bucket(self, bucket, what, timeout_s):
+    async def load_bucket(self, bucket, what, members, timeout_s):
         if self.signal and bucket.index == 2:
             self.process.send_signal(self.signal)
         self.process.stdin.write(f"{bucket.plan.num_bytes}\n".encode())
         if (await self.process.stdout.readline()).decode().strip() != bucket.digest:
             raise RemoteError(f"the engine did not load {what}")
 
+    async def lose_silent(self, members, grace_s):
+        if lost := bool(self.signal):
+            self.process.kill()
+            await self.process.wait()
+            self.engines, self.signal = (), 0
+        return lost
+
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        pytest.param(signal.SIGKILL, "did not load weight bucket 2", id="dies"),
-        pytest.param(signal.SIGSTOP, "more than 5 s, .* loading weight bucket 2", id="hangs"),
-    ],
-)
-def test_an_engine_lost_in_a_broadcast_ends_the_sync_in_time_and_the_ranks_still_save(actors, tmp_path, sent, said):
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGSTOP, id="hangs")])
+def test_an_engine_lost_in_a_broadcast_is_left_out_in_time_and_another_joins(actors, tmp_path, sent):
     pool, cfg = actors
 
     async def run() -> None:
         ends = Member()
-        sync = WeightSync(pool, ends, replace(cfg.weight_sync, timeout_s=5), "broadcast")
+        sync = WeightSync(pool, ends, within(cfg, "broadcast", 5))
         try:
             await sync(1)
             ends.signal = sent
             began = time.monotonic()
-            with pytest.raises(RemoteError, match=said):
-                await sync(2)
+            await sync(2)
+            assert ends.admitted == [(0,)] and not ends.refused, "no engine is left, and none may serve a mixture"
             await pool.save(str(tmp_path / "state"))
             await pool.export_hf(str(tmp_path / "hf"))
             assert time.monotonic() - began < 15, "the ranks' own deadline is 30 s"
+            ends.engines = (0,)
+            await sync.rejoin(0)
+            assert ends.admitted == [(0,), (0,)] and ends.events[-1] == "finish 2 done"
+            await sync(3)
         finally:
-            if ends.process.returncode is None:
-                ends.process.kill()
+            ends.process.kill()
             await ends.process.wait()
 
     asyncio.run(run())
@@ -247,7 +379,7 @@ def test_an_engine_lost_in_a_broadcast_ends_the_sync_in_time_and_the_ranks_still
 def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors, model_dir):
     pool, cfg = actors
     ends = Keeper()
-    sync = WeightSync(pool, ends, cfg.weight_sync, "ipc")
+    sync = WeightSync(pool, ends, within(cfg, "ipc"))
     asyncio.run(sync(1))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     expected = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
@@ -259,7 +391,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
             ray.kill(pool._workers[1])
 
     ends = Keeper(kill)
-    sync = WeightSync(pool, ends, cfg.weight_sync, "ipc")
+    sync = WeightSync(pool, ends, within(cfg, "ipc"))
     began = time.monotonic()
     with pytest.raises(RemoteError, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
         asyncio.run(sync(2))
@@ -284,7 +416,7 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
     generator = torch.Generator().manual_seed(1)
 
     async def run() -> None:
-        pool = RolloutPool(Placement(cfg, "cpu").rollout(), start_timeout_s=300, timeout_s=120)
+        pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
         try:
             await pool.start(path, engine_args(cfg, "cpu"))
             for version, transport in enumerate(("broadcast", "ipc"), start=1):

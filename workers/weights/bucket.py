@@ -46,13 +46,15 @@ class BucketPlan:
 class Bucket:
     """Holds one transfer. Made by actor rank 0 (`workers.weights.sender`), consumed by all of the engines' processes.
 
-    index: its number in the plan. dtype: of all its tensors, torch's name. digest: of its bytes, by `digest`.
+    index: its number in the plan. dtype: of all its tensors, torch's name. digest: of its bytes, by `digest`. failure:
+    why it could not be sent, though it was gathered: ranks that gather together must not part.
     """
 
     index: int
     plan: BucketPlan
     dtype: str
     digest: str
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -100,6 +101,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
     _source: Source | None = None
+    _under_way = False
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         """Opens this end of the transport, in place of an earlier one; the actors open theirs at the same time."""
@@ -113,6 +115,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     def start_weight_update(self) -> None:
         """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
         initialize_layerwise_reload(self.model)
+        self._under_way = True
         self._next = 0
         self._missing = {name for name, _ in self.model.named_parameters()}
         if self.model_config.hf_config.tie_word_embeddings:
@@ -155,11 +158,17 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             raise RuntimeError(
                 f"the weight sync left {len(self._missing)} parameters stale: {sorted(self._missing)[:5]}"
             )
-        finalize_layerwise_reload(self.model, self.model_config)
+        self.drop_weight_update()
         # A tied LM head keeps its own packed copy of the embedding on CPU, which the layerwise reload does not renew.
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
+
+    def drop_weight_update(self) -> None:
+        """Puts the kernel layout back, whatever has arrived: what a failure left out, the next update brings."""
+        if self._under_way:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._under_way = False
 
     def shutdown(self) -> None:
         """Lets go of buffers, memory of others and the process group."""
@@ -167,7 +176,18 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
 
 class WeightReceiverExtension:
-    """Adds nothing to vLLM's worker class, which it is mixed into: its name makes vLLM import this module there."""
+    """Adds to vLLM's worker class, which it is mixed into; its name makes vLLM import this module there."""
+
+    weight_transfer_engine: BucketTransferEngine | None
+    vllm_config: VllmConfig
+    _weight_update_active: bool
+
+    def drop_weight_update(self) -> None:
+        """Ends an update that failed midway, which vLLM would take for one under way."""
+        with set_current_vllm_config(self.vllm_config):
+            if self.weight_transfer_engine is not None:
+                self.weight_transfer_engine.drop_weight_update()
+        self._weight_update_active = False
 
 
 die_with_parent()  # an engine process whose Ray actor was killed must not stay behind and hold the device

@@ -5,13 +5,16 @@ each with a digest. Between two buckets nothing but the iterator and the transpo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
 from workers.weights.group import SENDER
-from workers.weights.transport import make_transport
+from workers.weights.transport import Transport, make_transport
+
+T = TypeVar("T")
 
 
 class WeightSender:
@@ -35,6 +38,8 @@ class WeightSender:
         self._rank, self._device = rank, device
         self._plans = plan_buckets(shapes, bucket_bytes=bucket_bytes, itemsize=self._dtype.itemsize)
         self._next = 0
+        self._transport: Transport | None = None
+        self._failure = ""  # of the transport, in this sync
 
     @property
     def num_buckets(self) -> int:
@@ -42,7 +47,8 @@ class WeightSender:
         return len(self._plans)
 
     def open(self, transport: str, address: str, timeout_s: float) -> Endpoint | None:
-        """Makes this rank's end for the engines; None where they need none. address: this node's."""
+        """Makes this rank's end for the engines, in place of an earlier one; None where they need none. address: this
+        node's."""
         capacity = max(plan.num_bytes for plan in self._plans)
         self._transport = make_transport(
             transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
@@ -50,13 +56,16 @@ class WeightSender:
         return None if self._transport is None else self._transport.endpoint()
 
     def join(self, num_receivers: int) -> None:
-        """Meets the engines' `num_receivers` processes, which open their ends at the same time."""
+        """Meets the engines' `num_receivers` processes, which open their ends at the same time. A failure is told with
+        the first bucket."""
+        self._failure = ""
         if self._transport is not None:
-            self._transport.join(num_receivers)
+            self._try(lambda transport: transport.join(num_receivers))
 
     @torch.no_grad()
     def gather(self, index: int) -> Bucket | None:
-        """Returns bucket `index`, on its way; None on all ranks but 0. A collective.
+        """Returns bucket `index`, on its way; None on all ranks but 0. A collective, which goes on to its end also when
+        the transport fails.
 
         Raises:
             RuntimeError: another bucket is due, or the parameters are not those of the plan.
@@ -66,15 +75,29 @@ class WeightSender:
         if index != self._next:
             raise RuntimeError(f"asked for weight bucket {index}, but {self._next} is due; start again from 0")
         plan, self._next = self._plans[index], index + 1
-        if self._transport is None:
+        slot = self._try(lambda transport: transport.slot(index))
+        found = ""
+        if slot is None:
             for place in plan.tensors:
                 self._take(place.name, place.shape)
+        else:
+            bucket = slot[: plan.num_bytes]
+            self._fill(bucket, plan)
+            found = digest(bucket) if self._rank == SENDER else ""
+            self._try(lambda transport: transport.send(index, bucket))
+        if self._rank != SENDER:
             return None
-        bucket = self._transport.slot(index)[: plan.num_bytes]
-        self._fill(bucket, plan)
-        found = digest(bucket) if self._rank == SENDER else ""
-        self._transport.send(index, bucket)
-        return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found) if self._rank == SENDER else None
+        return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, failure=self._failure)
+
+    def _try(self, action: Callable[[Transport], T]) -> T | None:
+        """Returns what the transport does; None where the rank has none, or it fails, now or before in this sync."""
+        if self._transport is None or self._failure:
+            return None
+        try:
+            return action(self._transport)
+        except RuntimeError as error:  # of gloo, NCCL and their store alike
+            self._failure = f"{type(error).__name__}: {error}"
+            return None
 
     def _fill(self, bucket: Tensor, plan: BucketPlan) -> None:
         stop = plan.tensors[-1].stop * self._dtype.itemsize

@@ -1,0 +1,59 @@
+"""Breaks a process on purpose at a named point, for tests of recovery: `DAPO_FAULT=POINT:ACTION@N[,...]`.
+
+In: environment variables, which Ray's workers get from the driver. Out: nothing where they are not set. N counts how
+often a process passes the point, from 1; with `DAPO_FAULT_ONCE=DIRECTORY` the first process that gets there is the only
+one. Actions: `kill` and `stop` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk); any other
+is returned, and what it means stands at the point.
+"""
+
+import errno
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+VARIABLE, ONCE = "DAPO_FAULT", "DAPO_FAULT_ONCE"
+
+_passed: Counter[str] = Counter()
+
+
+def fault_point(point: str) -> str:
+    """Does what `DAPO_FAULT` asks for here; returns an action that is not its own to do, "" for none."""
+    faults = os.environ.get(VARIABLE)
+    if not faults:
+        return ""
+    _passed[point] += 1
+    for fault in faults.split(","):
+        where, _, rest = fault.partition(":")
+        action, _, count = rest.partition("@")
+        if where == point and int(count) == _passed[point] and _is_first(fault):
+            return _do(action, point)
+    return ""
+
+
+def fault_environment() -> dict[str, str]:
+    """Returns what a worker's environment needs so that it fails as its driver's says."""
+    return {name: os.environ[name] for name in (VARIABLE, ONCE) if name in os.environ}
+
+
+def _is_first(fault: str) -> bool:
+    directory = os.environ.get(ONCE)
+    if not directory:
+        return True
+    try:
+        (Path(directory) / fault).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _do(action: str, point: str) -> str:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise RuntimeError(f"{VARIABLE} asked for this failure at {point}")
+    elif action == "full":
+        raise OSError(errno.ENOSPC, f"{VARIABLE} asked for a full disk at {point}")
+    return action

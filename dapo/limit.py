@@ -1,0 +1,52 @@
+"""Keeps a run within a wall-clock limit: it is left while there is time for what must still be done.
+
+In: `trainer.max_hours`, and how long updates and saves have taken. Out: the moment to leave, or TimeLimitReached.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ROOM = 1.5  # times the longest that was seen
+UNSEEN = 0.05  # of the limit, for what was not seen yet
+
+
+class TimeLimitReached(RuntimeError):
+    """Says that the run ends because of `trainer.max_hours`; it can be continued."""
+
+
+class TimeLimit:
+    """Holds the limit of one process, from `began` (`time.monotonic()`) on; max_hours 0 = none."""
+
+    def __init__(self, max_hours: float, began: float) -> None:
+        self._seconds = max_hours * 3600
+        self._began = began
+        self._longest: dict[str, float] = {}
+
+    @contextmanager
+    def measuring(self, act: str) -> Iterator[None]:
+        """Notes how long the block takes."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._longest[act] = max(self._longest.get(act, 0.0), time.monotonic() - began)
+
+    def leave_at(self, *acts: str) -> float | None:
+        """Returns the moment (`time.monotonic()`) after which these acts might not end in time; None without limit."""
+        if not self._seconds:
+            return None
+        need = sum(ROOM * self._longest.get(act, UNSEEN * self._seconds / ROOM) for act in acts)
+        return self._began + self._seconds - need
+
+    def check(self, *acts: str) -> None:
+        """Raises TimeLimitReached where these acts might not end in time."""
+        at = self.leave_at(*acts)
+        if at is not None and time.monotonic() > at:
+            raise self.reached()
+
+    def reached(self) -> TimeLimitReached:
+        """Returns the error that ends the run."""
+        return TimeLimitReached(
+            f"`trainer.max_hours` ({self._seconds / 3600:g}) is nearly over; the same command continues the run"
+        )

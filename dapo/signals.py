@@ -1,0 +1,37 @@
+"""Lets signals end a run in order: the first one saves, the second one ends the process at once.
+
+In: SIGINT (Ctrl-C), SIGTERM, SIGUSR1. Out: the cancelled task of the run, or the end of the process.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 2.0  # a launcher and the shell around it forward one signal both
+
+
+class Stop:
+    """Cancels a task at the first signal. first: which one that was, None while none came."""
+
+    def __init__(self, task: "asyncio.Task[object]") -> None:
+        """Takes the task to cancel. Nothing is caught before `install`."""
+        self.first: int | None = None
+        self._task = task
+        self._since = 0.0
+
+    def install(self) -> None:
+        """Catches the signals from now on, also those that a library (Ray) has caught since the last call."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signal, number)
+
+    def _signal(self, number: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._since = number, now
+            self._task.cancel()
+        elif now - self._since > SAME_S:
+            # No clean-up: what is being saved stays beside the last whole checkpoint; workers end with their driver.
+            os._exit(128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))

@@ -1,0 +1,129 @@
+"""Keeps one engine's place on the driver: its Ray actor, whatever replaces it, and what it holds.
+
+In: Ray options and the arguments of vLLM. Out: an actor that runs, why it is lost, and another one in its place.
+"""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from dapo.config.sampling import RolloutConfig
+from workers.capacity import EngineSize
+from workers.engines.worker import RolloutWorker
+from workers.remote import RemoteError, WorkerLost, wait
+
+PULSE_S = 0.5  # between two signs of life
+MISSED = 4  # pulses in a row that tell of an actor that stands still, and not of a driver that did
+HOUR_S = 3600.0
+
+
+class EngineSlot:
+    """Holds one engine. load: responses that it runs. serving: it holds the weights of the version that all serve.
+    proven: it has not started again, or was compared with the actors since.
+    """
+
+    def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
+        """Makes the engine's actor. options: Ray's, from `workers.cluster`."""
+        self.number = number
+        self.load = 0
+        self.size: EngineSize | None = None
+        self.serving = False
+        self.proven = True
+        self.restarts = 0
+        self._options = options
+        self._cfg = cfg
+        self._recent: deque[float] = deque()  # times of restarts within the last hour
+        self._make()
+
+    def _make(self) -> None:
+        remote: Any = ray.remote(RolloutWorker)
+        self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
+
+    @property
+    def started(self) -> bool:
+        """Returns whether the engine runs; it may lack the weights to serve."""
+        return self.size is not None
+
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
+        """Loads the model. Raises RemoteError when that fails or takes longer than `rollout.start_timeout_s`."""
+        what, key = f"engine {self.number} to start", "rollout.start_timeout_s"
+        started = self.worker.start.remote(model_path, engine_args)
+        [self.size] = await wait([started], self._cfg.start_timeout_s, what, key)
+
+    async def until_lost(self) -> str:
+        """Returns why the engine is lost, when it is: its process has ended, or stands still for
+        `rollout.stall_timeout_s`.
+        """
+        limit = self._cfg.stall_timeout_s
+        missed = 0
+        while missed < MISSED:
+            await asyncio.sleep(PULSE_S)
+            try:
+                if stands_still := await self.stands_still(limit / MISSED, limit):
+                    return stands_still
+                missed = 0
+            except WorkerLost as error:
+                return str(error)
+            except RemoteError:
+                missed += 1
+        return f"its actor gave no sign of life for {limit:g} s (`rollout.stall_timeout_s`)"
+
+    async def stands_still(self, timeout_s: float, limit: float) -> str:
+        """Returns in words that the engine does nothing for `limit` seconds although it should, or "".
+
+        Raises:
+            RemoteError: its actor does not answer within `timeout_s`. WorkerLost: it never will.
+        """
+        what = f"a sign of life from engine {self.number}"
+        [pulse] = await wait([self.worker.pulse.remote()], timeout_s, what, "rollout.stall_timeout_s")
+        if pulse.silent_s > limit:
+            return f"its process has not answered for {pulse.silent_s:.0f} s"
+        if pulse.idle_s > limit > 0:
+            return f"{pulse.requests} requests run, and the last token is {pulse.idle_s:.0f} s old"
+        return ""
+
+    async def answers(self, grace_s: float) -> bool:
+        """Returns whether the engine's process answers within `grace_s`."""
+        end = time.monotonic() + grace_s
+        while (left := end - time.monotonic()) > 0:
+            try:
+                if not await self.stands_still(left, limit=0.0):
+                    return True
+            except RemoteError:
+                return False
+            await asyncio.sleep(min(PULSE_S, left))
+        return False
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the engine end its processes for `grace_s`, then kills what is left."""
+        with suppress(RemoteError):
+            await wait([self.worker.stop.remote()], grace_s, f"engine {self.number} to stop", "")
+        self.drop()
+
+    def drop(self) -> None:
+        """Kills the engine, or what is left of it."""
+        self.serving, self.size = False, None
+        ray.kill(self.worker)
+
+    def may_restart(self) -> bool:
+        """Returns whether `rollout.max_restarts` within an hour allow another one."""
+        now = time.monotonic()
+        while self._recent and now - self._recent[0] > HOUR_S:
+            self._recent.popleft()
+        return len(self._recent) < self._cfg.max_restarts
+
+    async def restart(self, model_path: str, engine_args: dict[str, Any]) -> None:
+        """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
+        self._recent.append(time.monotonic())
+        self.restarts += 1
+        self.proven = False
+        self._make()
+        try:
+            await self.start(model_path, engine_args)
+        except RemoteError:
+            self.drop()
+            raise

@@ -1,0 +1,150 @@
+"""Runs one vLLM engine as a Ray actor: groups of responses, weights that arrive in buckets, and signs of life.
+
+In: one prompt, a `Sampling` and n seeds per group. Out: n `Response` records with the engine's own log-probabilities.
+Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dapo.types import Int32Array, Response, Sampling, VersionSpan
+from workers.capacity import EngineSize
+from workers.engines.life import LifeSigns, Pulse, Statistics
+from workers.remote import WorkerLost
+from workers.weights.bucket import BACKEND, Bucket
+
+TOGETHER_S = 0.005  # responses of a group that end within this travel together
+
+
+class RolloutWorker:
+    """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
+
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
+        """Loads the model."""
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            model=model_path,
+            logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
+            worker_extension_cls="workers.weights.receiver.WeightReceiverExtension",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            **engine_args | {"disable_log_stats": False},  # they tell whether it computes
+        )
+        self._life = LifeSigns()
+        self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
+        await self._engine.update_weight_version("0")
+        self._decode = self._engine.get_tokenizer().decode
+        self._running: dict[str, list[str]] = {}
+        config = self._engine.vllm_config
+        return EngineSize(
+            sequences=config.scheduler_config.max_num_seqs,
+            kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+            window=config.model_config.max_model_len,
+        )
+
+    async def pulse(self) -> Pulse:
+        """Returns signs of life. Raises WorkerLost where the engine's process has ended."""
+        return await self._life.pulse(self._engine, sum(map(len, self._running.values())))
+
+    async def generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+    ) -> AsyncIterator[list[tuple[int, Response]]]:
+        """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
+
+        After `abort(key)` the unfinished ones come with reason "abort".
+        """
+        self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
+        token_ids = prompt.tolist()
+        requests = zip(self._running[key], seeds, strict=True)
+        tasks = {
+            asyncio.ensure_future(self._generate_one(name, token_ids, sampling, seed)): sample
+            for sample, (name, seed) in enumerate(requests)
+        }
+        try:
+            while tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if len(tasks) > 1:
+                    await asyncio.sleep(TOGETHER_S)
+                yield [(tasks.pop(task), task.result()) for task in list(tasks) if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+            del self._running[key]
+
+    async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            detokenize=False,  # once at the end is far cheaper than token by token
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
+                completion = output.outputs[0]
+        except EngineDeadError:
+            raise WorkerLost("its engine process has ended") from None
+        return Response(
+            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+            rollout_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+            text=self._decode(completion.token_ids, skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            policy_versions=tuple(
+                VersionSpan(version=int(span.version), start=span.start, end=span.end)
+                for span in completion.weight_versions or ()
+            ),
+        )
+
+    async def abort(self, keys: list[str]) -> None:
+        """Ends the named groups; their `generate` calls return what was sampled so far."""
+        await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
+
+    async def connect_weights(self, info: dict[str, Any]) -> None:
+        """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_update(self) -> None:
+        """Holds all requests; each goes on where it stood after `finish_update`. An update that did not end is dropped.
+
+        They would keep stale keys and values: `clear_cache` recomputes these.
+        """
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.collective_rpc("drop_weight_update")
+        await self._engine.start_weight_update()
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Takes the next bucket from the transport and loads it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {
+            "index": bucket.index,
+            "tensors": [(place.name, place.shape, place.start) for place in bucket.plan.tensors],
+            "num_bytes": bucket.plan.num_bytes,
+            "dtype": bucket.dtype,
+            "digest": bucket.digest,
+        }
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish_update(self, version: int) -> None:
+        """Labels all later tokens with `version` and lets requests go on."""
+        await self._engine.finish_weight_update(weight_version=str(version))
+        await self._engine.resume_generation()
+
+    async def stop(self) -> None:
+        """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""
+        self._engine.shutdown(timeout=0.5)
