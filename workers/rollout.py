@@ -77,8 +77,8 @@ class RolloutPool:
         try:
             await self.rejoin(slot.number)
             self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
-        except RuntimeError as error:  # the next weight sync takes it along, or its watch finds it lost
-            self._warn(f"engine {slot.number} could not join the weight sync: {error}")
+        except Exception as error:  # the next weight sync takes it along, or its watch finds it lost
+            self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
 
     def _give_up(self, slot: EngineSlot) -> None:
         self._warn(f"engine {slot.number} was started {self._cfg.max_restarts} times within an hour, and is given up")
@@ -212,6 +212,10 @@ class RolloutPool:
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""
         return tuple(slot.number for slot in self._slots if slot.started)
+
+    def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Returns (number, restarts) of these engines: one that started again is not connected any more."""
+        return tuple((number, self._slots[number].restarts) for number in members)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
         """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.

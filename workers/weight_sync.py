@@ -44,6 +44,8 @@ class WeightSink(Protocol):
 
     def members(self) -> tuple[int, ...]: ...
 
+    def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]: ...
+
     def num_receivers(self, members: Sequence[int]) -> int: ...
 
     async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None: ...
@@ -79,7 +81,7 @@ class WeightSync:
         self._cfg = cfg.weight_sync
         self._transfer_s = transfer_timeout_s(cfg)
         self._transport = resolve_transport(cfg)
-        self._connected: tuple[int, ...] = ()
+        self._connected: tuple[tuple[int, int], ...] = ()  # engines, by number and restarts
         self._num_buckets = 0
         self._version: int | None = None  # that all engines serve
         self._stage = ""
@@ -125,8 +127,9 @@ class WeightSync:
         whole = False
         try:
             async with asyncio.timeout(self._cfg.timeout_s):
-                if self._connected != members:
+                if self._connected != (engines := self._engines.identities(members)):
                     await self._connect(members)
+                    self._connected = engines
                 await self._transfer(version, members)
                 await self._prove(members)
             whole = True
@@ -160,7 +163,6 @@ class WeightSync:
             self._engines.connect_weights(info, members, self._transfer_s + LATER_S),
         ]
         await wait_for_all(waits)
-        self._connected = members
 
     async def _transfer(self, version: int, members: tuple[int, ...]) -> None:
         deadline = self._transfer_s + LATER_S

@@ -41,14 +41,14 @@ class LocalActors:
         assert bucket is not None
         return bucket
 
-    @torch.no_grad()
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        found = []
-        for sequence in sequences:
-            ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-            logprobs = torch.log_softmax(self._model(ids).logits[0], dim=-1)[sequence.num_prompt_tokens - 1 : -1]
-            found.append(logprobs.gather(1, ids[0, sequence.num_prompt_tokens :, None])[:, 0].numpy())
-        return found
+        return [self._logprobs(sequence) for sequence in sequences]
+
+    @torch.no_grad()
+    def _logprobs(self, sequence: TrainSequence) -> Float32Array:
+        ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+        logprobs = torch.log_softmax(self._model(ids).logits[0], dim=-1)[sequence.num_prompt_tokens - 1 : -1]
+        return logprobs.gather(1, ids[0, sequence.num_prompt_tokens :, None])[:, 0].numpy()
 
 
 def local_sync(

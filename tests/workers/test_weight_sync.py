@@ -44,6 +44,7 @@ class Recorder:
         self.existing = self.most = 0
         self.refused = ""
         self.engines: tuple[int, ...] = (0, 1, 2)
+        self.restarts: list[int] = []
         self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
         self.admitted: list[tuple[int, ...]] = []
         self.canary: list[TrainSequence] = []
@@ -51,6 +52,9 @@ class Recorder:
 
     def members(self):
         return self.engines
+
+    def identities(self, members):
+        return tuple((k, self.restarts.count(k)) for k in members)
 
     def num_receivers(self, members):
         return len(members)
