@@ -18,7 +18,6 @@ from dapo.config.compose import checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
-from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import claim_output_dir
 
 
@@ -52,7 +51,9 @@ def _hydra_main(tree: DictConfig) -> None:
 def launch(cfg: Config) -> None:
     """Claims the output directory and trains what is left to train there."""
     with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-        store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
+        for notice in run_dir.notices:
+            say(notice)
+        store = run_dir.store
         if (last := store.completed(cfg.trainer.total_steps)) is not None:
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ async def train(
     began = time.monotonic()
     make_paths_absolute(cfg)
     preflight(cfg)
-    loading = asyncio.create_task(asyncio.to_thread(load_data, cfg))  # both take seconds; Ray's are spent waiting
+    # Both take seconds; those of Ray are spent waiting.
+    loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
     with ray_cluster(cfg) if rollouts is None else nullcontext():
         if stop is not None:
             stop.install()  # once more: Ray has put a handler of its own in place
-        prompts, held_out = await loading
-        run_dir.check_data(fingerprint(prompts))
+        prompts, held_out, data_fingerprint = await loading
+        run_dir.check_data(data_fingerprint)
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
@@ -113,8 +115,12 @@ def make_paths_absolute(cfg: Config) -> None:
             spec.path = str(Path(spec.path).expanduser().absolute())
 
 
-def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Loads training and held-out prompts. Raises ValueError: see `dapo.data.load_prompts`."""
+def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[Prompt], str]:
+    """Loads training and held-out prompts, and the fingerprint of the former.
+
+    today: the date for chat templates that write one; None: the real one. Raises ValueError: see
+    `dapo.data.prompts.load_prompts`.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
@@ -128,13 +134,14 @@ def load_data(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
                 max_prompt_length=cfg.data.max_prompt_length,
                 max_contradictory=cfg.data.max_contradictory,
                 key=key,
+                today=today,
             )
             say(
                 f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
                 f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
             )
         loaded.append(prompts)
-    return loaded[0], loaded[1]
+    return loaded[0], loaded[1], fingerprint(loaded[0], tokenizer)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ async def run_ladder(runs: Sequence[LadderRun]) -> None:
                 say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
                 cfg = run.cfg
                 with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-                    await train(cfg, run_dir, run.store(), rollouts)
+                    await train(cfg, run_dir, run_dir.store, rollouts)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -53,7 +53,7 @@ def cluster(cfg: Config) -> AbstractContextManager[None]:
 @asynccontextmanager
 async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
     """Yields the pools of a run and its prompts."""
-    prompts, _ = load_data(cfg)
+    prompts, _, _ = load_data(cfg)
     with cluster(cfg):
         async with build_pools(cfg) as pools:
             yield pools, prompts

@@ -4,6 +4,7 @@ Hydra composes `config/dapo.yaml` and an experiment over these dataclasses; `dap
 before any worker starts. config/README.md lists every key. Durations end in `_s`, sizes in `_bytes` or `_tokens`.
 """
 
+import re
 from dataclasses import dataclass
 
 from dapo.config.actor import ActorConfig, ModelConfig, WeightSyncConfig
@@ -27,12 +28,20 @@ class CheckpointConfig:
     every: int = at_least(
         0, 5, "steps between checkpoints; 0: only the last", verl="trainer.save_freq", trl="save_steps"
     )
-    resume: str = one_of(
-        RESUME,
+    resume: str = key(
         "auto",
-        "`auto` continues the run in the output directory, `never` refuses a directory that holds one",
-        verl="trainer.resume_mode",
+        "`auto` continues the run in the output directory, `never` refuses a directory that holds one; a checkpoint's "
+        "directory: where to start from, of another run into a new output directory, or of this one to go back to; the "
+        "same command continues",
+        values="auto, never, or a path whose last part is step_ and at least six digits",
+        holds=lambda value: value in RESUME or re.search(r"(^|/)step_\d{6,}/?$", value) is not None,
+        verl="trainer.resume_mode, trainer.resume_from_path",
         trl="resume_from_checkpoint",
+    )
+    accept_changes: list[str] = key(
+        [],
+        "keys, or whole sections, that may differ from the run that is continued although they alter what it means "
+        "(model, data, sampling, objective); without it such a change is refused",
     )
     keep: int = at_least(
         0, 3, "newest checkpoints kept; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"

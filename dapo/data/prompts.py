@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from dapo.config.paths import checked_path
 from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
 from dapo.rewards.answer import agree, read_truth
 from dapo.types import Draw, Messages, Prompt
+
+DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +51,21 @@ class _Problem:
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: Any, *, max_prompt_length: int, max_contradictory: float, key: str
+    files: Sequence[str],
+    tokenizer: Any,
+    *,
+    max_prompt_length: int,
+    max_contradictory: float,
+    key: str,
+    today: datetime | None = None,
 ) -> tuple[list[Prompt], DataReport]:
     """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template.
 
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
     `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
     max_contradictory: the share of distinct prompts that may be left out because their ground truths disagree.
-    key: the configuration key to name in errors. Raises ValueError for bad files, rows, and when no prompt is left.
+    key: the configuration key to name in errors. today: the date for templates that write one; None: the real one.
+    Raises ValueError for bad files, rows, and when no prompt is left.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -64,7 +74,7 @@ def load_prompts(
         )
     rows, distinct = _distinct(files, key)
     problems = _without_contradictions(distinct, max_contradictory, key)
-    texts = [_chat_text(tokenizer, problem) for problem in problems]
+    texts = [_chat_text(tokenizer, problem, today) for problem in problems]
     # The template has written every special token itself: a second BOS would shift what the model was trained on.
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
@@ -121,13 +131,24 @@ def _nothing_left(report: DataReport, lengths: list[int], max_prompt_length: int
     )
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Returns 16 hex digits that differ when any prompt, its ground truth or the order of prompts differs."""
-    digest = hashlib.sha256()
+def fingerprint(prompts: Sequence[Prompt], tokenizer: Any) -> str:
+    """Returns 16 hex digits that differ when any prompt, its ground truth, the order of prompts, the chat template or
+    the tokens of its text differ, and not when a template writes another date.
+
+    tokenizer: of `transformers`.
+    """
+    template = _template(tokenizer)
+    ids = tokenizer(template, add_special_tokens=False, verbose=False)["input_ids"]
+    digest = hashlib.sha256(json.dumps([template, ids]).encode())
     for prompt in prompts:
-        digest.update(json.dumps([prompt.source, prompt.text, prompt.ground_truth]).encode())
-        digest.update(prompt.token_ids.tobytes())
+        digest.update(json.dumps([prompt.source, prompt.messages, prompt.ground_truth]).encode())
     return digest.hexdigest()[:16]
+
+
+def _template(tokenizer: Any) -> str:
+    """Returns the text of the chat template, of all where the tokenizer has several by name."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template)
 
 
 def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt:
@@ -142,10 +163,12 @@ def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt
     )
 
 
-def _chat_text(tokenizer: Any, problem: _Problem) -> str:
+def _chat_text(tokenizer: Any, problem: _Problem, today: datetime | None) -> str:
     messages = [{"role": role, "content": content} for role, content in problem.messages]
+    # What is given by name hides transformers' function of this name, which asks the clock.
+    clock = {DATE_FUNCTION: today.strftime} if today and DATE_FUNCTION in _template(tokenizer) else {}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **clock))
     except Exception as error:  # templates are programs of the model's maker and raise what they like
         raise ValueError(
             f"{problem.where}: the chat template of `model.path` refuses the messages of column `prompt` ({error}); "

@@ -1,48 +1,65 @@
 """Writes checkpoints: one directory per step, complete or not there at all.
 
 In: a step and whatever the caller and the actors write into the directory they are given. Out: the newest directory
-whose every byte is as written. A step is written next to its place, hashed into `manifest.json`, renamed, and only then
-named by `LATEST`; reading verifies the manifest before anything is opened, because DCP's metadata is a pickle.
+whose every byte is as written.
+
+    step_N.TOKEN.tmp ─sealed─▶ step_N          (`dapo.state.manifest` seals and verifies)
+    a former step_N ──▶ step_N.aside ──▶ removed once the new one and `LATEST` are in place
+
+At every moment one of these directories is whole, and `recover` finds it after a crash.
 """
 
 import asyncio
-import hashlib
-import json
 import logging
-import os
 import re
+import secrets
 import shutil
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from dapo.state.durable import sync_directory, write_text
+from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # also of the files that the caller writes: a checkpoint of another format is not opened
-MANIFEST = "manifest.json"
-LATEST = "LATEST"
+LATEST = "LATEST"  # for people and scripts; the newest whole checkpoint counts, whatever it says
 STEP_NAME = re.compile(r"step_(\d{6,})")
-TEMPORARY = ".tmp"
-HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
+TEMPORARY = ".tmp"  # being written: whole once its manifest is there
+ASIDE = ".aside"  # whole, until another one of the same step is in its place
+CONDEMNED = ".gone"  # being removed: never whole again
+LEFT = "left_"  # in place of `step_`: of a course that `checkpoint.resume` went back from
 
-
-class BrokenCheckpoint(Exception):
-    """Says that a checkpoint is not as it was written; the message names the file."""
+T = TypeVar("T")
 
 
 class CheckpointStore:
     """Owns the checkpoints of one run. Reading changes nothing; only the run that owns the directory may write."""
 
-    def __init__(self, root: Path, *, keep: int) -> None:
-        """Opens the store at root, usually OUTPUT_DIR/checkpoints, which need not exist. keep: newest checkpoints kept,
-        0 = all."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        origin: Path | None = None,
+        record: Callable[[Path], None] = lambda directory: None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens the store at root, usually OUTPUT_DIR/checkpoints, which need not exist.
+
+        keep: newest checkpoints kept, 0 = all. origin: a checkpoint of another run that counts while there is none
+        here. record: adds what the run knows of itself to a checkpoint. guard: raises where the run may not write any
+        more.
+        """
         self._root = root
         self._keep = keep
-        self._whole: set[Path] = set()  # found whole by this process, which alone writes here: not hashed again
+        self._origin = origin
+        self._record = record
+        self._guard = guard
+        self._writing = asyncio.Lock()
+        self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
+        self._misnamed: str | None = None
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Path]:
@@ -50,57 +67,127 @@ class CheckpointStore:
         raises.
 
         Hashing and moving files is left to a thread, so that generation can go on meanwhile. A checkpoint of the same
-        step is replaced. Later ones go: they belong to a course that resuming has left.
+        step is replaced. Later ones go: they belong to a course that resuming has left. A second call waits for the
+        first one. A cancellation after the body does not undo what it wrote: it is raised once that is committed.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
-        for left_over in self._root.glob(f"*{TEMPORARY}"):
-            _remove(left_over)
-        final = self._root / f"step_{step:06d}"
-        temporary = final.with_name(final.name + TEMPORARY)
-        temporary.mkdir()
-        try:
-            yield temporary
-            await asyncio.to_thread(_seal, temporary)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        await asyncio.to_thread(self._commit, step, temporary, final)
+        async with self._writing:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._clear()
+            # Named anew each time: a rank that still writes for a save that was given up writes nowhere else.
+            temporary = self._root / f"step_{step:06d}.{secrets.token_hex(4)}{TEMPORARY}"
+            temporary.mkdir()
+            try:
+                yield temporary
+                await _to_its_end(self._seal_and_commit, step, temporary)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # not there any more once it is committed
+                raise
 
-    def _commit(self, step: int, temporary: Path, final: Path) -> None:
-        self._whole.discard(final)
-        if final.exists():
-            _discard(final)
-        temporary.replace(final)
-        sync_directory(self._root)
-        write_text(self._root / LATEST, final.name + "\n")
+    def _seal_and_commit(self, step: int, temporary: Path) -> None:
+        self._record(temporary)
+        seal(temporary)
+        self._guard()
+        self._place(temporary, self._root / f"step_{step:06d}")
         self._prune(step)
 
-    def latest(self) -> Path | None:
-        """Returns the checkpoint named by `LATEST` or else the newest one that is whole; None when there is none at
-        all.
+    def _place(self, temporary: Path, final: Path) -> None:
+        """Puts a sealed directory where it belongs. Where that fails, the former one is back."""
+        self._faults.pop(final, None)
+        aside = final.with_name(final.name + ASIDE)
+        if final.exists():
+            final.replace(aside)
+        try:
+            temporary.replace(final)
+        except BaseException:
+            if aside.exists():
+                aside.replace(final)
+            raise
+        sync_directory(self._root)
+        try:
+            write_text(self._root / LATEST, final.name + "\n")
+        except OSError as error:
+            log.warning("%s could not be written (%s); %s is complete all the same", self._root / LATEST, error, final)
+        if aside.exists():
+            self._discard(aside)
 
+    def recover(self) -> None:
+        """Finishes or undoes what a crash interrupted. Only for the run that owns the directory, before it reads.
+
+        A sealed directory that is whole becomes the checkpoint of its step; one that was moved aside for it comes back
+        if nothing whole is in its place. All other left-overs are removed.
+        """
+        if not self._root.is_dir():
+            return
+        for temporary in sorted(self._root.glob(f"step_*{TEMPORARY}")):
+            name = temporary.name.split(".")[0]
+            if STEP_NAME.fullmatch(name) and (temporary / MANIFEST).is_file() and self._is_whole(temporary):
+                log.warning("%s was complete when the run was killed; it is taken as %s", temporary, name)
+                self._place(temporary, self._root / name)
+                self._faults[self._root / name] = self._faults.pop(temporary)
+        for aside in self._root.glob(f"step_*{ASIDE}"):
+            final = self._root / aside.name.removesuffix(ASIDE)
+            if final.exists() and (self._is_whole(final) or not self._is_whole(aside)):
+                continue
+            log.warning("%s is taken back: nothing whole came into its place", aside)
+            if final.exists():
+                self._discard(final)
+            aside.replace(final)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Removes what is left over of saves that failed."""
+        for left_over in self._root.glob(f"*{TEMPORARY}"):
+            _remove(left_over)
+        for left_over in self._root.glob(f"*{CONDEMNED}"):
+            _remove(left_over)
+        for aside in self._root.glob(f"step_*{ASIDE}"):
+            if aside.with_name(aside.name.removesuffix(ASIDE)).exists():
+                self._discard(aside)
+
+    def latest(self) -> Path | None:
+        """Returns the newest checkpoint that is whole, `origin` when there is none at all, else None.
+
+        Hashes what it returns unless it has done so before: minutes where it is large.
         Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss.
         """
-        steps = self._steps()
-        named = self._named()
-        order = sorted(steps, key=lambda path: (path == named, step_of(path)), reverse=True)
         broken: list[str] = []
-        for path in order:
-            try:
-                if path not in self._whole:
-                    verify(path)
-            except BrokenCheckpoint as error:
-                log.warning("skipping a broken checkpoint: %s", error)
-                broken.append(str(error))
-                continue
-            self._whole.add(path)
-            return path
+        for path in sorted(self._steps(), key=step_of, reverse=True):
+            if self._is_whole(path):
+                self._check_name(path)
+                return path
+            broken.append(self._faults[path])
         if broken:
             raise ValueError(
                 f"no checkpoint under {self._root} is whole ({'; '.join(broken)}); remove that directory to start the "
                 "run again, or give another `trainer.output_dir`"
             )
-        return None
+        if self._origin is not None:
+            try:
+                self.check(self._origin)
+            except BrokenCheckpoint as error:
+                raise ValueError(f"`checkpoint.resume` ({self._origin}): {error}; give another checkpoint") from error
+        return self._origin
+
+    def check(self, path: Path) -> None:
+        """Raises BrokenCheckpoint unless the checkpoint is whole; none is hashed twice."""
+        if path not in self._faults:
+            try:
+                verify(path)
+                self._faults[path] = ""
+            except BrokenCheckpoint as error:
+                self._faults[path] = str(error)
+        if self._faults[path]:
+            raise BrokenCheckpoint(self._faults[path])
+
+    def _is_whole(self, path: Path) -> bool:
+        known = path in self._faults
+        try:
+            self.check(path)
+        except BrokenCheckpoint as error:
+            if not known:
+                log.warning("skipping a broken checkpoint: %s", error)
+            return False
+        return True
 
     def completed(self, total_steps: int) -> Path | None:
         """Returns the newest whole checkpoint when it is of step `total_steps` or later; None while there is more to
@@ -108,31 +195,54 @@ class CheckpointStore:
         newest = self.latest()
         return newest if newest is not None and step_of(newest) >= total_steps else None
 
+    def go_back_to(self, path: Path) -> list[Path]:
+        """Renames the checkpoints later than `path`, so that the run goes on from there, and returns what they were.
+
+        Raises BrokenCheckpoint, and changes nothing, where `path` is not whole.
+        """
+        self.check(path)
+        later = sorted(found for found in self._steps() if step_of(found) > step_of(path))
+        for found in later:
+            left = found.with_name(found.name.replace("step_", LEFT, 1))
+            if left.exists():
+                _remove(left)
+            found.replace(left)
+        return later
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a checkpoint, whole or not."""
+        return [step_of(path) for path in self._steps()]
+
     def _steps(self) -> list[Path]:
         if not self._root.is_dir():
             return []
         return [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
 
-    def _named(self) -> Path | None:
+    def _check_name(self, taken: Path) -> None:
+        """Says where `LATEST` names another checkpoint than the one that is taken."""
         try:
             name = (self._root / LATEST).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
-            return None
+            return
         except (OSError, UnicodeDecodeError) as error:
-            log.warning("%s cannot be read (%s); taking the newest checkpoint", self._root / LATEST, error)
-            return None
-        path = self._root / name
-        if path not in self._steps():
-            log.warning("%s names %r, which is not there; taking the newest checkpoint", self._root / LATEST, name)
-            return None
-        return path
+            name = f"nothing that can be read ({error})"
+        if name != taken.name and name != self._misnamed:  # told once
+            self._misnamed = name
+            log.warning("%s names %r; the newest whole checkpoint is %s", self._root / LATEST, name, taken.name)
 
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
         superseded = [path for path in self._steps() if step_of(path) > written]
         too_old = earlier[self._keep - 1 :] if self._keep > 0 else []
         for path in superseded + too_old:
-            _discard(path)
+            self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        """Renames before removing, so that a crash midway leaves a left-over and not half a checkpoint."""
+        self._faults.pop(path, None)
+        condemned = path.with_name(f"{path.name}.{secrets.token_hex(4)}{CONDEMNED}")
+        path.replace(condemned)
+        _remove(condemned)
 
 
 def step_of(path: Path) -> int:
@@ -143,69 +253,25 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
-def verify(directory: Path) -> None:
-    """Compares every file with the manifest. Raises BrokenCheckpoint naming the first that differs."""
-    manifest = directory / MANIFEST
-    try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
-        version, files = recorded["format"], dict(recorded["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
-    if version != FORMAT:
-        raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        for fault in threads.map(lambda item: _fault(directory / item[0], item[1]), files.items()):
-            if fault:
-                raise BrokenCheckpoint(fault)
-
-
-def _fault(path: Path, recorded: dict[str, Any]) -> str:
-    """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
-    faults.
-    """
-    try:
-        size = path.stat().st_size
-        if size != recorded["bytes"]:
-            return f"{path} has {size} bytes where {recorded['bytes']} were written"
-        if _digest(path) != recorded["sha256"]:
-            return f"{path} has other content than was written (sha256 differs)"
-    except OSError as error:
-        return f"{path} cannot be read ({error})"
-    except (KeyError, TypeError):
-        return f"{path} has no size and sha256 in {MANIFEST}"
-    return ""
-
-
-def _seal(directory: Path) -> None:
-    """Makes every file durable and writes the manifest, last of all."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        digests = list(threads.map(lambda path: _digest(path, sync=True), files))
-    entries = {
-        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(files, digests, strict=True)
-    }
-    for folder in [path for path in directory.rglob("*") if path.is_dir()]:
-        sync_directory(folder)
-    write_text(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1) + "\n")
-
-
-def _digest(path: Path, *, sync: bool = False) -> str:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _discard(path: Path) -> None:
-    """Renames before removing, so that a crash midway leaves a left-over and not half a checkpoint."""
-    condemned = path.with_name(f"{path.name}.old{TEMPORARY}")
-    path.replace(condemned)
-    _remove(condemned)
+async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
+    """Runs `function` in a thread. A thread cannot be stopped: a cancellation is raised when it has ended."""
+    task = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()
 
 
 def _remove(path: Path) -> None:
+    """Removes a left-over. What cannot be removed is told, and is in nobody's way."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
+    if path.exists():
+        log.warning("%s is a left-over and cannot be removed", path)

@@ -1,62 +1,179 @@
 """Claims the output directory of a run before anything starts; one live process holds it, `config.yaml` describes it.
 
-In: `trainer.output_dir`, `checkpoint.resume` and the resolved configuration. Out: a held `RunDirectory`, or an error
-that names the keys in which the run that is there differs from the one that was asked for.
+In: `trainer.output_dir`, `checkpoint.resume` and the resolved configuration. Out: a held `RunDirectory` with the
+checkpoints to go on from, or an error that names the keys in which the run that is there differs from the one that was
+asked for. What a run knows of itself (`ABOUT`) also lies in each checkpoint: that is what a continued run is compared
+with.
 """
 
 import fcntl
 import logging
 import os
+import secrets
+import shutil
 import socket
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
+from dapo.config.schema import RESUME
+from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
+from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
+from dapo.state.lease import Lease, LeaseHeld
+from dapo.state.manifest import BrokenCheckpoint
 
 log = logging.getLogger(__name__)
 
-CONFIG, CHECKPOINTS, METRICS, LOCK = "config.yaml", "checkpoints", "metrics.jsonl", ".lock"
-FINGERPRINT = "data_fingerprint"
+CONFIG, CHECKPOINTS, METRICS, LOCK, LEASE = "config.yaml", "checkpoints", "metrics.jsonl", ".lock", ".lease"
+FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
+ABOUT = "run"  # folder in a checkpoint with a copy of these files
+COPIED = (CONFIG, FINGERPRINT, STARTED)
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
-# What a run may not change on the way: the same draw index would mean another prompt or other responses, and admission
-# decides which draws are used up.
-FIXED_KEYS = (
-    "model.path",
-    "data.train_files",
-    "data.max_prompt_length",
-    "data.shuffle",
-    "rollout.n",
-    "filter_groups.admission",
-    "trainer.seed",
-)
 
 
 class RunDirectory:
-    """Holds an output directory for this process until `release` or its end, however it ends."""
+    """Holds an output directory for this process until `release` or its end, however it ends.
 
-    def __init__(self, path: Path, lock: TextIO) -> None:
+    store: its checkpoints. notices: what a person should know of this start, one line each. accepted: the keys that
+    alter the run's meaning and differ from those of the checkpoint that it goes on from, as
+    `checkpoint.accept_changes` allows; groups that were sampled before mean something else then.
+    """
+
+    def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
         self.path = path
+        self.notices: list[str] = []
+        self.accepted: list[str] = []
+        self._config = config
+        self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
+        self._before: Path | None = None  # where the files of `COPIED` are that count, of a run that goes on
         self._lock = lock
+        self._lease = lease
+        self.store = self._open(None)
+
+    def _open(self, origin: Path | None) -> CheckpointStore:
+        keep = int(value_of(self._config, "checkpoint.keep") or 0)
+        return CheckpointStore(self.checkpoints, keep=keep, origin=origin, record=self._record, guard=self.check)
 
     @property
     def checkpoints(self) -> Path:
-        """Returns the root for `dapo.state.checkpoint.CheckpointStore`."""
+        """Returns the root of `store`."""
         return self.path / CHECKPOINTS
 
+    @property
+    def started(self) -> datetime:
+        """Returns when the run was started first, in local time: the date that its prompts name."""
+        return datetime.fromisoformat((self.path / STARTED).read_text(encoding="utf-8").strip())
+
+    def token(self) -> tuple[str, str]:
+        """Writes a file with random content and returns its path and content: who reads the same shares the
+        directory."""
+        path, content = self.path / TOKEN, secrets.token_hex(16)
+        write_text(path, content)
+        return str(path), content
+
+    def check(self) -> None:
+        """Raises `dapo.state.lease.LeaseLost` when another run has taken the directory over."""
+        self._lease.check()
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Has `call` called in another thread when another run takes the directory over."""
+        self._lease.when_lost(call)
+
     def check_data(self, fingerprint: str) -> None:
-        """Records `dapo.data.fingerprint` of the training prompts; raises ValueError when a run here had others."""
-        path = self.path / FINGERPRINT
-        if not path.exists() or not holds_steps(self.path):
-            write_text(path, fingerprint + "\n")
-            return
-        recorded = path.read_text(encoding="utf-8").strip()
-        if recorded != fingerprint:
+        """Records `dapo.data.prompts.fingerprint` of the training prompts; raises ValueError when the run had
+        others."""
+        recorded = self._before / FINGERPRINT if self._before else None
+        if recorded and recorded.exists() and (before := recorded.read_text(encoding="utf-8").strip()) != fingerprint:
+            if not is_accepted("data.train_files", self._accept):
+                raise ValueError(
+                    f"`data.train_files` gives other prompts (fingerprint {fingerprint}) than the run in {self.path} "
+                    f"was trained on ({before}); restore the files or the tokenizer, give another "
+                    "`trainer.output_dir`, or accept it with checkpoint.accept_changes=[data.train_files]"
+                )
+            if "data.train_files" not in self.accepted:
+                self.accepted.append("data.train_files")
+        write_text(self.path / FINGERPRINT, fingerprint + "\n")
+
+    def go_on(self, resume: str) -> None:
+        """Finds what the run goes on from, and compares its configuration. Raises ValueError."""
+        check_accepted(self._accept)
+        held = holds_steps(self.path)
+        if held and resume == "never":
             raise ValueError(
-                f"`data.train_files` gives other prompts (fingerprint {fingerprint}) than the run in {self.path} was "
-                f"trained on ({recorded}); restore the files or the tokenizer, or give another `trainer.output_dir`"
+                f"{self._where} holds a run and `checkpoint.resume` is never; give another `trainer.output_dir`, or "
+                "checkpoint.resume=auto to continue the run"
             )
+        self.store.recover()
+        if resume not in RESUME:
+            self._start_from(Path(resume).expanduser().absolute(), resume, held)
+        if (newest := self.store.latest()) is not None or held:
+            self._before = _about(newest, self.path)
+            self._compare(_recorded(self._before, self._where))
+
+    def _start_from(self, chosen: Path, resume: str, held: bool) -> None:
+        """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already."""
+        key = f"`checkpoint.resume` ({resume})"
+        if held and value_of(_recorded(self.path, self._where), "checkpoint.resume") == resume:
+            if self.store.steps():
+                self.notices.append(f"{key}: the run has gone on from there; it continues with its newest checkpoint")
+                return
+        elif held and chosen.parent != self.checkpoints:
+            raise ValueError(
+                f"{self._where} holds a run and {key} is a checkpoint of another; give another `trainer.output_dir`"
+            )
+        if not (STEP_NAME.fullmatch(chosen.name) and chosen.is_dir()):
+            raise ValueError(f"{key} is no checkpoint; give auto, never, or a directory checkpoints/step_NNNNNN")
+        if chosen.parent != self.checkpoints:
+            self.store = self._open(chosen)
+            return
+        try:
+            later = self.store.go_back_to(chosen)
+        except BrokenCheckpoint as error:
+            raise ValueError(f"{key} is not whole: {error}; give another checkpoint") from error
+        if later:
+            self.notices.append(
+                f"{key}: going back to step {step_of(chosen)}; {len(later)} later checkpoints are kept as left_*"
+            )
+
+    def _compare(self, recorded: dict[str, Any]) -> None:
+        """Refuses what alters the meaning of the run and is not accepted, and tells the rest."""
+        differences = changes(recorded, self._config)
+        altering = [change for change in differences if alters_meaning(change.key)]
+        refused = [change for change in altering if not is_accepted(change.key, self._accept)]
+        if refused:
+            names = ",".join(change.key for change in refused)
+            raise ValueError(
+                f"{self._where} holds another run: {', '.join(map(str, refused))}; give another `trainer.output_dir`, "
+                "or the values of the run that is there to continue it, or accept the change with "
+                f"checkpoint.accept_changes=[{names}]"
+            )
+        self.accepted = [change.key for change in altering]
+        if differences:
+            told = ", ".join(f"{change.key} {change.there!r} → {change.here!r}" for change in differences)
+            self.notices.append(f"changed since the last checkpoint: {told}")
+
+    def record(self) -> None:
+        """Writes configuration and date of the first start into the directory."""
+        if not (self.path / STARTED).exists():
+            before = self._before / STARTED if self._before else None
+            known = before.read_text(encoding="utf-8").strip() if before and before.exists() else ""
+            write_text(self.path / STARTED, (known or datetime.now().isoformat(timespec="seconds")) + "\n")
+        write_text(self.path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(self._config)))
+
+    def _record(self, checkpoint: Path) -> None:
+        """Copies what the run knows of itself into a checkpoint."""
+        (checkpoint / ABOUT).mkdir()
+        for name in COPIED:
+            if (self.path / name).exists():
+                shutil.copyfile(self.path / name, checkpoint / ABOUT / name)
+
+    @property
+    def _where(self) -> str:
+        return _named(self.path)
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -66,31 +183,33 @@ class RunDirectory:
 
     def release(self) -> None:
         """Lets another process claim the directory."""
+        self._lease.release()
         self._lock.close()
 
 
 def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> RunDirectory:
     """Takes `output_dir` for this run and writes `config` into it.
 
-    resume: `checkpoint.resume`, "auto" or "never". config: the resolved configuration as plain containers.
+    resume: `checkpoint.resume`: "auto", "never" or the path of a checkpoint. config: the resolved configuration as
+    plain containers. Hashes the checkpoint that the run goes on from.
     Raises ValueError when the directory holds something else, another run, or a live one.
     """
     path = Path(output_dir).expanduser().absolute()
-    where = f"`trainer.output_dir` ({path})"
+    where = _named(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         _refuse_strangers(path, where)
-        lock = _locked(path, where)
+        lock, locked = _locked(path, where)
+        run = RunDirectory(path, lock, _taken(path, where, lock, locked), config)
     except OSError as error:
         raise ValueError(f"{where} cannot be used ({error}); give a directory that can be written to") from error
     try:
-        if holds_steps(path):
-            _refuse_other_run(path, where, resume, config)
-        write_text(path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(config)))
+        run.go_on(resume)
+        run.record()
     except BaseException:
-        lock.close()
+        run.release()
         raise
-    return RunDirectory(path, lock)
+    return run
 
 
 def holds_steps(path: Path) -> bool:
@@ -100,9 +219,13 @@ def holds_steps(path: Path) -> bool:
     return any(path.glob(f"{CHECKPOINTS}/step_*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
+def _named(path: Path) -> str:
+    return f"`trainer.output_dir` ({path})"
+
+
 def _refuse_strangers(path: Path, where: str) -> None:
-    ours_early = (LOCK, f".{CONFIG}.tmp")  # what a crash before the first config.yaml may leave
-    entries = sorted(entry.name for entry in path.iterdir() if entry.name not in ours_early)
+    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.")  # what a crash before the first config.yaml may leave
+    entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(early))
     if not entries:
         return
     config = path / CONFIG
@@ -113,53 +236,56 @@ def _refuse_strangers(path: Path, where: str) -> None:
         )
 
 
-def _refuse_other_run(path: Path, where: str, resume: str, config: dict[str, Any]) -> None:
-    if resume == "never":
-        raise ValueError(
-            f"{where} holds a run and `checkpoint.resume` is never; give another `trainer.output_dir`, or "
-            "checkpoint.resume=auto to continue the run"
-        )
+def _about(checkpoint: Path | None, path: Path) -> Path:
+    """Returns the folder that tells about the run that wrote the checkpoint, or about the one in `path` without one."""
+    if checkpoint is None:
+        return path
+    inside = checkpoint / ABOUT
+    return inside if (inside / CONFIG).is_file() else checkpoint.parent.parent
+
+
+def _recorded(folder: Path, where: str) -> dict[str, Any]:
     try:
-        recorded = OmegaConf.to_container(OmegaConf.load(path / CONFIG), resolve=False)
+        recorded = OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)
     except Exception as error:  # whatever a YAML parser raises over a damaged file
         raise ValueError(
             f"{where} holds a run whose {CONFIG} cannot be read ({error}); restore it or give a new directory"
         ) from error
-    differences = [
-        f"`{key}` is {_value(recorded, key)!r} there and {_value(config, key)!r} here"
-        for key in FIXED_KEYS
-        if _value(recorded, key) != _value(config, key)
-    ]
-    if differences:
-        raise ValueError(
-            f"{where} holds another run: {', '.join(differences)}; give another `trainer.output_dir`, or the values "
-            "of the run that is there to continue it"
-        )
+    return recorded if isinstance(recorded, dict) else {}
 
 
-def _value(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
+def _taken(path: Path, where: str, lock: TextIO, locked: bool) -> Lease:
+    lease = Lease(path / LEASE)
+    try:
+        lease.take(locked=locked)
+    except BaseException as error:
+        lock.close()
+        if isinstance(error, LeaseHeld):
+            raise ValueError(_in_use(where, str(error))) from error
+        raise
+    return lease
 
 
-def _locked(path: Path, where: str) -> TextIO:
+def _in_use(where: str, holder: str) -> str:
+    return f"{where} is in use by a live run ({holder}); wait for it, or give another `trainer.output_dir`"
+
+
+def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
     """Returns the lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to
-    remove."""
-    lock = (path / LOCK).open("a+", encoding="utf-8")
+    remove. False: this file system has no locks."""
+    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        raise ValueError(
-            f"{where} is in use by a live run ({holder}); wait for it, or give another `trainer.output_dir`"
-        ) from error
+        raise ValueError(_in_use(where, holder)) from error
     except OSError as error:
-        log.warning("%s cannot be locked (%s); make sure that no other run uses it", path, error)
+        log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
+        locked = False
     lock.seek(0)
     lock.truncate()
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
-    return lock
+    return lock, locked

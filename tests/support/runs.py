@@ -15,7 +15,6 @@ import psutil
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import claim_output_dir
 
 STOP_S = 120  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
@@ -110,8 +109,7 @@ class Runs:
                 await self._stop.aclose()
                 self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
             with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-                store = CheckpointStore(run_dir.checkpoints, keep=cfg.checkpoint.keep)
-                await train(cfg, run_dir, store, self._engines)
+                await train(cfg, run_dir, run_dir.store, self._engines)
 
         self._loop.run(whole())
         return Path(cfg.trainer.output_dir)

@@ -1,0 +1,152 @@
+"""Compares the configuration of a run that goes on with the one that it was trained with: which changes alter its
+meaning, and which do not.
+
+In: two configurations as plain containers. Out: the changed keys with both values, and the class of each. A key that
+is in neither list counts as one that alters the meaning, and a test asks for its class.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from dapo.config.fields import ITEM, keys
+from dapo.config.names import hint, known_keys
+from dapo.config.schema import Config
+
+# The most specific entry counts: a key, or a section with all its keys.
+MEANING = (  # what is trained, on which data, towards which objective
+    "model",
+    "data",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "filter_groups",
+    "reward",
+    "algorithm",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.shuffle",
+    "trainer.seed",
+)
+HARMLESS = (  # how fast, for how long, how often, with what; and the course of the learning rate
+    "model.trust_remote_code",
+    "model.attn_implementation",
+    "model.gradient_checkpointing",
+    "data.val_files",
+    "data.gen_batch_size",
+    "data.max_contradictory",  # the prompts themselves are compared by their fingerprint
+    "rollout.num_engines",
+    "rollout.cpu_threads",
+    "rollout.start_timeout_s",
+    "rollout.timeout_s",
+    "rollout.stall_timeout_s",
+    "rollout.max_restarts",
+    "rollout.min_engines",
+    "rollout.vllm",
+    "eval",
+    "filter_groups.max_num_gen_batches",
+    "filter_groups.on_budget",
+    "reward.num_workers",
+    "reward.children_per_worker",
+    "reward.limits",
+    "reward.timeout_s",
+    "reward.model.num_workers",
+    "reward.model.device",
+    "reward.model.num_gpus",
+    "reward.model.max_tokens",
+    "reward.model.trust_remote_code",
+    "reward.model.cpu_threads",
+    "reward.model.timeout_s",
+    "algorithm.rollout_correction.max_mean_stale_logprob_diff",
+    "actor.num_workers",
+    "actor.max_tokens_per_gpu",
+    "actor.ulysses_sequence_parallel_size",
+    "actor.fsdp_size",
+    "actor.reshard_after_forward",
+    "actor.offload",
+    "actor.cpu_threads",
+    "actor.start_timeout_s",
+    "actor.timeout_s",
+    "actor.max_restarts",
+    "actor.optim",
+    "weight_sync",
+    "checkpoint",
+    "logging",
+    "trainer.total_steps",
+    "trainer.max_hours",
+    "trainer.output_dir",
+    "trainer.device",
+    "trainer.ray_address",
+    "trainer.colocate",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Holds a key whose value differs. Made by `changes`; `str` gives it in words."""
+
+    key: str
+    there: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"`{self.key}` is {self.there!r} there and {self.here!r} here"
+
+
+def alters_meaning(key: str) -> bool:
+    """Returns the class of a key."""
+    meaning, harmless = (
+        max((len(entry) for entry in table if covers(entry, key)), default=0) for table in (MEANING, HARMLESS)
+    )
+    return meaning >= harmless
+
+
+def covers(entry: str, key: str) -> bool:
+    """Returns whether `entry` is the key itself or a section around it."""
+    return f"{key}.".startswith(f"{entry}.")
+
+
+def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
+    """Returns what differs, in the order of the configuration. A key that only one side has counts with its default.
+
+    there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared.
+    """
+    found = []
+    for one in keys(Config):
+        if ITEM not in one.name:
+            change = Change(
+                key=one.name, there=_value(there, one.name, one.default), here=_value(here, one.name, one.default)
+            )
+            if change.there != change.here:
+                found.append(change)
+    return found
+
+
+def check_accepted(accepted: Sequence[str]) -> None:
+    """Raises ValueError where `checkpoint.accept_changes` names what is neither a key nor a section."""
+    for name in accepted:
+        if name not in known_keys():
+            raise ValueError(f"`checkpoint.accept_changes` names `{name}`, which is no key; {hint(name)}")
+
+
+def is_accepted(key: str, accepted: Iterable[str]) -> bool:
+    """Returns whether `checkpoint.accept_changes` lists the key or a section around it."""
+    return any(covers(entry, key) for entry in accepted)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Returns the value of a dotted key, None where it is absent."""
+    return _value(config, key, None)
+
+
+def _value(config: Any, key: str, default: Any) -> Any:
+    for part in key.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return (
+                [asdict(item) if is_dataclass(item) else item for item in default]
+                if isinstance(default, list)
+                else default
+            )
+        config = config[part]
+    return config

@@ -1,0 +1,208 @@
+"""Holds a directory against runs on other hosts, where the kernel's lock may not reach: a file that its owner touches
+every few seconds.
+
+In: a path on a file system that the hosts share. Out: a held `Lease`, or a refusal. No clocks are compared: who wants
+the directory watches the file for as long as a live owner would leave it untouched, by its own clock.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+STALE_S = 60.0  # a busy file system may hold a beat back for a while
+POLL_S = 1.0
+SETTLE_S = 2.0  # in which two who take over at once see who was last
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class LeaseHeld(Exception):
+    """Says that a live run holds the directory; the message names its process and host."""
+
+
+class LeaseLost(RuntimeError):
+    """Says that another run has taken the directory over while this one was silent."""
+
+
+class Lease:
+    """Holds the file and touches it in a thread of its own, until `release` or until another run has taken it."""
+
+    def __init__(self, path: Path) -> None:
+        """Describes a lease that is not held yet; `take` takes it."""
+        self._path = path
+        self._token = secrets.token_hex(16)
+        self._ended = threading.Event()
+        self._lost = ""
+        self._when_lost: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._beat, name="lease of the output directory", daemon=True)
+
+    def take(self, *, locked: bool) -> None:
+        """Takes the lease: at once where there is none, or where its owner is known to be dead.
+
+        locked: this process holds the kernel's lock on the directory, so that an owner on this host has ended.
+        Otherwise the file is watched, at most `STALE_S` seconds. Raises LeaseHeld as soon as it changes.
+        """
+        if not self._created():
+            owner = _owner(self._path)
+            if not (_is_here(owner) and (locked or not _is_alive(owner))):
+                self._watch(owner)
+            self._write(replace=True)
+            if not (_is_here(owner) and locked):
+                time.sleep(SETTLE_S)
+            if _owner(self._path).get("token") != self._token:
+                raise LeaseHeld(_described(_owner(self._path)))
+        self._thread.start()
+
+    def _watch(self, owner: dict[str, str]) -> None:
+        """Waits until the owner has been silent for `STALE_S`."""
+        seen, until = _state(self._path), time.monotonic() + STALE_S
+        log.warning("%s is of %s; waiting %.0f s for a sign of life", self._path, _described(owner), STALE_S)
+        while time.monotonic() < until:
+            time.sleep(POLL_S)
+            now = _state(self._path)
+            if now is None:  # released
+                return
+            if now != seen:
+                raise LeaseHeld(_described(_owner(self._path)))
+
+    def check(self) -> None:
+        """Raises LeaseLost when another run holds the lease."""
+        if not self._lost and not self._ended.is_set():
+            self._look()
+        if self._lost:
+            raise LeaseLost(self._lost)
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Has `call` called, in the lease's thread, once the lease is lost; at once if it is."""
+        self._when_lost.append(call)
+        if self._lost:
+            call()
+
+    def release(self) -> None:
+        """Stops touching the file, and removes it if it is still ours."""
+        self._ended.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * BEAT_S)
+        with contextlib.suppress(OSError):
+            if _owner(self._path).get("token") == self._token:
+                self._path.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._look()
+            if self._lost:
+                for call in self._when_lost:
+                    call()
+                return
+
+    def _look(self) -> None:
+        """Touches the file if it is ours, through the file itself, so that one that has replaced it is left alone."""
+        try:
+            try:
+                with self._path.open("rb") as file:
+                    owner = _parsed(file.read())
+                    if owner.get("token") == self._token:
+                        os.utime(file.fileno())  # needs no space on a full disk
+                        return
+            except FileNotFoundError:
+                if self._created():
+                    return
+                owner = _owner(self._path)
+        except OSError as error:
+            log.warning("%s cannot be touched (%s); another host may take the directory over", self._path, error)
+            return
+        if owner.get("token") != self._token:
+            self._lost = f"{self._path.parent} was taken over by {_described(owner)}; this run writes nothing any more"
+
+    def _created(self) -> bool:
+        """Writes the file unless there is one. Returns whether it did."""
+        try:
+            return self._write(replace=False)
+        except (FileExistsError, FileNotFoundError):  # the second: the directory itself is gone
+            return False
+
+    def _write(self, *, replace: bool) -> bool:
+        temporary = self._path.with_name(f"{self._path.name}.{self._token}")
+        about = {"host": socket.gethostname(), "boot": _boot(), "pid": str(os.getpid()), "token": self._token}
+        text = json.dumps(about | {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        temporary.write_text(text + "\n", encoding="utf-8")
+        try:
+            if replace:
+                temporary.replace(self._path)
+            else:
+                _move_to_free(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+
+def _move_to_free(source: Path, target: Path) -> None:
+    """Gives a file a name that is free. Raises FileExistsError where it is taken."""
+    try:
+        os.link(source, target)  # decided by the server of a network file system
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(target) from None
+        source.replace(target)
+
+
+def _state(path: Path) -> tuple[bytes, int] | None:
+    """Returns what a beat changes, None without a file. Opening it makes a network file system ask its server."""
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _owner(path: Path) -> dict[str, str]:
+    state = _state(path)
+    return {} if state is None else _parsed(state[0])
+
+
+def _parsed(content: bytes) -> dict[str, str]:
+    try:
+        owner = json.loads(content)
+    except ValueError:
+        return {}
+    return {str(key): str(value) for key, value in owner.items()} if isinstance(owner, dict) else {}
+
+
+def _described(owner: dict[str, str]) -> str:
+    """Returns words for the owner as errors name it."""
+    if not owner:
+        return "an unknown run"
+    return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+
+
+def _is_here(owner: dict[str, str]) -> bool:
+    return (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
+
+
+def _is_alive(owner: dict[str, str]) -> bool:
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except (ProcessLookupError, KeyError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _boot() -> str:
+    """Returns what tells two hosts of one name apart, and a host from itself before it was restarted."""
+    try:
+        return BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+"""Seals a directory with a list of its files, and compares a sealed directory with that list.
+
+In: a directory. Out: `manifest.json` in it, with size and SHA-256 of every file and a checksum of its own; or the name
+of the first file that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata is a
+pickle.
+"""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dapo.state.durable import sync_directory, write_text
+
+FORMAT = 3  # also of the files that the caller writes: a directory of another format is not opened
+MANIFEST = "manifest.json"
+DIGESTS = "*.sha256.json"  # left by a writer that hashed what it wrote
+SHARDS_OF = ".metadata"  # DCP's table of what lies where
+SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle and must not be loaded to be read
+HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
+
+
+class BrokenCheckpoint(RuntimeError):
+    """Says that a checkpoint is not as it was written; the message names the file."""
+
+
+def seal(directory: Path) -> None:
+    """Makes every file durable and writes the manifest, last of all.
+
+    A file `*.sha256.json`, {name next to it: {"bytes": size, "sha256": hex}}, says what its writer has hashed and
+    synced itself: these files are not read back, only their sizes are compared. It is removed.
+    Raises BrokenCheckpoint where a file is not there that a writer or DCP's metadata names.
+    """
+    known = _taken_digests(directory)
+    files = _files(directory)
+    for name in files:
+        if Path(name).name == SHARDS_OF:
+            _check_shards(directory / name)
+    own = [name for name in files if name not in known]
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        digests = threads.map(lambda name: _digest(directory / name, sync=True), own)
+        hashed = {
+            name: {"bytes": (directory / name).stat().st_size, "sha256": digest}
+            for name, digest in zip(own, digests, strict=True)
+        }
+    for folder in [path for path in directory.rglob("*") if path.is_dir()]:
+        sync_directory(folder)
+    entries = known | hashed
+    content = {"format": FORMAT, "files": {name: entries[name] for name in files}}
+    write_text(directory / MANIFEST, json.dumps(content | {"sha256": _checksum(content)}, indent=1) + "\n")
+
+
+def verify(directory: Path) -> None:
+    """Compares every file with the manifest, and the list of files both ways.
+
+    Raises BrokenCheckpoint naming the first that differs, is missing or is in no list.
+    """
+    manifest = directory / MANIFEST
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+        version, files = recorded["format"], dict(recorded["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
+    if version != FORMAT:
+        raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
+    if recorded.get("sha256") != _checksum({"format": version, "files": files}):
+        raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
+    for name in _files(directory):
+        if name not in files:
+            raise BrokenCheckpoint(f"{directory / name} is not listed in {MANIFEST}; remove it if it was added by hand")
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        for fault in threads.map(lambda item: _fault(directory / item[0], item[1]), files.items()):
+            if fault:
+                raise BrokenCheckpoint(fault)
+
+
+def _files(directory: Path) -> list[str]:
+    """Returns the names of all files below, relative and sorted, without the manifest itself."""
+    names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """Returns the SHA-256 of format and list of files, independent of spaces and order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _taken_digests(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns what writers hashed by name below `directory`, and removes their lists."""
+    known: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.rglob(DIGESTS)):
+        for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
+            written = path.with_name(name)
+            if not written.is_file() or written.stat().st_size != entry["bytes"]:
+                raise BrokenCheckpoint(
+                    f"{written} is not there with the {entry['bytes']} bytes that its writer counted; do all ranks "
+                    "share `trainer.output_dir`?"
+                )
+            known[str(written.relative_to(directory))] = {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+        path.unlink()
+    return known
+
+
+def _check_shards(metadata: Path) -> None:
+    """Raises BrokenCheckpoint where a shard that DCP's metadata names is not in the directory."""
+    named = {name.decode() for name in SHARD.findall(metadata.read_bytes())}
+    missing = sorted(name for name in named if not metadata.with_name(name).is_file())
+    if missing:
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise BrokenCheckpoint(
+            f"{metadata.parent} lacks {some}, which its {SHARDS_OF} names; all ranks must share `trainer.output_dir`"
+        )
+
+
+def _fault(path: Path, recorded: dict[str, Any]) -> str:
+    """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
+    faults.
+    """
+    try:
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            return f"{path} has {size} bytes where {recorded['bytes']} were written"
+        if _digest(path) != recorded["sha256"]:
+            return f"{path} has other content than was written (sha256 differs)"
+    except OSError as error:
+        return f"{path} cannot be read ({error})"
+    except (KeyError, TypeError):
+        return f"{path} has no size and sha256 in {MANIFEST}"
+    return ""
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,203 @@
+"""Damage of every kind, to every kind of file, is found and named before anything is read, and the checkpoint before it
+is taken."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, verify
+
+FILES = ("actor/.metadata", "actor/__0_0.distcp", "hf/model.safetensors", "driver.json")
+
+
+def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
+    async def write() -> None:
+        async with store.writing(step) as directory:
+            for name in FILES:
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_text(f"{text} of {name} at step {step}")
+
+    asyncio.run(write())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path, keep=3)
+    save(store, 5)
+    save(store, 10)
+    return store
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def found(directory: Path, message: str, store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BrokenCheckpoint, match=message):
+        verify(directory)
+    with caplog.at_level(logging.WARNING):
+        assert store.latest() == directory.with_name("step_000005")
+    assert sum("skipping a broken checkpoint" in record.message for record in caplog.records) == 1
+    save(store, 10, "new weights")  # the run comes by the same step again
+    assert store.latest() == directory and "new weights" in (directory / FILES[1]).read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(flip, "sha256 differs", id="bit-flipped"),
+        pytest.param(shorten, r"has \d+ bytes where \d+ were written", id="truncated"),
+        pytest.param(lambda path: path.write_bytes(b""), "has 0 bytes where", id="zero-length"),
+        pytest.param(Path.unlink, "cannot be read", id="missing"),
+        pytest.param(lambda path: path.rename(path.with_name("other")), "is not listed", id="renamed"),
+        pytest.param(lambda path: path.with_name(path.name + "2").touch(), "2 is not listed", id="added"),
+    ],
+)
+def test_a_damaged_file(
+    damage: Callable[[Path], Any],
+    message: str,
+    name: str,
+    tmp_path: Path,
+    store: CheckpointStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "step_000010" / name
+    damage(path)
+    found(tmp_path / "step_000010", f"{path.parent}.*{message}", store, caplog)
+
+
+def edit(change: Callable[[dict[str, Any], str], Any]) -> Callable[[Path, str], None]:
+    def edited(manifest: Path, name: str) -> None:
+        content = json.loads(manifest.read_text())
+        change(content["files"], name)
+        manifest.write_text(json.dumps(content, indent=1))
+
+    return edited
+
+
+def edit_and_damage(manifest: Path, name: str) -> None:
+    """The file is removed together with its entry: only the manifest itself can tell."""
+    edit(lambda files, name: files.pop(name))(manifest, name)
+    (manifest.parent / name).unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(edit(lambda files, name: files.pop(name)), id="entry-removed"),
+        pytest.param(edit_and_damage, id="entry-and-file-removed"),
+        pytest.param(edit(lambda files, name: files.update(other=files[name])), id="entry-added"),
+        pytest.param(edit(lambda files, name: files[name].update(bytes=1)), id="size"),
+        pytest.param(edit(lambda files, name: files[name].update(sha256="0" * 64)), id="digest"),
+        pytest.param(edit(lambda files, name: files.update(other=files.pop(name))), id="entry-renamed"),
+        pytest.param(edit(lambda files, name: files.update({name: 3})), id="entry-no-entry"),
+    ],
+)
+def test_an_edited_manifest(
+    change: Callable[[Path, str], None],
+    name: str,
+    tmp_path: Path,
+    store: CheckpointStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    change(tmp_path / "step_000010" / "manifest.json", name)
+    found(tmp_path / "step_000010", "manifest.json was changed after it was written", store, caplog)
+
+
+def other_format(version: int) -> Callable[[Path], None]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version})) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(Path.unlink, "is missing or cannot be read", id="missing"),
+        pytest.param(lambda path: path.write_bytes(b""), "is missing or cannot be read", id="zero-length"),
+        pytest.param(lambda path: path.write_text(path.read_text()[:40]), "is missing or cannot be read", id="cut"),
+        pytest.param(lambda path: path.write_text("[]"), "is missing or cannot be read", id="list"),
+        pytest.param(flip, "is missing or cannot be read", id="bit-flipped"),
+        pytest.param(other_format(2), "has format 2, and this dapo reads format 3", id="of-an-older-program"),
+        pytest.param(other_format(99), "has format 99, and this dapo reads format 3", id="of-a-newer-program"),
+    ],
+)
+def test_a_damaged_manifest(
+    damage: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+    store: CheckpointStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    damage(tmp_path / "step_000010" / "manifest.json")
+    found(tmp_path / "step_000010", f"manifest.json {message}", store, caplog)
+
+
+def test_every_single_bit_of_the_manifest_that_means_something_counts(tmp_path: Path, store: CheckpointStore) -> None:
+    """A bit may only fall on white space, which is no content, or be seen."""
+    manifest = tmp_path / "step_000010" / "manifest.json"
+    original = manifest.read_bytes()
+    for place in range(len(original)):
+        manifest.write_bytes(original[:place] + bytes([original[place] ^ 2]) + original[place + 1 :])
+        with pytest.raises(BrokenCheckpoint):
+            verify(manifest.parent)
+    manifest.write_bytes(original)
+    verify(manifest.parent)
+
+
+def test_ranks_that_do_not_share_the_directory_cannot_seal_a_checkpoint(tmp_path: Path) -> None:
+    """The shard of a rank on another node is named by the metadata, and lies elsewhere."""
+    store = CheckpointStore(tmp_path, keep=3)
+
+    async def write() -> None:
+        async with store.writing(1) as directory:
+            (directory / "actor").mkdir()
+            (directory / "actor" / ".metadata").write_bytes(b"\x80\x04\x8c\x0c__0_0.distcp\x8c\x0c__1_0.distcp.")
+            (directory / "actor" / "__0_0.distcp").write_text("of rank 0")
+
+    with pytest.raises(BrokenCheckpoint, match=r"actor lacks __1_0.distcp, .* all ranks must share `trainer.output_"):
+        asyncio.run(write())
+    assert list(tmp_path.iterdir()) == []
+
+
+DIGEST_OF_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_a_writer_has_hashed_is_not_read_back(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo.state import manifest
+
+    store, hashed = CheckpointStore(tmp_path, keep=3), []
+    digest = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path, **how: hashed.append(path.name) or digest(path, **how))
+
+    async def write() -> None:
+        async with store.writing(1) as directory:
+            (directory / "actor").mkdir()
+            (directory / "actor" / "shard").write_text("abc")
+            (directory / "driver.json").write_text("{}")
+            own = {"shard": {"bytes": size, "sha256": DIGEST_OF_ABC}}
+            (directory / "actor" / "rank0.sha256.json").write_text(json.dumps(own))
+
+    if size == 4:
+        with pytest.raises(BrokenCheckpoint, match="shard is not there with the 4 bytes that its writer counted"):
+            asyncio.run(write())
+        return
+    asyncio.run(write())
+    assert hashed == ["driver.json"]
+    verify(tmp_path / "step_000001")
+    assert not list(tmp_path.rglob("*.sha256.json"))
+    (tmp_path / "step_000001" / "actor" / "shard").write_text("abd")
+    with pytest.raises(BrokenCheckpoint, match="sha256 differs"):
+        verify(tmp_path / "step_000001")
