@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dapo.sampling.budget import BudgetExhausted
-from dapo.state import checkpoint
+from dapo.state import manifest
 from dapo.state.checkpoint import CheckpointStore
 from tests.sampling.test_stream import make_trainer, tiny_config
 from tests.support.faulty_pools import turns
@@ -77,8 +77,8 @@ def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
     files = [path for path in (tmp_path / "checkpoints" / "step_000002").rglob("*") if path.is_file()]
     second, actors = make_trainer(tmp_path, tiny_config(total_steps=3))
     hashed: list[str] = []
-    digest = checkpoint._digest
-    monkeypatch.setattr(checkpoint, "_digest", lambda path, **how: hashed.append(path.name) or digest(path, **how))
+    digest = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path, **how: hashed.append(path.name) or digest(path, **how))
     assert second._saver._store.latest() == tmp_path / "checkpoints" / "step_000002"
     asyncio.run(second._resume())
     assert actors.loaded and second.version == 2

@@ -1,7 +1,10 @@
 """Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dapo.config.paths import checked_path, resolve_path
-from dapo.data.prompts import DataReport, PromptOrder, fingerprint, load_prompts
+from dapo.data.prompts import DataReport, fingerprint, load_prompts
 from dapo.types import Prompt
+from tests.data.test_order import prompts_of
 
 KEY = "data.train_files"
 
@@ -254,35 +258,62 @@ def test_a_path_that_does_not_exist(value: str, message: str, tmp_path: Path, mo
     assert f"`model.path` ({value})" in str(error.value)
 
 
-def prompts_of(count: int) -> list[Prompt]:
-    ids = np.zeros(1, dtype=np.int32)
-    return [
-        Prompt(id=i, source="s", messages=(), text=str(i), token_ids=ids, ground_truth="1", extra_info={})
-        for i in range(count)
-    ]
-
-
-def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> None:
-    prompts = prompts_of(50)
-    order = PromptOrder(prompts, seed=3, shuffle=True)
-    visits = [order.draw(index).prompt.id for index in range(150)]
-    epochs = [visits[:50], visits[50:100], visits[100:]]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
-    again = PromptOrder(prompts, seed=3, shuffle=True)
-    for index in (149, 0, 75, 74, 149):
-        draw = again.draw(index)
-        assert (draw.index, draw.prompt.id) == (index, visits[index])
-    other = PromptOrder(prompts, seed=4, shuffle=True)
-    assert [other.draw(index).prompt.id for index in range(50)] != epochs[0]
-
-
-def test_order_without_shuffle_is_the_order_of_the_file() -> None:
-    order = PromptOrder(prompts_of(3), seed=0, shuffle=False)
-    assert [order.draw(index).prompt.id for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_fingerprint_depends_on_content_and_order() -> None:
+def test_fingerprint_depends_on_content_and_order(tokenizer: PreTrainedTokenizerFast) -> None:
     first, second = prompts_of(2)
-    assert fingerprint([first, second]) == fingerprint(prompts_of(2))
-    assert len({fingerprint(each) for each in ([first, second], [second, first], [first], [])}) == 4
+    assert fingerprint([first, second], tokenizer) == fingerprint(prompts_of(2), tokenizer)
+    others = [[first, second], [second, first], [first], []]
+    others += [
+        [replace(first, ground_truth="2")],
+        [replace(first, source="t")],
+        [replace(first, messages=(("a", "b"),))],
+    ]
+    assert len({fingerprint(each, tokenizer) for each in others}) == len(others)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}"
+# As Llama 3 has it: in a macro, behind a test for the function.
+GUARDED = (
+    "{% macro date() %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endmacro %}"
+    "{{ date() }} {% for m in messages %}{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}"
+)
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: Any) -> PreTrainedTokenizerFast:
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("template", [DATED, GUARDED, {"default": GUARDED, "tool_use": "{{ messages[0].content }}"}])
+def test_a_template_writes_the_date_that_it_is_given(
+    template: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A run that is continued after midnight trains on the same prompts."""
+    dated, name = with_template(tokenizer, template), write_jsonl(tmp_path / "a.jsonl", [row("1+1")])
+    first, again, real = [
+        load_prompts([name], dated, max_prompt_length=100, max_contradictory=0.1, key=KEY, today=today)[0]
+        for today in (datetime(2020, 2, 3, 23, 59), datetime(2020, 2, 3), None)
+    ]
+    assert first[0].text == again[0].text == "03 Feb 2020 u:1+1<end>"
+    assert first[0].token_ids.tolist() == again[0].token_ids.tolist()
+    assert real[0].text != first[0].text and datetime.now().strftime("%Y") in real[0].text
+    assert fingerprint(first, dated) == fingerprint(real, dated), "and the date itself is no other data"
+
+
+def test_a_template_without_a_date_is_rendered_as_ever(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    given: list[dict[str, Any]] = []
+    plain = with_template(tokenizer, tokenizer.chat_template)
+    apply = plain.apply_chat_template
+    plain.apply_chat_template = lambda messages, **options: given.append(options) or apply(messages, **options)
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1+1")])
+    load_prompts([name], plain, max_prompt_length=100, max_contradictory=0.1, key=KEY, today=datetime(2020, 2, 3))
+    assert given == [{"tokenize": False, "add_generation_prompt": True}]
+
+
+def test_fingerprint_depends_on_template_and_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<end>", *map(chr, range(126, 31, -1))])}
+    model = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    other = PreTrainedTokenizerFast(tokenizer_object=model, chat_template=tokenizer.chat_template)
+    tokenizers = [tokenizer, other, with_template(tokenizer, DATED), with_template(tokenizer, DATED + " ")]
+    assert len({fingerprint(prompts_of(2), each) for each in tokenizers}) == len(tokenizers)

@@ -1,22 +1,30 @@
 """Claiming an output directory: who may have it, who is refused, and in which words."""
 
+import asyncio
 import copy
+import fcntl
+import socket
 import subprocess
 import sys
+import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dapo.state import lease
+from dapo.state.lease import LeaseLost
 from dapo.state.run_dir import RunDirectory, claim_output_dir
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "pkg://dapo.tiny/base"},
     "data": {"train_files": ["a.parquet"], "max_prompt_length": 64, "shuffle": True},
-    "rollout": {"n": 16, "num_engines": 1},
+    "rollout": {"n": 16, "num_engines": 1, "temperature": 1.0},
     "actor": {"num_workers": 2, "optim": {"lr": 1e-6}},
     "trainer": {"seed": 0, "total_steps": 10},
+    "checkpoint": {"keep": 0, "accept_changes": [], "resume": "auto"},
 }
 
 
@@ -35,9 +43,18 @@ def claim(path: Path, config: dict[str, Any] = CONFIG, resume: str = "auto") -> 
 
 
 def run_some_steps(path: Path) -> None:
-    claim(path).release()
+    run = claim(path)
+    save(run, 1)
+    run.release()
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (path / "checkpoints" / "step_000001").mkdir(parents=True)
+
+
+def save(run: RunDirectory, step: int) -> None:
+    async def write() -> None:
+        async with run.store.writing(step) as directory:
+            (directory / "weights").write_text(f"of step {step}")
+
+    asyncio.run(write())
 
 
 def test_a_new_directory_gets_the_configuration(tmp_path: Path) -> None:
@@ -57,7 +74,12 @@ def test_a_new_directory_gets_the_configuration(tmp_path: Path) -> None:
 def test_a_run_is_continued_with_what_may_differ(key: str, value: Any, tmp_path: Path) -> None:
     run_some_steps(tmp_path)
     config = changed(key, value)
-    claim(tmp_path, config)
+    with claim(tmp_path, config) as run:
+        [notice] = run.notices
+    section = CONFIG
+    for part in key.split("."):
+        section = section[part]
+    assert notice == f"changed since the last checkpoint: {key} {section!r} → {value!r}" and run.accepted == []
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == config
 
 
@@ -69,6 +91,7 @@ def test_a_run_is_continued_with_what_may_differ(key: str, value: Any, tmp_path:
         pytest.param("data.max_prompt_length", 32, id="prompt-length"),
         pytest.param("data.shuffle", False, id="shuffle"),
         pytest.param("rollout.n", 8, id="n"),
+        pytest.param("rollout.temperature", 0.9, id="temperature"),
         pytest.param("trainer.seed", 1, id="seed"),
     ],
 )
@@ -80,6 +103,7 @@ def test_another_run_is_refused_with_both_values(key: str, value: Any, tmp_path:
         claim(tmp_path, changed(key, value))
     assert f"`{key}` is {CONFIG[section][name]!r} there and {value!r} here" in str(error.value)
     assert "give another `trainer.output_dir`" in str(error.value)
+    assert f"checkpoint.accept_changes=[{key}]" in str(error.value)
     assert (tmp_path / "config.yaml").read_text() == before
     claim(tmp_path)  # a refusal holds no lock
 
@@ -113,6 +137,14 @@ def test_somebody_elses_directory_is_left_alone(name: str, content: str, tmp_pat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
 
 
+@pytest.mark.parametrize("name", [".lock", ".lease", ".lease.0123", ".config.yaml.tmp", "started", ".started.tmp"])
+def test_what_a_crash_in_the_first_second_leaves_is_ours(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("2026-11-22T13:45:00" if name == "started" else "")
+    if name == ".lease":
+        (tmp_path / name).unlink()
+    claim(tmp_path).release()
+
+
 def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"`trainer.output_dir` .{tmp_path}/file. cannot be used"):
@@ -120,11 +152,22 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
 
 
 def test_a_damaged_configuration(tmp_path: Path) -> None:
-    run_some_steps(tmp_path)
+    claim(tmp_path).release()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with (tmp_path / "config.yaml").open("a") as file:
         file.write("{ [")
     with pytest.raises(ValueError, match="whose config.yaml cannot be read"):
         claim(tmp_path)
+
+
+def test_a_damaged_configuration_is_written_again_where_a_checkpoint_has_it(tmp_path: Path) -> None:
+    run_some_steps(tmp_path)
+    with (tmp_path / "config.yaml").open("a") as file:
+        file.write("{ [")
+    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
+        claim(tmp_path, changed("rollout.n", 8))
+    claim(tmp_path).release()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == CONFIG
 
 
 def test_two_live_runs_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -154,12 +197,111 @@ def test_other_prompts_are_refused_once_there_are_steps(tmp_path: Path) -> None:
     run = claim(tmp_path)
     run.check_data("aaaa")
     run.check_data("bbbb")
+    save(run, 1)
     run.release()
-    run_some_steps(tmp_path)
     run = claim(tmp_path)
     run.check_data("bbbb")
+    assert run.accepted == []
     with pytest.raises(ValueError, match=r"`data.train_files` gives other prompts \(fingerprint aaaa\).*\(bbbb\)"):
         run.check_data("aaaa")
+
+    run.release()
+    run = claim(tmp_path, changed("checkpoint.accept_changes", ["data"]))
+    run.check_data("aaaa")
+    assert run.accepted == ["data.train_files"]
+
+
+def test_an_accepted_change_is_known_until_a_checkpoint_holds_it(tmp_path: Path) -> None:
+    """Groups that wait in the checkpoint were sampled before it, however often the run is killed and started."""
+    run_some_steps(tmp_path)
+    config = changed("rollout.n", 8)
+    config["checkpoint"]["accept_changes"] = ["rollout.n"]
+    for _ in range(2):
+        with claim(tmp_path, config) as run:
+            assert run.accepted == ["rollout.n"]
+            assert "rollout.n 16 → 8" in run.notices[0]
+    with claim(tmp_path, config) as run:
+        save(run, 2)
+    with claim(tmp_path, config) as run:
+        assert run.accepted == [] and run.notices == []
+    with pytest.raises(ValueError, match="`rollout.n` is 8 there and 16 here"):
+        claim(tmp_path)
+
+
+def test_what_is_accepted_must_be_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="accept_changes` names `rollout.m`, which is no key"):
+        claim(tmp_path, changed("checkpoint.accept_changes", ["rollout.m"]))
+
+
+def test_the_date_of_the_first_start_stays(tmp_path: Path) -> None:
+    with claim(tmp_path) as run:
+        assert abs((datetime.now() - run.started).total_seconds()) < 600
+        save(run, 1)
+    (tmp_path / "started").write_text("2020-02-03T04:05:06\n")
+    with claim(tmp_path) as run:
+        assert run.started == datetime(2020, 2, 3, 4, 5, 6)
+
+
+def test_a_token_is_new_each_time(tmp_path: Path) -> None:
+    with claim(tmp_path) as run:
+        one, two = run.token(), run.token()
+    assert one[0] == two[0] and one[1] != two[1] and Path(two[0]).read_text() == two[1]
+    claim(tmp_path).release()
+
+
+def test_a_left_over_is_recovered_before_the_run_looks_for_its_checkpoint(tmp_path: Path) -> None:
+    run_some_steps(tmp_path)
+    (tmp_path / "checkpoints" / "step_000001").rename(tmp_path / "checkpoints" / "step_000001.0badcafe.tmp")
+    with pytest.raises(ValueError, match="never"):
+        claim(tmp_path, resume="never")
+    with claim(tmp_path) as run:
+        assert run.store.latest() == run.checkpoints / "step_000001"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"BEAT_S": 0.1, "STALE_S": 30.0, "POLL_S": 0.05, "SETTLE_S": 0.1}.items():
+        monkeypatch.setattr(lease, name, seconds)
+
+
+def test_a_run_on_another_host_is_seen_where_the_kernels_lock_does_not_reach(tmp_path: Path, quick: None) -> None:
+    run = claim(tmp_path)
+    run._lock.close()  # as another kernel sees it
+    theirs = (tmp_path / ".lease").read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "elsewhere"')
+    (tmp_path / ".lease").write_text(theirs)
+    with pytest.raises(ValueError, match=r"is in use by a live run \(process \d+ on elsewhere, since .*wait for it"):
+        claim(tmp_path)
+    run.release()
+    claim(tmp_path).release()
+
+
+def test_a_run_that_was_taken_over_commits_nothing(tmp_path: Path, quick: None) -> None:
+    run, told = claim(tmp_path), threading.Event()
+    save(run, 1)
+    run.when_lost(told.set)
+    (tmp_path / ".lease").write_text('{"token": "theirs", "pid": "7", "host": "elsewhere", "since": "now"}')
+    with pytest.raises(LeaseLost, match="was taken over by process 7 on elsewhere"):
+        save(run, 2)
+    assert told.wait(30)
+    with pytest.raises(LeaseLost):
+        run.check()
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step_000001"]
+    run.release()
+    assert (tmp_path / ".lease").exists(), "theirs"
+
+
+def test_a_file_system_without_locks_leaves_the_lease(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run = claim(tmp_path)
+    with pytest.raises(ValueError, match="is in use by a live run"):
+        claim(tmp_path)
+    run.release()
+    claim(tmp_path).release()
 
 
 WARN = """

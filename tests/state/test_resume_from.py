@@ -1,0 +1,144 @@
+"""`checkpoint.resume=PATH`: a new run from another one's checkpoint, or back to an earlier one of its own."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config.checks import validate
+from dapo.config.compose import compose
+from dapo.state.run_dir import RunDirectory, claim_output_dir
+
+CONFIG: dict[str, Any] = {"rollout": {"n": 16}, "trainer": {"seed": 0}, "checkpoint": {"keep": 0}}
+
+
+def claim(path: Path, resume: Path | str = "auto", *, n: int = 16, accept: tuple[str, ...] = ()) -> RunDirectory:
+    checkpoint = {"keep": 0, "resume": str(resume), "accept_changes": list(accept)}
+    return claim_output_dir(str(path), str(resume), {**CONFIG, "rollout": {"n": n}, "checkpoint": checkpoint})
+
+
+def save(run: RunDirectory, *steps: int) -> None:
+    async def write(step: int) -> None:
+        async with run.store.writing(step) as directory:
+            (directory / "weights").write_text(f"of step {step} in {run.path.name}")
+
+    for step in steps:
+        asyncio.run(write(step))
+
+
+def weights(run: RunDirectory) -> str:
+    found = run.store.latest()
+    assert found is not None
+    return (found / "weights").read_text()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The checkpoint of step 5 in a run that went on to step 10."""
+    with claim(tmp_path / "other") as run:
+        run.check_data("aaaa")
+        save(run, 5, 10)
+        (run.path / "started").write_text("2020-02-03T04:05:06\n")
+        (run.checkpoints / "step_000005" / "run" / "started").write_text("unused: the manifest tells")
+        save(run, 5, 10)
+    return tmp_path / "other" / "checkpoints" / "step_000005"
+
+
+def test_a_new_run_starts_from_another_ones_checkpoint_and_continues_its_own(tmp_path: Path, other: Path) -> None:
+    for _ in range(2):  # killed before its first checkpoint: the same command
+        with claim(tmp_path / "new", other) as run:
+            assert weights(run) == "of step 5 in other"
+            assert run.store.completed(5) == other and run.store.completed(6) is None
+            assert run.started.year == 2020, "its prompts are those of the other run, date included"
+            run.check_data("aaaa")
+            with pytest.raises(ValueError, match="gives other prompts"):
+                run.check_data("bbbb")
+    with claim(tmp_path / "new", other) as run:
+        save(run, 6)
+    with claim(tmp_path / "new", other) as run:
+        assert weights(run) == "of step 6 in new" and "has gone on from there" in run.notices[0]
+    with claim(tmp_path / "new") as run:
+        assert weights(run) == "of step 6 in new"
+    assert sorted(path.name for path in other.parent.iterdir()) == ["LATEST", "step_000005", "step_000010"]
+
+
+def test_what_the_run_has_become_does_not_need_the_checkpoint_that_it_came_from(tmp_path: Path, other: Path) -> None:
+    with claim(tmp_path / "new", other) as run:
+        save(run, 6)
+    other.rename(other.with_name("moved"))
+    with claim(tmp_path / "new", other) as run:
+        assert weights(run) == "of step 6 in new"
+
+
+def test_a_checkpoint_that_was_moved_alone_knows_its_configuration(tmp_path: Path, other: Path) -> None:
+    alone = other.rename(tmp_path / "step_000005")
+    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
+        claim(tmp_path / "new", alone, n=8)
+    with claim(tmp_path / "new", alone, n=8, accept=("rollout",)) as run:
+        assert weights(run) == "of step 5 in other" and run.accepted == ["rollout.n"]
+
+
+def test_going_back_in_the_own_directory(tmp_path: Path, other: Path) -> None:
+    for _ in range(2):
+        with claim(tmp_path / "other", other) as run:
+            assert weights(run) == "of step 5 in other"
+    with claim(tmp_path / "other", other) as run:
+        save(run, 6)
+    with claim(tmp_path / "other", other) as run:
+        assert weights(run) == "of step 6 in other"
+    with claim(tmp_path / "other") as run:
+        assert weights(run) == "of step 6 in other", "and step 10 of the course that was left does not return"
+    assert (other.with_name("left_000010") / "weights").exists()
+
+
+def test_going_back_is_told(tmp_path: Path, other: Path) -> None:
+    with claim(tmp_path / "other", other) as run:
+        assert run.notices[0].endswith("going back to step 5; 1 later checkpoints are kept as left_*")
+
+
+def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path, other: Path) -> None:
+    with claim(tmp_path / "mine") as run:
+        save(run, 3)
+    with pytest.raises(
+        ValueError, match=r"mine\) holds a run and `checkpoint.resume` \(.*\) is a checkpoint of another"
+    ):
+        claim(tmp_path / "mine", other)
+    with claim(tmp_path / "mine") as run:
+        assert weights(run) == "of step 3 in mine"
+
+
+@pytest.mark.parametrize("name", ["step_000099", "run.yaml"])
+def test_what_is_no_checkpoint(name: str, tmp_path: Path, other: Path) -> None:
+    with pytest.raises(ValueError, match=f"`checkpoint.resume` .*{name}. is no checkpoint; give auto, never, or a dir"):
+        claim(tmp_path / "new", other.with_name(name))
+
+
+@pytest.mark.parametrize("target", ["new", "other"])
+def test_a_broken_one_is_refused_and_no_other_is_taken(target: str, tmp_path: Path, other: Path) -> None:
+    (other / "weights").write_text("bad")
+    with pytest.raises(ValueError, match="`checkpoint.resume` .*weights has 3 bytes"):
+        claim(tmp_path / target, other)
+    assert (other.with_name("step_000010") / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("auto", True),
+        ("never", True),
+        ("step_000005", True),
+        ("a/checkpoints/step_000005/", True),
+        ("always", False),
+        ("a/checkpoints", False),
+        ("mystep_000005", False),
+    ],
+)
+def test_a_value_that_can_be_none_is_refused_before_anything_starts(value: str, allowed: bool) -> None:
+    cfg = compose([], "dapo_tiny")
+    cfg.checkpoint.resume = value
+    if allowed:
+        validate(cfg)
+    else:
+        with pytest.raises(ValueError, match=r"`checkpoint.resume` \(.*must be auto, never, or a path whose last part"):
+            validate(cfg)
