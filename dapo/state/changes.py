@@ -143,10 +143,10 @@ def value_of(config: Any, key: str) -> Any:
 def _value(config: Any, key: str, default: Any) -> Any:
     for part in key.split("."):
         if not isinstance(config, dict) or part not in config:
-            return (
-                [asdict(item) if is_dataclass(item) else item for item in default]
-                if isinstance(default, list)
-                else default
-            )
+            return [_plain(item) for item in default] if isinstance(default, list) else default
         config = config[part]
     return config
+
+
+def _plain(item: Any) -> Any:
+    return asdict(item) if is_dataclass(item) and not isinstance(item, type) else item

@@ -207,6 +207,7 @@ class CheckpointStore:
             if left.exists():
                 _remove(left)
             found.replace(left)
+        write_text(self._root / LATEST, path.name + "\n")
         return later
 
     def steps(self) -> list[int]:

@@ -116,22 +116,22 @@ class RunDirectory:
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> None:
         """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already."""
-        key = f"`checkpoint.resume` ({resume})"
+        key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
         if held and value_of(_recorded(self.path, self._where), "checkpoint.resume") == resume:
             if self.store.steps():
                 self.notices.append(f"{key}: the run has gone on from there; it continues with its newest checkpoint")
                 return
-        elif held and chosen.parent != self.checkpoints:
+        elif held and not ours:
             raise ValueError(
                 f"{self._where} holds a run and {key} is a checkpoint of another; give another `trainer.output_dir`"
             )
         if not (STEP_NAME.fullmatch(chosen.name) and chosen.is_dir()):
             raise ValueError(f"{key} is no checkpoint; give auto, never, or a directory checkpoints/step_NNNNNN")
-        if chosen.parent != self.checkpoints:
+        if not ours:
             self.store = self._open(chosen)
             return
         try:
-            later = self.store.go_back_to(chosen)
+            later = self.store.go_back_to(self.checkpoints / chosen.name)
         except BrokenCheckpoint as error:
             raise ValueError(f"{key} is not whole: {error}; give another checkpoint") from error
         if later:
@@ -158,10 +158,12 @@ class RunDirectory:
 
     def record(self) -> None:
         """Writes configuration and date of the first start into the directory."""
-        if not (self.path / STARTED).exists():
-            before = self._before / STARTED if self._before else None
-            known = before.read_text(encoding="utf-8").strip() if before and before.exists() else ""
-            write_text(self.path / STARTED, (known or datetime.now().isoformat(timespec="seconds")) + "\n")
+        before = [folder / STARTED for folder in (self._before, self.path) if folder and (folder / STARTED).exists()]
+        if before:
+            started = before[0].read_text(encoding="utf-8")
+        else:
+            started = datetime.now().isoformat(timespec="seconds") + "\n"
+        write_text(self.path / STARTED, started)
         write_text(self.path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(self._config)))
 
     def _record(self, checkpoint: Path) -> None:
@@ -251,7 +253,7 @@ def _recorded(folder: Path, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} holds a run whose {CONFIG} cannot be read ({error}); restore it or give a new directory"
         ) from error
-    return recorded if isinstance(recorded, dict) else {}
+    return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}
 
 
 def _taken(path: Path, where: str, lock: TextIO, locked: bool) -> Lease:

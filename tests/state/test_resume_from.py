@@ -38,14 +38,13 @@ def other(tmp_path: Path) -> Path:
     """The checkpoint of step 5 in a run that went on to step 10."""
     with claim(tmp_path / "other") as run:
         run.check_data("aaaa")
-        save(run, 5, 10)
         (run.path / "started").write_text("2020-02-03T04:05:06\n")
-        (run.checkpoints / "step_000005" / "run" / "started").write_text("unused: the manifest tells")
         save(run, 5, 10)
     return tmp_path / "other" / "checkpoints" / "step_000005"
 
 
 def test_a_new_run_starts_from_another_ones_checkpoint_and_continues_its_own(tmp_path: Path, other: Path) -> None:
+    claim(tmp_path / "new").release()  # a start that got nowhere
     for _ in range(2):  # killed before its first checkpoint: the same command
         with claim(tmp_path / "new", other) as run:
             assert weights(run) == "of step 5 in other"
@@ -90,6 +89,13 @@ def test_going_back_in_the_own_directory(tmp_path: Path, other: Path) -> None:
     with claim(tmp_path / "other") as run:
         assert weights(run) == "of step 6 in other", "and step 10 of the course that was left does not return"
     assert (other.with_name("left_000010") / "weights").exists()
+
+
+def test_going_back_by_another_name_of_the_directory(tmp_path: Path, other: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    with claim(tmp_path / "link", other) as run:
+        assert weights(run) == "of step 5 in other"
+        assert (other.parent / "LATEST").read_text() == "step_000005\n"
 
 
 def test_going_back_is_told(tmp_path: Path, other: Path) -> None:
