@@ -201,3 +201,22 @@ def test_what_a_writer_has_hashed_is_not_read_back(size: int, tmp_path: Path, mo
     (tmp_path / "step_000001" / "actor" / "shard").write_text("abd")
     with pytest.raises(BrokenCheckpoint, match="sha256 differs"):
         verify(tmp_path / "step_000001")
+
+
+def test_the_shards_of_a_real_distributed_checkpoint_are_found_in_its_metadata(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    store = CheckpointStore(tmp_path, keep=3)
+
+    async def write(*, lose: bool) -> None:
+        async with store.writing(1) as directory:
+            dcp.save({"weight": torch.ones(3)}, checkpoint_id=str(directory / "actor"), no_dist=True)
+            if lose:
+                (directory / "actor" / "__0_0.distcp").unlink()
+
+    asyncio.run(write(lose=False))
+    verify(tmp_path / "step_000001")
+    with pytest.raises(BrokenCheckpoint, match="actor lacks __0_0.distcp"):
+        asyncio.run(write(lose=True))
+    verify(tmp_path / "step_000001")

@@ -82,11 +82,11 @@ def test_a_kill_at_every_moment_of_a_save_loses_nothing(step: int, tmp_path: Pat
 
 
 def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException) -> CheckpointStore:
-    """A store whose next rename of a directory that ends in `at` fails."""
+    """A store whose next rename of a checkpoint's directory that ends in `at` fails."""
     replace = Path.replace
 
     def failing(self: Path, target: Path) -> Path:
-        if self.name.endswith(at):
+        if self.name.startswith("step_") and self.name.endswith(at):
             monkeypatch.setattr(Path, "replace", replace)
             raise error
         return replace(self, target)
@@ -95,9 +95,10 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Bas
     return CheckpointStore(root, keep=3)
 
 
-def test_a_rename_that_fails_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [".tmp", "step_000001"])
+def test_a_rename_that_fails_brings_the_old_one_back(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(write(CheckpointStore(tmp_path, keep=3), 1, "old"))
-    store = interrupted(tmp_path, monkeypatch, ".tmp", OSError("disk"))
+    store = interrupted(tmp_path, monkeypatch, at, OSError("disk"))
     with pytest.raises(OSError, match="disk"):
         asyncio.run(write(store, 1, "new"))
     assert steps_left(tmp_path) == ["step_000001"] and text_of(store) == "old"

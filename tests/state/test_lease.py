@@ -181,7 +181,9 @@ def test_a_check_sees_it_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_two_who_take_over_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one to write has it, and the other sees that."""
-    monkeypatch.setattr(lease, "SETTLE_S", 0.5)
+    both_waited = threading.Barrier(2)
+    monkeypatch.setattr(lease, "SETTLE_S", 1.0)
+    monkeypatch.setattr(Lease, "_watch", lambda self, owner: both_waited.wait(30))
     written_by(path, host="elsewhere")
     outcomes: list[Lease | LeaseHeld] = []
 
