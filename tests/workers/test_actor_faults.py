@@ -37,7 +37,8 @@ from tests.support.plain_reference import (
 )
 from workers.actor import ActorPool
 from workers.remote import RemoteError, wait
-from workers.training import state
+from workers.training import processes, state
+from workers.training.processes import own_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -375,3 +376,31 @@ def test_after_a_restart_a_run_goes_on_from_its_checkpoint_bit_for_bit(
     assert checksum(own) == saved
     asyncio.run(own.update(good))
     assert checksum(own) == wanted
+
+
+def test_a_process_that_the_driver_does_not_see_is_ended_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is this one; the driver believes otherwise."""
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        here = own_process()
+        monkeypatch.setattr(processes, "_own_space", lambda: "of another container")
+        there = dataclasses.replace(here, pid=child.pid, started=processes._start_of(child.pid))
+        asyncio.run(processes.end_all([there], 20.0, "key"))
+        assert child.poll() == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_node_that_is_gone_took_its_processes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = dataclasses.replace(own_process(), node="f" * 56, space="of another machine")
+    began = time.monotonic()
+    asyncio.run(processes.end_all([gone], 20.0, "key"))
+    assert time.monotonic() - began < 20
+
+
+def test_a_process_that_outlives_its_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "end_here", lambda those, timeout_s: [each.pid for each in those])
+    here = own_process()
+    with pytest.raises(RemoteError, match=rf"process {here.pid} on {here.host} did not end within 1 s .* \(`key`\)"):
+        asyncio.run(processes.end_all([here], 1.0, "key"))
