@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from workers.remote import RemoteError, wait
 
 POLL_S = 0.05
+GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,20 @@ def _start_of(pid: int) -> str:
 
 
 def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
-    """Kills processes of this machine; returns, after at most `timeout_s`, the ids of those that are still there."""
-    deadline = time.monotonic() + timeout_s
+    """Kills processes of this machine that do not end by themselves, which Ray has asked them to; returns, after at most
+    `timeout_s`, the ids of those that are still there.
+    """
+    began = time.monotonic()
     while left := [p.pid for p in processes if p.started and _start_of(p.pid) == p.started]:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > timeout_s:
             break
+        if waited > GRACE_S:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
         time.sleep(POLL_S)
     return left
 

@@ -36,13 +36,13 @@ def test_a_process_is_gone_also_if_it_was_stopped(child: subprocess.Popen[bytes]
 
 
 def test_another_process_with_the_id_of_one_that_ended_is_left_alone(child: subprocess.Popen[bytes]) -> None:
-    assert end_here([of(child, started="1")], 1) == []
+    assert end_here([of(child, started="1")], 3) == []
     assert child.poll() is None
 
 
 def test_what_does_not_end_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
-    assert end_here([of(child)], 0.2) == [child.pid]
+    assert end_here([of(child)], 1.5) == [child.pid]
 
 
 def test_a_process_that_has_ended_has_no_start(child: subprocess.Popen[bytes]) -> None:
