@@ -64,7 +64,7 @@ def _start_of(pid: int) -> str:
 
 
 def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
-    """Kills processes of this machine that do not end by themselves, which Ray has asked them to; returns, after at most
+    """Kills processes of this machine that do not end by themselves, as Ray has told them to; returns, after at most
     `timeout_s`, the ids of those that are still there.
     """
     began = time.monotonic()
