@@ -5,6 +5,7 @@ are computed over each mini-batch, because that is what one optimizer step sums 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,23 +22,30 @@ def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainB
 
     Responses that overlong filtering takes out of the loss are not among the sequences: nothing is computed for them.
     """
+    dealt, order = deal(len(groups), cfg, version=version)
+    advantages = advantages_of(groups, cfg)
+    minibatches = [
+        _minibatch([groups[i] for i in chosen], [advantages[i] for i in chosen], cfg, version) for chosen in dealt
+    ]
+    return TrainBatch(version=version, minibatches=tuple(minibatches), order=order)
+
+
+def deal(num_groups: int, cfg: Config, *, version: int) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Returns which groups are in each mini-batch, and the mini-batch of each optimizer step."""
     rng = np.random.default_rng((cfg.trainer.seed, version))
     size = cfg.actor.ppo_mini_batch_size
-    count = -(-len(groups) // size)
+    count = -(-num_groups // size)
     shuffle = cfg.actor.shuffle and count > 1
-    dealt = rng.permutation(len(groups)) if shuffle else np.arange(len(groups))
-    advantages = advantages_of(groups, cfg)
-    minibatches = []
-    for start in range(0, len(groups), size):
-        chosen = sorted(dealt[start : start + size].tolist())
-        minibatches.append(_minibatch([groups[i] for i in chosen], [advantages[i] for i in chosen], cfg, version))
+    dealt = rng.permutation(num_groups) if shuffle else np.arange(num_groups)
     orders = [rng.permutation(count) if shuffle else np.arange(count) for _ in range(cfg.actor.ppo_epochs)]
-    return TrainBatch(version=version, minibatches=tuple(minibatches), order=tuple(np.concatenate(orders).tolist()))
+    chosen = [sorted(dealt[start : start + size].tolist()) for start in range(0, num_groups, size)]
+    return chosen, tuple(np.concatenate(orders).tolist())
 
 
 def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
     """Returns advantages per group and response, 0 for an unscorable one. Groups may differ in size.
 
+    A reward that is not finite in float32, in which the ranks compute, makes its response unscorable and nothing else.
     A truncated response counts in its group's baseline unless overlong filtering takes it out there too. Whitening
     (`algorithm.advantage.whiten`) is over all responses of the step that have an advantage.
     """
@@ -45,6 +53,7 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
     rewards = torch.full((len(groups), size), torch.nan, dtype=torch.float64)
     for row, group in zip(rewards, groups, strict=True):
         row[: len(group.scores)] = torch.tensor([score.reward for score in group.scores], dtype=torch.float64)
+        row[~row.float().isfinite()] = torch.nan
         if not cfg.reward.overlong_filtering.in_baseline:
             row[: len(group.scores)][torch.tensor(filtered(group, cfg))] = torch.nan
     advantages = group_advantages(rewards, normalize_by_std=cfg.algorithm.advantage.normalize_by_std)
@@ -81,7 +90,8 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
     """Returns the groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
 
     ref_logprobs: one [R] per response, in the order of `reference_batch`. KL is the sum over a response's tokens of the
-    estimate for the policy that sampled them; accuracies stay as they are.
+    estimate for the policy that sampled them; accuracies stay as they are. Where a log-probability is not finite, so
+    that the estimate means nothing, the response is unscorable ("kl") and its part is left out.
     """
     kl, remaining = cfg.algorithm.kl, iter(ref_logprobs)
     penalized = []
@@ -92,6 +102,9 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
             own = torch.tensor(response.rollout_logprobs, dtype=torch.float64)
             reference = torch.tensor(next(remaining), dtype=torch.float64)
             penalty = -kl.reward_coeff * float(kl_penalty(own, reference, kl.estimator).sum())
+            if not bool(own.isfinite().all() and reference.isfinite().all()):
+                scores.append(dataclasses.replace(score, reward=math.nan, failure=score.failure or "kl"))
+                continue
             parts = score.parts | {"kl_penalty": penalty}
             scores.append(dataclasses.replace(score, reward=score.reward + penalty, parts=parts))
         penalized.append(dataclasses.replace(group, scores=tuple(scores)))

@@ -1,4 +1,4 @@
-"""Declares what the algorithm needs of the compute: three protocols and one callable.
+"""Declares what the algorithm needs of the compute: three protocols, one callable, and how the actors fail.
 
 `workers.{rollout,reward,actor}` fulfil them over Ray; tests also bring in-process stand-ins.
 """
@@ -54,18 +54,66 @@ class RewardPool(Protocol):
         ...
 
 
-class ActorPool(Protocol):
-    """Stands for all FSDP ranks as one."""
+class ActorsLost(RuntimeError):
+    """Says that ranks died, keep silent, or no longer stand at the same point: only `ActorPool.restart` helps."""
 
-    async def update(self, batch: TrainBatch) -> dict[str, float]: ...
+
+class BatchRefused(RuntimeError):
+    """Says that all ranks refused a batch with nothing changed: they would refuse it again.
+
+    reason: "parity", the engines sampled it from other probabilities than the actors compute; "nonfinite", too many
+    optimizer steps in a row were skipped, and no step of this update was taken.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Updated:
+    """Says what became of an update. Made by `workers.training.update`, consumed by the trainer.
+
+    metrics: over all ranks and optimizer steps. skipped: the mini-batches of which a step was skipped, because a loss,
+    gradient or log-probability was not finite (`dapo.batch.deal` tells their groups). stop: why the run must stop,
+    too many were skipped in a row; else empty. The update counts as one in any case, its weights are of a new version.
+    """
+
+    metrics: dict[str, float]
+    skipped: tuple[int, ...] = ()
+    stop: str = ""
+
+
+class ActorPool(Protocol):
+    """Stands for all FSDP ranks as one.
+
+    Every method raises ActorsLost, and then so does every later one until `restart`; or another RuntimeError that all
+    ranks raised alike with nothing changed.
+    """
+
+    async def update(self, batch: TrainBatch) -> Updated:
+        """Trains on a batch, from policy version `batch.version` to the next one. Raises BatchRefused."""
+        ...
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
 
-    async def save(self, directory: str) -> None: ...
+    async def save(self, directory: str, version: int) -> None:
+        """Writes the state of policy `version`, which the ranks must be at."""
+        ...
 
-    async def load(self, directory: str) -> None: ...
+    async def load(self, directory: str, version: int) -> None:
+        """Reads what `save` wrote; the ranks are at policy `version` from then on."""
+        ...
 
     async def export_hf(self, directory: str) -> None: ...
+
+    async def check_shared(self, path: str, content: str) -> None:
+        """Raises RuntimeError unless all ranks read `content` in the file at `path`."""
+        ...
+
+    async def restart(self) -> None:
+        """Ends all ranks and starts new ones, at policy version 0."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,7 @@ class Saver:
         held, groups = self._buffer.held(), self._held()
         state = DriverState(version=version, buffer=self._buffer.state())
         async with self._store.writing(version) as directory:
-            await self._actors.save(str(directory / "actor"))
+            await self._actors.save(str(directory / "actor"), version)
             if self._hf_export:
                 await self._actors.export_hf(str(directory / "hf"))
             await asyncio.to_thread(write_groups, directory, held)
@@ -57,7 +57,7 @@ class Saver:
         if directory is None:
             return None
         state = DriverState.read(directory)
-        await self._actors.load(str(directory / "actor"))
+        await self._actors.load(str(directory / "actor"), state.version)
         held = read_groups(directory, draw)
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in held])
         started = [version for _, version in held]

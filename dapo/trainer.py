@@ -102,13 +102,13 @@ class Trainer:
     async def _update(self, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:
             with self.clock("update"):
-                metrics = await self._pools.actors.update(batch)
+                updated = await self._pools.actors.update(batch)
             self.version += 1
             self._buffer.trained()
             with self.clock("sync"):
                 await self._pools.sync_weights(self.version)
         self._buffer.serving(self.version)
-        return metrics | self._pools.rewards.restarts() | self._pools.rollouts.restarts()
+        return updated.metrics | self._pools.rewards.restarts() | self._pools.rollouts.restarts()
 
     def _is_due(self, every: int, at_end: bool) -> bool:
         if self.version >= self._cfg.trainer.total_steps:

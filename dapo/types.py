@@ -102,7 +102,8 @@ class Score:
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
     metrics: other numbers that a reward function gave, as LABEL/KEY. prediction: the extracted answer, as it gave it.
     failure: "" for a verdict of the functions; "cpu" or "memory", the limit that made the response wrong; "error",
-    "wall", "crash" or "model" (the reward model has none), why it is unscorable.
+    "wall", "crash", "model" (the reward model has none) or "kl" (log-probabilities are not finite), why it is
+    unscorable.
     """
 
     accuracy: float

@@ -1,6 +1,7 @@
 """Groups into mini-batches: advantages per group, weights per optimizer step, overlong filtering, order, staleness."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -254,3 +255,24 @@ def test_staleness_counts_updates_since_each_token_was_sampled():
     group = dataclasses.replace(group, responses=(first, make_response(5, version=6)))
     (minibatch,) = build_batch([group], make_config(1), version=6).minibatches
     assert [s.staleness.tolist() for s in minibatch] == [[4, 4, 4, 1], [0] * 5]
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e300, math.nan])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_reward_that_is_not_finite_makes_its_response_unscorable_and_no_other(reward, whiten):
+    cfg = make_config(8)
+    cfg.algorithm.advantage.whiten = whiten
+
+    def with_last(value):
+        group = make_group(0, [1.0, 0.0, 1.0, 0.0])
+        return dataclasses.replace(
+            group, scores=(*group.scores[:3], dataclasses.replace(group.scores[3], reward=value))
+        )
+
+    advantages = advantages_of([with_last(reward), make_group(1, [1.0, 0.0])], cfg)
+    three = dataclasses.replace(with_last(0.0), scores=with_last(0.0).scores[:3])
+    expected = advantages_of(
+        [dataclasses.replace(three, responses=three.responses[:3]), make_group(1, [1.0, 0.0])], cfg
+    )
+    assert advantages == [[*expected[0], 0.0], expected[1]]
+    assert all(advantage != 0.0 for advantage in expected[0])

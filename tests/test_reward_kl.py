@@ -75,6 +75,24 @@ def test_rewards_lose_the_sum_over_their_tokens(estimator):
             assert math.isnan(new.reward) == math.isnan(old.reward)
 
 
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+@pytest.mark.parametrize("whose", ["reference", "engine"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_penalty_of_numbers_that_are_not_finite_makes_its_response_unscorable(broken, whose, estimator):
+    """-inf would be clamped: a response that is impossible under a policy would pass for one that is a little off."""
+    (group,) = groups = [make_group(0, [1.0, 0.0, 0.0])]
+    logprobs = [s.rollout_logprobs.copy() for s in reference_batch(groups, version=0)]
+    if whose == "reference":
+        logprobs[1][2] = broken
+    else:
+        group.responses[1].rollout_logprobs[2] = broken
+    (penalized,) = penalize_kl(groups, logprobs, penalty_config(estimator))
+    rewards = [score.reward for score in penalized.scores]
+    assert rewards[0] == 1.0 and math.isnan(rewards[1]) and rewards[2] == -1.0
+    assert [score.failure for score in penalized.scores] == ["", "kl", ""]
+    assert "kl_penalty" not in penalized.scores[1].parts and penalized.accuracies == group.accuracies
+
+
 def test_each_response_meets_its_own_reference():
     """Tokens differ in their distance, and one of them is more likely under the reference."""
     groups = [make_group(0, [1.0, 0.0]), make_group(1, [0.0, 1.0])]

@@ -3,70 +3,49 @@
 In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
 """
 
+import asyncio
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 
-from dapo.config.model_shape import UnknownShape, read_shape
 from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
-from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
+from dapo.packing import pack
+from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
-from workers.remote import PartialFailure, RemoteError, wait, wait_for_ranks
+from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh, state
-from workers.training.update import Updater
+from workers.training.parity import WeightParityError
+from workers.training.processes import RankProcess, own_process, read_file
+from workers.training.ranks import Ranks, Submit
+from workers.training.standing import Standing
+from workers.training.unanimous import Refused
+from workers.training.update import NonFiniteError, Updater
+from workers.training.work import MicroBatches, RankWork, equal_at, split_batch
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
-MicroBatches = tuple[tuple[TrainSequence, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankWork:
-    """Holds one rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `ActorWorker.update`.
-
-    minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
-    `TrainBatch`.
-    """
-
-    version: int
-    minibatches: tuple[MicroBatches, ...]
-    order: tuple[int, ...]
-
-
-def split_batch(
-    batch: TrainBatch, num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
-) -> list[RankWork]:
-    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`).
-
-    Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
-    """
-    shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
-    for sequences in batch.minibatches:
-        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
-        for share, micro_batches in zip(shares, packed, strict=True):
-            share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
-    return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
-
-
-def _equal_at(model_path: str) -> int:
-    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
-    try:
-        return read_shape(model_path).attention_equals_rest_tokens
-    except UnknownShape:
-        return ATTENTION_EQUALS_REST_TOKENS
-
 
 class ActorWorker:
-    """Runs one FSDP rank; a Ray actor in the pool. Every method but `free_address` is a collective over all ranks."""
+    """Runs one FSDP rank; a Ray actor in the pool. Every method but the first three is a collective over all ranks.
+
+    It knows the policy version that its weights are of, and whether they are of one at all.
+    """
 
     def __init__(self, cfg: Config, device: str) -> None:
         self._cfg = cfg
         self._device = device
+
+    def process(self) -> RankProcess:
+        """Returns which process this is."""
+        return own_process()
+
+    def read_file(self, path: str) -> tuple[str, str]:
+        """Returns this node's address, and the text in a file or why it cannot be read."""
+        return read_file(path)
 
     def free_address(self) -> tuple[str, int]:
         """Returns an address of this node and a free port on it, for the process group."""
@@ -105,15 +84,26 @@ class ActorWorker:
         if kl.loss_coeff or kl.reward_coeff:
             reference = fsdp.load_reference(cfg, self._mesh, self._policy)
         self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh)
+        self._has_reference = reference is not None
+        self._standing = Standing()
 
-    def update(self, work: RankWork) -> dict[str, float]:
-        """Trains on this rank's share; the metrics are those of all ranks."""
-        metrics = self._updater.update(work.version, work.minibatches, work.order)
-        fsdp.release(self._policy, self._cfg, self._mesh)
-        return metrics
+    def update(self, work: RankWork) -> Updated:
+        """Trains on this rank's share, and is then of the next policy version; the metrics are those of all ranks.
+
+        Raises Unanimous with nothing changed; anything else leaves no state that could be saved.
+        """
+        self._standing.check("an update", work.version)
+        what = f"the update from policy version {work.version}"
+        with self._standing.changing(what, to=work.version + 1, or_nothing=True):
+            try:
+                return self._updater.update(work.version, work.minibatches, work.order)
+            finally:
+                fsdp.release(self._policy, self._cfg, self._mesh)
 
     def reference_logprobs(self, micro_batches: MicroBatches) -> list[Float32Array]:
         """Returns [R] of every sequence, in the order of the micro-batches."""
+        if not self._has_reference:
+            raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         logprobs = self._updater.reference_logprobs(micro_batches)
         return [values.numpy() for of_micro_batch in logprobs for values in of_micro_batch]
 
@@ -137,81 +127,122 @@ class ActorWorker:
 
     def gather_bucket(self, index: int) -> Bucket | None:
         """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
+        self._standing.check("a weight sync")
         return self._sender.gather(index)
 
-    def save(self, directory: str) -> None:
+    def save(self, directory: str, version: int) -> None:
         """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
 
         Raises:
-            RuntimeError: an update failed between two of its optimizer steps, or copies of the parameters (HSDP)
-                have drifted apart.
+            Unanimous: the weights are not those of policy `version`, or some rank could not write.
+            RuntimeError: copies of the parameters (HSDP) have drifted apart.
         """
-        if not self._updater.is_whole:
-            raise RuntimeError(
-                "the last update failed between two optimizer steps; its weights are of no policy version"
-            )
+        self._standing.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._mesh, directory)
 
-    def load(self, directory: str) -> None:
-        """Reads what `save` wrote, on this or another number of ranks."""
-        state.load_state(self._policy, self._optimizer, directory)
+    def load(self, directory: str, version: int) -> None:
+        """Reads what `save` wrote, on this or another number of ranks, and is then of policy `version`."""
+        with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
+            self._optimizer.zero_grad()  # of an update that failed
+            state.load_state(self._policy, self._optimizer, directory)
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
+        self._standing.check("an export")
         state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
 
 
 class ActorPool:
-    """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it."""
+    """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it.
+
+    Every method raises RemoteError where all ranks raised alike, with nothing changed and able to go on; and ActorsLost
+    where a rank died, kept silent, or failed in another way than the others, from when on nothing but `restart` works.
+    """
 
     def __init__(self, cfg: Config, device: str, options: Sequence[dict[str, Any]]) -> None:
         """Makes the ranks' actors. options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
         self._cfg = cfg
-        self._out_of_step = ""
-        remote = ray.remote(ActorWorker)
-        self._workers: list[Any] = [remote.options(**option).remote(cfg, device) for option in options]
-
+        remote: Any = ray.remote(ActorWorker)
+        self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in options])
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
         self._bounds = (
-            len(self._workers) // self._sequence_parallel,
+            len(options) // self._sequence_parallel,
             cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
-            _equal_at(cfg.model.path),
+            equal_at(cfg.model.path),
         )
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._ranks.workers
 
     def _group_of(self, rank: int) -> int:
         """Returns which part of the work a rank takes part in: that of its sequence-parallel group of neighbours."""
         return rank // self._sequence_parallel
 
     async def start(self) -> None:
-        """Loads the model on all ranks. Raises RemoteError, as every method does when a rank fails or keeps silent."""
+        """Loads the model on all ranks, which are then at policy version 0."""
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
+        await self._ranks.find_processes(timeout_s, key)
         [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
-        refs = [
-            worker.start.remote(rank, len(self._workers), address, port) for rank, worker in enumerate(self._workers)
-        ]
-        await wait_for_ranks(refs, timeout_s, "loading the model", key)
+        count = len(self._workers)
+        await self._ranks.call(
+            lambda rank, worker: worker.start.remote(rank, count, address, port),
+            timeout_s,
+            "loading the model",
+            key,
+            separable=True,
+        )
 
-    async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps."""
+    async def restart(self) -> None:
+        """Ends all ranks, whatever they do, and starts new ones with the same Ray options, at policy version 0.
+
+        Their connections to the engines are gone: the next weight sync must open them again.
+        """
+        await self._ranks.restart("actor.start_timeout_s")
+        await self.start()
+
+    async def check_shared(self, path: str, content: str) -> None:
+        """Raises RemoteError unless all ranks read `content` in the file at `path`, which the driver has written."""
+        answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")
+        if others := {f"{host} ({text[:200]})": None for host, text in answers if text != content}:
+            raise RemoteError(
+                f"`trainer.output_dir`: actor ranks on {', '.join(others)} do not see {path} as the driver has written "
+                "it; give a directory on a file system that all nodes share"
+            )
+
+    async def update(self, batch: TrainBatch) -> Updated:
+        """Trains on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps.
+
+        Raises BatchRefused where it would be refused again. Whoever cancels the wait loses the actors.
+        """
         works = [ray.put(work) for work in split_batch(batch, *self._bounds)]
-        refs = [worker.update.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)]
         what = f"the update from policy version {batch.version}"
         try:
-            return (await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s"))[0]
-        except PartialFailure as error:
-            self._out_of_step = str(error)
+            updated: list[Updated] = await self._ranks.call(
+                lambda rank, worker: worker.update.remote(works[self._group_of(rank)]),
+                self._cfg.actor.timeout_s,
+                what,
+                "actor.timeout_s",
+                changes=True,
+            )
+        except RemoteError as error:
+            reasons = {WeightParityError: "parity", NonFiniteError: "nonfinite"}
+            if reason := reasons.get(type(error.__cause__)):  # type: ignore[arg-type]
+                raise BatchRefused(reason, str(error)) from error
             raise
+        return updated[0]
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         packed = pack(lengths, *self._bounds)
         works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
-        refs = [
-            worker.reference_logprobs.remote(works[self._group_of(rank)]) for rank, worker in enumerate(self._workers)
-        ]
-        what = "the reference policy's log-probabilities"
-        results = await wait_for_ranks(refs, self._cfg.actor.timeout_s, what, "actor.timeout_s")
+        results = await self._ranks.call(
+            lambda rank, worker: worker.reference_logprobs.remote(works[self._group_of(rank)]),
+            self._cfg.actor.timeout_s,
+            "the reference policy's log-probabilities",
+            "actor.timeout_s",
+        )
         found: dict[int, Float32Array] = {}
         for micro_batches, arrays in zip(packed, results[:: self._sequence_parallel], strict=True):
             found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
@@ -219,46 +250,47 @@ class ActorPool:
 
     async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
         """Returns the number of buckets of a weight sync, and each rank's end of the transport."""
-        refs = [worker.open_weights.remote(transport) for worker in self._workers]
-        opened = await self._weights(refs, "opening the weight sync")
+        opened = await self._weights(lambda _, worker: worker.open_weights.remote(transport), "opening the weight sync")
         return opened[0][0], [endpoint for _, endpoint in opened]
 
     async def join_weights(self, num_receivers: int) -> None:
         """Lets the ranks meet the engines' processes."""
-        refs = [worker.join_weights.remote(num_receivers) for worker in self._workers]
-        await self._weights(refs, "meeting the engines for the weight sync")
+        what = "meeting the engines for the weight sync"
+        await self._weights(lambda _, worker: worker.join_weights.remote(num_receivers), what)
 
     async def gather_bucket(self, index: int, what: str) -> Bucket:
         """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
-        refs = [worker.gather_bucket.remote(index) for worker in self._workers]
-        return (await self._weights(refs, f"gathering {what}"))[0]
+        return (await self._weights(lambda _, worker: worker.gather_bucket.remote(index), f"gathering {what}"))[0]
 
-    async def save(self, directory: str) -> None:
-        """Writes model and optimizer into `directory`, which all ranks must see.
+    async def save(self, directory: str, version: int) -> None:
+        """Writes the state of policy `version` into `directory`, which all ranks must see.
 
-        Raises RemoteError after an update that failed on some ranks only, and where copies have drifted apart."""
-        if self._out_of_step:  # others hang in a collective of the update, and would until its deadline
+        Raises RemoteError also where the weights are of another version, or what some rank has written is not in the
+        driver's directory; ActorsLost also where copies have drifted apart."""
+        what = f"saving {directory}"
+        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), what)
+        if missing := await asyncio.to_thread(state.missing_shards, directory):
             raise RemoteError(
-                f"the ranks are no longer at the same point, because an update failed: {self._out_of_step}"
+                f"{what}: {', '.join(missing[:4])} ({len(missing)} in all) of the actors' files are not there, or cut "
+                "off; give a `trainer.output_dir` on a file system that all nodes share"
             )
-        await self._checkpoint([worker.save.remote(directory) for worker in self._workers], f"saving {directory}")
 
-    async def load(self, directory: str) -> None:
-        """Reads what `save` wrote, also by another number of ranks."""
-        await self._checkpoint([worker.load.remote(directory) for worker in self._workers], f"loading {directory}")
+    async def load(self, directory: str, version: int) -> None:
+        """Reads what `save` wrote, also by another number of ranks, which are then at policy `version`."""
+        await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
 
     async def export_hf(self, directory: str) -> None:
         """Writes the model as transformers and vLLM load it."""
-        refs = [worker.export_hf.remote(directory) for worker in self._workers]
-        await self._checkpoint(refs, f"the export to {directory}")
+        await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
 
     def close(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""
-        for worker in self._workers:
-            ray.kill(worker)
+        self._ranks.kill()
 
-    async def _weights(self, refs: Sequence[Any], what: str) -> list[Any]:
-        return await wait_for_ranks(refs, self._cfg.weight_sync.timeout_s, what, "weight_sync.timeout_s")
+    async def _weights(self, submit: Submit, what: str) -> list[Any]:
+        # A transport may fail on rank 0 alone, when an engine is gone: all ranks have then gathered the bucket.
+        timeout_s, key = self._cfg.weight_sync.timeout_s, "weight_sync.timeout_s"
+        return await self._ranks.call(submit, timeout_s, what, key, separable=True)
 
-    async def _checkpoint(self, refs: Sequence[Any], what: str) -> list[Any]:
-        return await wait_for_ranks(refs, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")
+    async def _checkpoint(self, submit: Submit, what: str) -> list[Any]:
+        return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

@@ -70,17 +70,6 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-async def wait_for_ranks(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Returns results in rank order; fails as `wait_for_all` does.
-
-    Raises:
-        RemoteError: all ranks failed, or were silent for `timeout_s` (configuration key `key`).
-        PartialFailure: some did.
-    """
-    waits = [wait([ref], timeout_s, f"actor rank {k} ({what})", key) for k, ref in enumerate(refs)]
-    return [result for (result,) in await wait_for_all(waits)]
-
-
 async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:
     """Returns the results of all, in order. The first that fails ends the wait, though others may hang in a collective.
 

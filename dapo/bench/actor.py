@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[floa
         async def slowest(refs: Sequence[Any]) -> float:
             return max(await wait(refs, cfg.actor.timeout_s, "a round", "actor.timeout_s"))
 
-        for _ in range(WARM_UP + repeats):
+        for turn in range(WARM_UP + repeats):
             began = time.perf_counter()
-            await pool.update(batch)
+            await pool.update(replace(batch, version=2 * turn))  # and another update within its processes
             waited = time.perf_counter() - began
             ranks = zip(pool._workers, works, strict=True)
             within = await slowest([rank.__ray_call__.remote(seconds_of, work) for rank, work in ranks])

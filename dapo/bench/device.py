@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ def _updates(cfg: Config, device: str, batch: TrainBatch, updates: int) -> tuple
     worker.start(0, 1, "127.0.0.1", port)
     [work] = split_batch(batch, 1, cfg.actor.max_tokens_per_gpu)
     seconds = []
-    for _ in range(WARM_UP + updates):
+    for version in range(WARM_UP + updates):
         began = time.perf_counter()
-        metrics = worker.update(work)  # its metrics are on the host: the device has finished
+        metrics = worker.update(replace(work, version=version)).metrics  # on the host: the device has finished
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[WARM_UP:]), metrics
 

@@ -8,6 +8,7 @@ one would write it for one process in plain torch and transformers: whole logits
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,7 +94,8 @@ class HandWrittenRank:
 
 
 def seconds_of(worker: ActorWorker, work: RankWork) -> float:
-    """Runs on an actor rank: returns the seconds of one update within its process."""
+    """Runs on an actor rank: returns the seconds of one update within its process, from whatever version it is at."""
+    work = replace(work, version=worker._standing.version)
     began = time.perf_counter()
     worker.update(work)
     return time.perf_counter() - began

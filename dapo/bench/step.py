@@ -21,7 +21,7 @@ from dapo.bench.hand_loop import BareRank
 from dapo.bench.setting import run_config, trainer, workers
 from dapo.bench.shapes import LENGTHS
 from dapo.config.schema import Config
-from dapo.pools import ActorPool, RolloutPool
+from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
 from dapo.types import Float32Array, Int32Array, Response, Sampling, TrainBatch, TrainSequence
 from workers.actor import split_batch
@@ -74,18 +74,24 @@ class RecordingActors:
         self._pool = pool
         self.batch = TrainBatch(version=0, minibatches=(), order=())
 
-    async def update(self, batch: TrainBatch) -> dict[str, float]:
+    async def update(self, batch: TrainBatch) -> Updated:
         self.batch = batch
         return await self._pool.update(batch)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         return await self._pool.reference_logprobs(sequences)
 
-    async def save(self, directory: str) -> None:
-        await self._pool.save(directory)
+    async def save(self, directory: str, version: int) -> None:
+        await self._pool.save(directory, version)
 
-    async def load(self, directory: str) -> None:
-        await self._pool.load(directory)
+    async def load(self, directory: str, version: int) -> None:
+        await self._pool.load(directory, version)
+
+    async def check_shared(self, path: str, content: str) -> None:
+        await self._pool.check_shared(path, content)
+
+    async def restart(self) -> None:
+        await self._pool.restart()
 
     async def export_hf(self, directory: str) -> None:
         await self._pool.export_hf(directory)

@@ -101,6 +101,7 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
     sequences = [sequence for minibatch in batch.minibatches for sequence in minibatch]
     tokens = [group.num_tokens for group in groups]
     penalties = [score.parts["kl_penalty"] for score in scores if "kl_penalty" in score.parts]
+    without = sum(score.failure == "kl" for score in scores)
     return {
         **_spread("batch/reward", [score.reward for score in scores if not math.isnan(score.reward)]),
         **_spread("batch/advantage", [sequence.advantage for sequence in sequences]),
@@ -109,6 +110,7 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
         **_staleness_metrics(sequences),
         "batch/filtered": 1.0 - len(sequences) / len(scores),
         **({"reward/kl_penalty": float(np.mean(penalties))} if penalties else {}),
+        **({"reward/failed_kl": without / len(scores)} if without else {}),
     }
 
 

@@ -4,6 +4,7 @@ Its engine half is compared with real engines in tests/workers/test_rollout.py, 
 """
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def measure(worker, work):
     parameters = sum(p.to_local().nbytes for p in worker._policy.parameters())
     moments = [v for state in worker._optimizer.state.values() for v in state.values() if v.dim()]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        worker.update(work)
+        worker.update(replace(work, version=work.version + 1))
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
     return parameters, sum(v.to_local().nbytes for v in moments), int(alive.max())
@@ -82,7 +83,7 @@ def test_actor_memory(tiny, actors):
 def test_checkpoint_size(tiny, actors, tmp_path):
     cfg, shape = tiny
     state, export = checkpoint_terms(cfg, shape)
-    for term, write in ((state, actors.save), (export, actors.export_hf)):
+    for term, write in ((state, lambda folder: actors.save(folder, 0)), (export, actors.export_hf)):
         folder = tmp_path / term.name.split()[0]
         asyncio.run(write(str(folder)))
         found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

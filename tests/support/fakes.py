@@ -4,9 +4,11 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from dapo.pools import Updated
 from dapo.types import (
     Draw,
     Float32Array,
@@ -120,27 +122,39 @@ class FakeActors:
         self.batches: list[TrainBatch] = []
         self.saved: list[str] = []
         self.loaded: list[str] = []
+        self.version = 0
 
-    async def update(self, batch: TrainBatch) -> dict[str, float]:
+    async def update(self, batch: TrainBatch) -> Updated:
+        if batch.version != self.version:
+            raise RuntimeError(f"the ranks refuse an update of policy version {batch.version}: {self.version}")
         self.batches.append(batch)
         await asyncio.sleep(0)
+        self.version += 1
         tokens = sum(len(s.rollout_logprobs) for minibatch in batch.minibatches for s in minibatch)
-        return {"actor/loss": 0.0, "actor/response_tokens": float(tokens), "actor/entropy": 1.0, "actor/grad_norm": 1.0}
+        metrics = {"loss": 0.0, "response_tokens": float(tokens), "entropy": 1.0, "grad_norm": 1.0}
+        return Updated(metrics={f"actor/{name}": value for name, value in metrics.items()})
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """A reference policy that is half a nat less sure of every token."""
         return [sequence.rollout_logprobs - np.float32(0.5) for sequence in sequences]
 
-    async def save(self, directory: str) -> None:
-        import pathlib
-
-        path = pathlib.Path(directory)
+    async def save(self, directory: str, version: int) -> None:
+        if version != self.version:
+            raise RuntimeError(f"the ranks refuse a checkpoint of policy version {version}: {self.version}")
+        path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights").write_text(str(len(self.batches)))
         self.saved.append(directory)
 
-    async def load(self, directory: str) -> None:
+    async def load(self, directory: str, version: int) -> None:
         self.loaded.append(directory)
+        self.version = version
 
     async def export_hf(self, directory: str) -> None:
-        await self.save(directory)
+        await self.save(directory, self.version)
+
+    async def check_shared(self, path: str, content: str) -> None:
+        assert Path(path).read_text() == content
+
+    async def restart(self) -> None:
+        self.version = 0

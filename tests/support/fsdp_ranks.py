@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.plain_reference import rank_checksum
+from tests.support.plain_reference import rank_checksum, update_on
 from workers.actor import RankWork
 
 
@@ -21,7 +21,7 @@ def counted(worker: Any, work: RankWork) -> tuple[int, int, str]:
 
     torch.distributed.all_reduce = all_reduce
     try:
-        worker.update(work)
+        update_on(worker, work)
     finally:
         torch.distributed.all_reduce = plain
     return len(work.minibatches[0]), len(calls), rank_checksum(worker)
@@ -44,7 +44,7 @@ class Travelling(TorchDispatchMode):
 def travelling(worker: Any, work: RankWork) -> dict[str, set[torch.dtype]]:
     """Runs on a rank."""
     with Travelling() as seen:
-        worker.update(work)
+        update_on(worker, work)
     return seen.types
 
 

@@ -21,6 +21,8 @@ from tests.support.plain_reference import (
     rebuild,
     reference,
     start_pool,
+    update,
+    update_on,
 )
 from workers.actor import ActorWorker, RankWork, split_batch
 from workers.training.fsdp import reshard
@@ -59,13 +61,13 @@ class Ranks:
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         if self._pool:
-            return asyncio.run(self._pool.update(batch))
-        return self._alone.update(split_batch(batch, 1, 64)[0])
+            return update(self._pool, batch)
+        return update_on(self._alone, split_batch(batch, 1, 64)[0]).metrics
 
-    def call(self, method: str, *args: str) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """save, load or export_hf."""
         one = self._pool or self._alone
-        found = getattr(one, method)(*map(str, args))
+        found = getattr(one, method)(*args)
         return asyncio.run(found) if self._pool else found
 
     def checksum(self) -> str:

@@ -18,6 +18,7 @@ from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
 
 if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
+    from dapo.pools import Updated
     from workers.actor import ActorPool, RankWork
 
 VOCABULARY = 64
@@ -147,6 +148,34 @@ def reconfigure(worker: Any, cfg: Config) -> None:
     worker._policy.entropy_gradient = cfg.algorithm.entropy_coeff != 0
     worker._optimizer.zero_grad()
     worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh)
+
+
+def update_on(worker: Any, work: "RankWork") -> "Updated":
+    """Runs on a rank: an update from whatever version the work is of."""
+    worker._standing.version = work.version
+    return worker.update(work)
+
+
+def stand_at(worker: Any, version: int) -> None:
+    """Runs on a rank: lets it take its weights for those of a version."""
+    worker._standing.version = version
+
+
+def update(pool: "ActorPool", batch: TrainBatch) -> dict[str, float]:
+    """Metrics of an update from whatever version the batch is of."""
+    on_all(pool, stand_at, [batch.version] * len(pool._workers))
+    return asyncio.run(pool.update(batch)).metrics
+
+
+def version_of(worker: Any) -> int:
+    """Runs on a rank: the version that it takes its weights for."""
+    return worker._standing.version
+
+
+def save(pool: "ActorPool", directory: Path) -> None:
+    """A checkpoint of whatever version the ranks are at."""
+    [version] = set(on_all(pool, version_of))
+    asyncio.run(pool.save(str(directory), version))
 
 
 def full_weights(worker: Any) -> dict[str, torch.Tensor]:

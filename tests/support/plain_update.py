@@ -1,6 +1,5 @@
 """The whole update written out again in plain torch, one sequence at a time, and the comparison with the ranks'."""
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from tests.support.plain_reference import (
     on_all,
     plain_logprobs,
     reference,
+    update,
 )
 from workers.actor import ActorPool
 
@@ -127,6 +127,7 @@ def plain_update(
         "actor/skipped_steps": 0,
         "actor/empty_steps": 0,
         **_plain_means(_joined(trained)),
+        "parity/non_finite_tokens": 0,
         **_plain_parity(_joined([t for k in checked for t in before[k]])),
     }
 
@@ -185,7 +186,7 @@ def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float 
 def assert_update(pool: ActorPool, cfg: Config, batch: TrainBatch) -> dict[str, float]:
     """The ranks' update is plain torch's: every metric, and the way that the weights go."""
     model, base = reference(Path(cfg.model.path)), reference(Path(cfg.model.path))
-    metrics = asyncio.run(pool.update(batch))
+    metrics = update(pool, batch)
     wanted = plain_update(model, cfg, batch, base if cfg.algorithm.kl.loss_coeff else None)
     before, after = dict(base.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [path for folder in ("dapo", "workers") for path in sorted((ROOT / folder).rglob("*.py"))]
 # What waits for as long as it takes, and what turns a result into something that is waited for later.
 ENDLESS = {"gather", "as_completed", "anext", "aiter", "ensure_future", "create_task", "shield"}
-BOUNDED = {"wait_for", "wait_for_stream", "wait_for_ranks"}  # and `wait` of workers.remote
+BOUNDED = {"wait_for", "wait_for_stream"}  # and `wait` of workers.remote
 CUT_BY_CALLER = {("workers/scoring/fleet.py", "_next"): "_parts"}  # which gives asyncio.wait a timeout
 HELPERS = "workers/remote.py"
 
@@ -179,7 +179,6 @@ def test_a_planted_wait_without_a_deadline_is_seen(body: str) -> None:
     "body",
     [
         pytest.param("await wait([w.a.remote()], 1, 'a', 'key')", id="wait"),
-        pytest.param("refs = [w.a.remote() for w in ws]\n    await wait_for_ranks(refs, 1, 'a', 'key')", id="ranks"),
         pytest.param("await asyncio.wait_for(w.a.remote(), 1)", id="wait_for"),
         pytest.param("await asyncio.wait([asyncio.ensure_future(w.a.remote())], timeout=1)", id="asyncio-wait"),
         pytest.param("async with asyncio.timeout(1):\n        await w.a.remote()", id="timeout"),

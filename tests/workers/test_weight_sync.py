@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.schema import Config
 from dapo.derived import resolve_transport
+from dapo.pools import ActorsLost
 from dapo.types import TrainSequence
 from tests.support.local_actors import local_sync
 from tests.support.plain_reference import make_config, make_model, start_own_pool
@@ -364,7 +365,7 @@ def test_an_engine_lost_in_a_broadcast_is_left_out_in_time_and_another_joins(act
             began = time.monotonic()
             await sync(2)
             assert ends.admitted == [(0,)] and not ends.refused, "no engine is left, and none may serve a mixture"
-            await pool.save(str(tmp_path / "state"))
+            await pool.save(str(tmp_path / "state"), 0)
             await pool.export_hf(str(tmp_path / "hf"))
             assert time.monotonic() - began < 15, "the ranks' own deadline is 30 s"
             ends.engines = (0,)
@@ -397,7 +398,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
     ends = Keeper(kill)
     sync = WeightSync(pool, ends, within(cfg, "ipc"))
     began = time.monotonic()
-    with pytest.raises(RemoteError, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
+    with pytest.raises(ActorsLost, match=r"actor rank 1 \(gathering weight bucket [345] of \d+, version 2\).*Died"):
         asyncio.run(sync(2))
     assert time.monotonic() - began < 15, "the deadline is 30 s"
     assert ends.refused and "finish 2" not in ends.events

@@ -18,42 +18,62 @@ from torch.distributed.tensor import DTensor
 
 from workers.training.fsdp import shard_sums
 from workers.training.lora import ADAPTER, DOWN, Gather, base_name, has_adapters, is_adapter, peft_layer
+from workers.training.unanimous import OwnWork
 
 IDENTITY_FILE = "lora.json"
 
 
 def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> None:
-    """Writes the adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`."""
+    """Writes the adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`.
+
+    Raises FilesError if rank 0 cannot write.
+    """
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             full = gather(parameter)
             if dist.get_rank() == 0:
                 tensors[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = full.cpu().contiguous()
-    if dist.get_rank() == 0:
-        config = copy.copy(model.peft_config[ADAPTER])
-        config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(directory)
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    own = OwnWork()
+    with own:
+        if dist.get_rank() == 0:
+            config = copy.copy(model.peft_config[ADAPTER])
+            config.base_model_name_or_path, config.inference_mode = base, True
+            config.save_pretrained(directory)
+            save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    own.meet(f"the adapters could not be exported to {directory}")
 
 
 def save_identity(model: nn.Module, directory: Path) -> None:
-    """Notes next to a checkpoint, whose only weights are adapters, what these belong to. A collective."""
-    identity = _identity(model)
-    if dist.get_rank() == 0:
-        (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    """Notes next to a checkpoint, whose only weights are adapters, what these belong to. A collective.
+
+    Raises FilesError if rank 0 cannot write.
+    """
+    identity, own = _identity(model), OwnWork()
+    with own:
+        if dist.get_rank() == 0:
+            (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    own.meet(f"{directory / IDENTITY_FILE} could not be written")
 
 
 def check_identity(model: nn.Module, directory: Path) -> None:
-    """Raises ValueError unless a checkpoint has the adapters that the model has, on the same base. A collective."""
+    """Raises FilesError unless a checkpoint has the adapters that the model has, on the same base. A collective."""
+    own = OwnWork()
+    found = _identity(model) if has_adapters(model) else {}
+    with own:
+        _compare(found, directory)
+    own.meet(f"{directory} cannot be loaded")
+
+
+def _compare(found: dict[str, Any], directory: Path) -> None:
+    """Raises ValueError where a checkpoint is not of these adapters. found: empty without adapters."""
     path = directory / IDENTITY_FILE
-    if not has_adapters(model):
+    if not found:
         if path.exists():
             raise ValueError(
                 f"{directory} holds adapters only ({path.name}); set `model.lora` as in the run that made it"
             )
         return
-    found = _identity(model)
     if not path.exists():
         raise ValueError(f"{directory} holds a whole model and no adapters (no {path.name}); set `model.lora.rank=0`")
     saved = json.loads(path.read_text(encoding="utf-8"))

@@ -6,12 +6,13 @@ the run and names what to suspect: the weight sync, the compute types, or stalen
 
 from dapo.config.schema import Config
 from workers.training.totals import Mismatch, Totals
+from workers.training.unanimous import Unanimous
 
 # Engine arguments of vLLM that make it compute in other types than the actors.
 _TYPE_ARGS = ("dtype", "quantization", "kv_cache_dtype")
 
 
-class WeightParityError(RuntimeError):
+class WeightParityError(Unanimous):
     """Says that the engines sampled from other probabilities than the actors compute; nothing was trained on the
     batch.
     """
@@ -20,8 +21,10 @@ class WeightParityError(RuntimeError):
 def check_parity(totals: Totals, cfg: Config) -> None:
     """Checks tokens of the current policy against one bound, tokens of older policies against another.
 
+    Tokens whose log-probability is not finite, on either side, are left out: their optimizer steps are skipped.
+
     Raises:
-        WeightParityError: the mean of |log-probability of the actors - of the engines| is above a bound, or NaN.
+        WeightParityError: the mean of |log-probability of the actors - of the engines| is above a bound.
     """
     fresh, older = totals.mismatch[0], totals.mismatch[1:]
     bound = cfg.weight_sync.max_mean_logprob_diff

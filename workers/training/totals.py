@@ -27,7 +27,7 @@ _SUMS = (
     "kl",
     "entropy",
 )
-_MISMATCH_SUMS = ("tokens", "difference", "ratio", "ratio_squared", "affected")
+_MISMATCH_SUMS = ("tokens", "difference", "ratio", "ratio_squared", "affected", "non_finite")
 STALENESS_BUCKETS = 5  # tokens of policies 0, 1, 2, 3 updates old; the last also holds older ones
 _NUM_SUMS = len(_SUMS) + STALENESS_BUCKETS * len(_MISMATCH_SUMS)
 _NUM_MAXIMA = 1 + STALENESS_BUCKETS
@@ -38,24 +38,31 @@ GRAD_NORM_SQUARED = _SUMS.index("grad_norm_squared")
 class Mismatch:
     """Compares actors and engines over the tokens of one staleness. difference: sum of |old - rollout log-probability|
     in nats, and its maximum. ratio, ratio_squared: sums of the importance ratio before truncation or masking. affected:
-    tokens truncated or masked."""
+    tokens truncated or masked. non_finite: tokens whose difference or ratio is not finite; all but `tokens` is without
+    them."""
 
     tokens: float
     difference: float
     ratio: float
     ratio_squared: float
     affected: float
+    non_finite: float
     max_difference: float
+
+    @property
+    def finite(self) -> float:
+        """Counts the tokens that the sums are over."""
+        return self.tokens - self.non_finite
 
     @property
     def mean(self) -> float:
         """Returns the mean of |old - rollout log-probability|; 0 without tokens."""
-        return self.difference / max(1.0, self.tokens)
+        return self.difference / max(1.0, self.finite)
 
     @property
     def ess(self) -> float:
         """Returns the effective sample size as a share, (sum of ratios)^2 / (tokens x sum of squares), or NaN."""
-        return math.nan if self.tokens == 0 else self.ratio**2 / max(self.tokens * self.ratio_squared, 1e-300)
+        return math.nan if self.finite == 0 else self.ratio**2 / max(self.finite * self.ratio_squared, 1e-300)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         return {
@@ -90,8 +97,9 @@ class Totals:
 
     @property
     def finite(self) -> bool:
-        """Tells whether the optimizer may use this gradient."""
-        return math.isfinite(self.sums["loss"]) and math.isfinite(self.sums["grad_norm_squared"])
+        """Tells whether the optimizer may use this gradient: loss, gradient and all log-probabilities are finite."""
+        numbers = (self.sums["loss"], self.sums["grad_norm_squared"])
+        return all(map(math.isfinite, numbers)) and not self.all_mismatch.non_finite
 
     @property
     def all_mismatch(self) -> Mismatch:
@@ -102,6 +110,7 @@ class Totals:
             ratio=sum(m.ratio for m in self.mismatch),
             ratio_squared=sum(m.ratio_squared for m in self.mismatch),
             affected=sum(m.affected for m in self.mismatch),
+            non_finite=sum(m.non_finite for m in self.mismatch),
             max_difference=max(m.max_difference for m in self.mismatch),
         )
 
@@ -127,7 +136,11 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
             maxima[0] = result.log_ratio[result.trained].max()
     bucket = staleness.clamp(0, STALENESS_BUCKETS - 1)
     difference, ratio = correction.difference.double().abs(), correction.ratio.double()
-    columns = torch.stack([torch.ones_like(ratio), difference, ratio, ratio.square(), correction.affected.double()], 1)
+    finite = difference.isfinite() & ratio.isfinite()
+    difference, ratio = difference.where(finite, 0.0), ratio.where(finite, 0.0)
+    affected = correction.affected & finite
+    per_token = [torch.ones_like(ratio), difference, ratio, ratio.square(), affected.double(), (~finite).double()]
+    columns = torch.stack(per_token, 1)
     mismatch = torch.zeros(STALENESS_BUCKETS, columns.shape[1], dtype=torch.float64, device=device)
     mismatch.index_add_(0, bucket, columns)
     maxima[1:].scatter_reduce_(0, bucket, difference, "amax")
@@ -160,8 +173,8 @@ def _merge(rows: Tensor) -> Tensor:
 def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: int, empty: int) -> dict[str, float]:
     """Returns means over the optimizer steps taken (loss, gradient norm) and over their trained tokens (the rest).
 
-    lr: of the last optimizer step. skipped, empty: optimizer steps not taken, because loss or gradient were not finite,
-    or because no token was to be trained. parity: what the actors thought of the batch before the first step.
+    lr: of the last optimizer step. skipped, empty: optimizer steps not taken, because some number was not finite, or
+    because no token was to be trained. parity: what the actors thought of the batch before the first step.
     """
     count, tokens = max(1, len(steps)), max(1.0, sum(t.trained_tokens for t in steps))
     mean = {name: sum(t.sums[name] for t in steps) / tokens for name in _SUMS}
@@ -182,6 +195,7 @@ def metrics_of(steps: Sequence[Totals], parity: Totals, *, lr: float, skipped: i
         "actor/optimizer_steps": float(len(steps)),
         "actor/skipped_steps": float(skipped),
         "actor/empty_steps": float(empty),
+        "parity/non_finite_tokens": whole.non_finite,
         **whole.metrics("parity"),
     }
     if any(m.tokens for m in parity.mismatch[1:]):

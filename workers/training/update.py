@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dapo.config.schema import Config
 from dapo.objective import Constants, Correction, objective, rollout_correction
+from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
 from workers.training.fsdp import reshard
@@ -21,12 +22,15 @@ from workers.training.mesh import Mesh
 from workers.training.parity import check_parity
 from workers.training.policy import MicroBatch, PackedPolicy, collate
 from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
+from workers.training.unanimous import Unanimous
 
 MAX_SKIPPED_IN_A_ROW = 3
 
 
-class NonFiniteError(RuntimeError):
-    """Says that loss or gradient were not finite in several optimizer steps in a row."""
+class NonFiniteError(Unanimous):
+    """Says that too many optimizer steps in a row were skipped for numbers that are not finite, and that the update
+    took none before them.
+    """
 
 
 class Updater:
@@ -51,17 +55,25 @@ class Updater:
         self._device = torch.device(mesh.device)
         self._learning_rate = learning_rates(cfg)
         self._skipped_in_a_row = 0
-        self.is_whole = True  # no update ended after some of its optimizer steps: the weights are of a policy version
 
     def update(
         self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
-    ) -> dict[str, float]:
-        """Trains on this rank's [mini-batches][micro-batches][sequences], taken in `order`; returns metrics, equal on
+    ) -> Updated:
+        """Trains on this rank's [mini-batches][micro-batches][sequences], taken in `order`; returns what is equal on
         all ranks.
 
-        Raises WeightParityError before the first optimizer step if the batch was sampled from other weights, and
-        NonFiniteError after three skipped steps in a row.
+        After three skipped steps in a row it takes no further one. Raises `Unanimous`, with nothing changed:
+        WeightParityError if the batch was sampled from other weights, and NonFiniteError if the three came first.
         """
+        try:
+            return self._update(version, minibatches, order)
+        except Unanimous:
+            self._optimizer.zero_grad()  # or the next batch would add its gradient to that of a refused one
+            raise
+
+    def _update(
+        self, version: int, minibatches: Sequence[Sequence[Sequence[TrainSequence]]], order: Sequence[int]
+    ) -> Updated:
         batches = [[self._collate(sequences) for sequences in minibatch] for minibatch in minibatches]
         parity: Totals | None = None
         old: list[list[Tensor]] | None = None
@@ -71,7 +83,8 @@ class Updater:
         reference = self._reference_of(batches) if self._cfg.algorithm.kl.loss_coeff else None
         steps: list[Totals] = []
         response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
-        empty = 0
+        skipped: list[int] = []
+        empty, stop = 0, ""
         for step, k in enumerate(order):
             lr = self._set_learning_rate(version, step)
             totals = self._forward_backward(
@@ -83,11 +96,19 @@ class Updater:
             response_tokens[k] = totals.all_mismatch.tokens
             if self._step(totals):
                 steps.append(totals)
-            empty += totals.trained_tokens == 0
+            elif totals.finite:
+                empty += 1
+            else:
+                skipped.append(k)
+            if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                stop = self._why_to_stop(totals)
+                break
         assert parity is not None, "an update without mini-batches"
-        self.is_whole = True
-        metrics = metrics_of(steps, parity, lr=lr, skipped=len(order) - len(steps) - empty, empty=empty)
-        return metrics | {"actor/response_tokens": sum(response_tokens.values())}
+        if stop and not steps:
+            raise NonFiniteError(stop)
+        metrics = metrics_of(steps, parity, lr=lr, skipped=len(skipped), empty=empty)
+        metrics |= {"actor/response_tokens": sum(response_tokens.values())}
+        return Updated(metrics=metrics, skipped=tuple(dict.fromkeys(skipped)), stop=stop)
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
         """Returns the reference policy's log-probabilities, [micro-batches][sequences] of [R], on the CPU."""
@@ -183,7 +204,7 @@ class Updater:
             self._policy.set_requires_all_reduce(last)
 
     def _step(self, totals: Totals) -> bool:
-        """Clips and steps; or, where loss or gradient are not finite, drops the gradient and returns False.
+        """Clips and steps; or, where some number is not finite, drops the gradient and returns False.
 
         Without a token to train on there is no gradient either, and the optimizer's momentum must not act alone.
         """
@@ -194,15 +215,15 @@ class Updater:
                 torch.nn.utils.clip_grads_with_norm_(
                     self._policy.parameters(), max_norm, torch.tensor(totals.grad_norm, device=self._device)
                 )
-            self.is_whole = False
             self._optimizer.step()
         elif not totals.finite:
             self._skipped_in_a_row += 1
         self._optimizer.zero_grad()
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteError(
-                f"loss ({totals.sums['loss']}) or gradient norm ({totals.grad_norm}) were not finite in "
-                f"{self._skipped_in_a_row} optimizer steps in a row; all were skipped. Lower `actor.optim.lr`, or go "
-                "back to an earlier checkpoint"
-            )
         return totals.finite and totals.trained_tokens > 0
+
+    def _why_to_stop(self, last: Totals) -> str:
+        return (
+            f"{self._skipped_in_a_row} optimizer steps in a row were skipped, because numbers were not finite: in the "
+            f"last one loss {last.sums['loss']}, gradient norm {last.grad_norm}, log-probabilities of "
+            f"{last.all_mismatch.non_finite:.0f} tokens. Lower `actor.optim.lr`, or go back to an earlier checkpoint"
+        )

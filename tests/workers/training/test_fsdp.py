@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
+from dapo.pools import ActorsLost
 from tests.support.fsdp_ranks import counted, memory, travelling
 from tests.support.plain_reference import (
     LENGTHS,
@@ -26,11 +27,12 @@ from tests.support.plain_reference import (
     on_all,
     rank_checksum,
     rebuild,
+    save,
     start_pool,
     train_batch,
+    update,
 )
 from workers.actor import ActorPool, split_batch
-from workers.remote import RemoteError
 from workers.training import state
 from workers.training.fsdp import load_policy, load_reference
 
@@ -64,7 +66,7 @@ def checksums(pool: ActorPool) -> set[str]:
 
 
 def train(pool: ActorPool, model_dir: Path, seed: int) -> dict[str, float]:
-    return asyncio.run(pool.update(train_batch(seed, make_sequences(model_dir, LENGTHS, seed))))
+    return update(pool, train_batch(seed, make_sequences(model_dir, LENGTHS, seed)))
 
 
 def weights(pool: ActorPool) -> dict[str, torch.Tensor]:
@@ -133,28 +135,28 @@ def disturb(worker: Any) -> None:
 def test_copies_that_drifted_apart_are_found_before_anything_is_saved(
     pool: ActorPool, model_dir: Path, tmp_path: Path
 ) -> None:
-    build(pool, model_dir, fsdp_size=2)
-    asyncio.run(pool.save(str(tmp_path / "whole")))
-    on_all(pool, disturb)
-    for _ in range(2):  # all ranks stand at the same point: they can be asked again
-        with pytest.raises(RemoteError, match=r"RuntimeError: the parameters of actor ranks \[3\] differ .* drifted"):
-            asyncio.run(pool.save(str(tmp_path / "drifted")))
+    own = start_pool(make_config(model_dir, num_workers=RANKS, fsdp_size=2))  # the same ranks
+    save(own, tmp_path / "whole")
+    on_all(own, disturb)
+    for _ in range(2):
+        with pytest.raises(ActorsLost, match=r"RuntimeError: the parameters of actor ranks \[3\] differ .* drifted"):
+            save(own, tmp_path / "drifted")
     assert [each.name for each in tmp_path.iterdir()] == ["whole"]
 
 
 def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
     build(pool, model_dir, fsdp_size=2)
     train(pool, model_dir, 0)
-    asyncio.run(pool.save(str(tmp_path / "copies")))
+    save(pool, tmp_path / "copies")
     [saved] = checksums(pool)
     train(pool, model_dir, 1)
     wanted = weights(pool)
 
     for place, arrangement in (("one", {}), ("none", {"fsdp_size": 1}), ("host", {"offload": True})):
         build(pool, model_dir, **arrangement)
-        asyncio.run(pool.load(str(tmp_path / "copies")))
+        asyncio.run(pool.load(str(tmp_path / "copies"), 1))
         assert checksums(pool) == {saved}
-        asyncio.run(pool.save(str(tmp_path / place)))
+        save(pool, tmp_path / place)
         train(pool, model_dir, 1)  # by the optimizer's state that was saved
         assert distance(weights(pool), wanted) <= 1e-6
     sizes = {each.name: sum(file.stat().st_size for file in each.iterdir()) for each in tmp_path.iterdir()}
@@ -169,10 +171,10 @@ def optimizer_settings(worker: Any) -> dict[str, Any]:
 
 def test_a_checkpoint_leaves_the_settings_of_the_optimizer(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
     build(pool, model_dir)
-    asyncio.run(pool.save(str(tmp_path / "state")))
+    save(pool, tmp_path / "state")
     build(pool, model_dir, optim=OptimConfig(betas=[0.5, 0.75], weight_decay=0.5))
     wanted = on_all(pool, optimizer_settings)
-    asyncio.run(pool.load(str(tmp_path / "state")))
+    asyncio.run(pool.load(str(tmp_path / "state"), 1))
     assert on_all(pool, optimizer_settings) == wanted and wanted[0]["betas"] == (0.5, 0.75)
 
 

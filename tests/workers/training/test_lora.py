@@ -47,6 +47,7 @@ from tests.support.plain_reference import (
 from tests.support.plain_update import plain_update
 from workers.actor import split_batch
 from workers.training.lora import add_adapters, base_name, is_adapter
+from workers.training.unanimous import FilesError
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_bfloat16_base_with_float32_adapters(start: Callable[..., Ranks], model_
         assert {t.dtype for t in (*gradients.values(), *weights.values(), *values.values())} == {torch.float32}
         assert all(torch.equal(base[name], stored[name]) for name in stored)
         assert_merged(weights, stored, values)
-    group.call("export_hf", tmp_path / "hf")
+    group.call("export_hf", str(tmp_path / "hf"))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(exported[name], weights[name].bfloat16()) for name in stored)
 
@@ -197,7 +198,7 @@ def test_what_leaves_the_actors_is_merged(start: Callable[..., Ranks], model_dir
     for weights in group.all(full_weights):
         assert_merged(weights, stored, values)
 
-    group.call("export_hf", tmp_path / "hf")
+    group.call("export_hf", str(tmp_path / "hf"))
     sequences = make_sequences(model_dir, LENGTHS)
     works = split_batch(train_batch(0, sequences), 2, 96)
     exported = reference(tmp_path / "hf")
@@ -214,11 +215,11 @@ def test_state_of_adapters_continues_on_another_number_of_ranks(
     group = start(2)
     batches = [train_batch(v, make_sequences(model_dir, LENGTHS, seed=v)) for v in range(2)]
     group.update(batches[0])
-    group.call("save", tmp_path / "state")
+    group.call("save", str(tmp_path / "state"), 1)
     saved = group.checksum()
     group.update(batches[1])
     continued, values = group.checksum(), group.all(adapters)[0]
-    group.call("load", tmp_path / "state")
+    group.call("load", str(tmp_path / "state"), 1)
     assert group.checksum() == saved != continued
     group.update(batches[1])
     assert group.checksum() == continued
@@ -228,7 +229,7 @@ def test_state_of_adapters_continues_on_another_number_of_ranks(
     ]
     assert {name.removeprefix("model.model.") for name in model} == values.keys()
     for elsewhere in (start(1), start(2, fsdp_size=1)):
-        elsewhere.call("load", tmp_path / "state")
+        elsewhere.call("load", str(tmp_path / "state"), 1)
         assert elsewhere.checksum() == saved
         elsewhere.update(batches[1])
         assert worst(elsewhere.all(adapters)[0], values) <= 1e-5
@@ -251,21 +252,21 @@ def test_a_checkpoint_of_other_adapters_is_refused(
     start: Callable[..., Ranks], tmp_path: Path, key: str | None, value: Any, message: str
 ) -> None:
     group = start(1)
-    group.call("save", tmp_path)
+    group.call("save", str(tmp_path), 0)
     file = tmp_path / "lora.json"
     if key is None:
         file.unlink()
     else:
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(ValueError, match=message):
-        group.call("load", tmp_path)
+    with pytest.raises(FilesError, match=message):
+        group.call("load", str(tmp_path), 0)
 
 
 @pytest.mark.ray
 def test_a_checkpoint_of_adapters_is_no_model(start: Callable[..., Ranks], tmp_path: Path) -> None:
-    start(1).call("save", tmp_path)
-    with pytest.raises(ValueError, match=r"adapters only \(lora.json\); set `model.lora` as"):
-        start(1, rank=0).call("load", tmp_path)
+    start(1).call("save", str(tmp_path), 0)
+    with pytest.raises(FilesError, match=r"adapters only \(lora.json\); set `model.lora` as"):
+        start(1, rank=0).call("load", str(tmp_path), 0)
 
 
 @pytest.mark.parametrize(

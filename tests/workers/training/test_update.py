@@ -15,6 +15,7 @@ import torch
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.packing import pack
+from dapo.pools import BatchRefused
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.plain_reference import (
@@ -31,6 +32,8 @@ from tests.support.plain_reference import (
     reference,
     start_pool,
     train_batch,
+    update,
+    update_on,
 )
 from tests.support.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, split_batch
@@ -65,7 +68,7 @@ class Ranks:
         return cfg
 
     def update(self, version: int, *minibatches: tuple[TrainSequence, ...]) -> dict[str, float]:
-        return asyncio.run(self.pool.update(train_batch(version, *minibatches)))
+        return update(self.pool, train_batch(version, *minibatches))
 
     def checksum(self) -> str:
         return checksum(self.pool)
@@ -138,7 +141,7 @@ def counted_update(worker: Any, work: Any) -> int:
     """Runs on a rank: forward passes of one update."""
     passes: list[None] = []
     hook = worker._policy.register_forward_hook(lambda *_: passes.append(None))
-    worker.update(work)
+    update_on(worker, work)
     hook.remove()
     return len(passes)
 
@@ -255,6 +258,6 @@ def test_parity_error_names_its_suspect_and_nothing_is_trained(
 ) -> None:
     ranks.reset(algorithm, rollout={"vllm": vllm})
     before = ranks.checksum()
-    with pytest.raises(RemoteError, match="WeightParityError: .*" + message):
+    with pytest.raises(BatchRefused, match="WeightParityError: .*" + message):
         ranks.update(20, *(mismatched(model_dir, seed, **noise) for seed in range(count)))
     assert ranks.checksum() == before

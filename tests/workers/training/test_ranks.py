@@ -1,0 +1,131 @@
+"""Which failures of ranks leave them usable, without Ray: each rank's answer is a future of the test's."""
+
+import asyncio
+
+import pytest
+
+from dapo.pools import ActorsLost
+from workers.remote import RemoteError
+from workers.training import ranks as module
+from workers.training.parity import WeightParityError
+from workers.training.ranks import Ranks
+from workers.training.unanimous import FilesError
+
+DEAD = "while waiting for actor rank 1: ActorDiedError: its process died"
+SILENT = "silent"
+
+
+class OutOfMemoryError(RuntimeError):
+    """The name by which torch's is known."""
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch):
+    """Each rank's reference is (seconds until it answers, its answer, or what it raises, DEAD or SILENT)."""
+
+    async def wait(refs, timeout_s, what, key):
+        [(delay, answer)] = refs
+        if answer == SILENT or delay > timeout_s:
+            await asyncio.sleep(timeout_s)
+            raise RemoteError(f"waited {timeout_s:g} s for {what}; raise `{key}` if this is expected")
+        await asyncio.sleep(delay)
+        if answer == DEAD:
+            raise RemoteError(DEAD)
+        if isinstance(answer, Exception):
+            raise RemoteError(f"while waiting for {what}: {type(answer).__name__}: {answer}") from answer
+        return [answer]
+
+    monkeypatch.setattr(module, "wait", wait)
+    monkeypatch.setattr(module, "FAILURE_GRACE_S", 0.1)
+
+
+def ask(*answers, timeout_s=0.3, ranks=None, **how):
+    ranks = ranks or Ranks(lambda: [None] * len(answers))
+    submit = lambda rank, worker: answers[rank]  # noqa: E731
+    return asyncio.run(ranks.call(submit, timeout_s, "the update", "actor.timeout_s", **how)), ranks
+
+
+def lost(*answers, match, **how):
+    ranks = Ranks(lambda: [None] * len(answers))
+    with pytest.raises(ActorsLost, match=match):
+        ask(*answers, ranks=ranks, **how)
+    with pytest.raises(ActorsLost, match=f"cannot be used for the update, .* lost before: .*{match}"):
+        ask((0, 1), (0, 1), ranks=ranks)
+
+
+def usable(*answers, match, **how):
+    ranks = Ranks(lambda: [None] * len(answers))
+    with pytest.raises(RemoteError, match=match) as raised:
+        ask(*answers, ranks=ranks, **how)
+    assert ask((0, "a"), (0, "b"), ranks=ranks)[0] == ["a", "b"]
+    return raised.value
+
+
+def test_results_come_in_rank_order():
+    assert ask((0.05, "first"), (0, "second"))[0] == ["first", "second"]
+
+
+def test_what_all_ranks_raise_alike_is_told_once_and_they_stay():
+    """The second answers long after the grace for ranks that hang with a failed one."""
+    error = WeightParityError("is 0.2")
+    found = usable((0, error), (0.25, error), match="^the update: WeightParityError: is 0.2$")
+    assert found.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "match"),
+    [
+        pytest.param((0, DEAD), (0, SILENT), "ActorDiedError", id="died"),
+        pytest.param((0, 1), (0, SILENT), "waited 0.3 s for actor rank 1", id="silent"),
+        pytest.param((0, SILENT), (0, SILENT), "waited 0.3 s for actor rank 0", id="all silent"),
+        pytest.param((0, IndexError("x")), (0, 1), "IndexError: x", id="one failed"),
+        pytest.param((0, IndexError("x")), (0, IndexError("x")), "IndexError: x", id="all failed at who knows what"),
+        pytest.param((0, FilesError("x")), (0, 1), "FilesError: x", id="one only raised what all must"),
+        pytest.param((0, FilesError("x")), (0.05, DEAD), "ActorDiedError", id="one died of it"),
+        pytest.param((0, OutOfMemoryError("x")), (0, SILENT), "OutOfMemoryError", id="memory"),
+    ],
+)
+def test_anything_else_loses_the_actors(first, second, match):
+    lost(first, second, match=match)
+
+
+def test_a_dead_rank_is_named_before_those_that_failed_with_it():
+    closed = RuntimeError("Connection closed by peer")
+    lost((0, closed), (0.05, DEAD), match="while waiting for actor rank 1: ActorDiedError: .*rank 0 .*closed by peer")
+
+
+def test_ranks_that_hang_with_a_failed_one_are_not_waited_for():
+    with pytest.raises(ActorsLost, match="IndexError"):
+        asyncio.run(asyncio.wait_for(_slow(), 2))
+
+
+async def _slow():
+    ranks = Ranks(lambda: [None, None])
+    answers = [(0, IndexError("x")), (0, SILENT)]
+    await ranks.call(lambda rank, _: answers[rank], 60, "the update", "actor.timeout_s")
+
+
+def test_separable_work_may_fail_on_one_rank():
+    usable((0, OSError("gone")), (0.05, 1), match="OSError: gone", separable=True)
+    lost((0, OSError("gone")), (0, SILENT), match="OSError: gone", separable=True)
+    lost((0, OutOfMemoryError("x")), (0, 1), match="OutOfMemoryError: x", separable=True)
+    lost((0, DEAD), (0, 1), match="ActorDiedError", separable=True)
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_who_stops_waiting_for_an_update_loses_the_actors(changes):
+    ranks = Ranks(lambda: [None, None])
+
+    async def cancelled():
+        async with asyncio.timeout(0.05):
+            await ranks.call(lambda rank, _: (0.2, 1), 1, "the update", "actor.timeout_s", changes=changes)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    if changes:
+        with pytest.raises(
+            ActorsLost, match=r"lost before: nobody waited for the end of the update \(CancelledError\)"
+        ):
+            ask((0, 1), (0, 1), ranks=ranks)
+    else:
+        assert ask((0, 1), (0, 1), ranks=ranks)[0] == [1, 1]

@@ -1,0 +1,113 @@
+"""Knows the processes of the ranks, and ends them for sure: also those that are stopped or hang in a driver's call.
+
+In: what each rank says of itself. Out: they are gone, and with them their memory on the GPU; or an error that names
+them.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from workers.remote import RemoteError, wait
+
+POLL_S = 0.05
+GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Says which process a rank is. space: of process ids, alike in all processes that see the same ones. started: in
+    clock ticks since the machine started, for ids are used again."""
+
+    host: str
+    node: str
+    space: str
+    pid: int
+    started: str
+
+
+def own_process() -> RankProcess:
+    """Returns this process, which runs on a node of Ray's."""
+    node = ray.get_runtime_context().get_node_id()
+    return RankProcess(ray.util.get_node_ip_address(), node, _own_space(), os.getpid(), _start_of(os.getpid()))
+
+
+def read_file(path: str) -> tuple[str, str]:
+    """Returns this node's address, and the text in a file or why it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    return ray.util.get_node_ip_address(), text
+
+
+def _own_space() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(pid: int) -> str:
+    """Returns when a process started; "" when it has ended, also if its parent does not yet know."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
+    """Kills processes of this machine that do not end by themselves, as Ray has told them to; returns, after at most
+    `timeout_s`, the ids of those that are still there.
+    """
+    began = time.monotonic()
+    while left := [p.pid for p in processes if p.started and _start_of(p.pid) == p.started]:
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            break
+        if waited > GRACE_S:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        time.sleep(POLL_S)
+    return left
+
+
+async def end_all(processes: Sequence[RankProcess], timeout_s: float, key: str) -> None:
+    """Returns when all are gone, or the node that a process is on does not answer.
+
+    Raises:
+        RemoteError: a process is still there after `timeout_s` (configuration key `key`).
+    """
+    of_node: dict[tuple[str, str], list[RankProcess]] = {}
+    for process in processes:
+        of_node.setdefault((process.node, process.space), []).append(process)
+    left = await asyncio.gather(*[_end_on(node, those, timeout_s, key) for (node, _), those in of_node.items()])
+    if stuck := ", ".join(found for found in left if found):
+        raise RemoteError(
+            f"{stuck} did not end within {timeout_s:g} s after SIGKILL (`{key}`); restart that machine, or leave it out"
+        )
+
+
+async def _end_on(node: str, processes: Sequence[RankProcess], timeout_s: float, key: str) -> str:
+    """Returns what is left of a node's processes, in words."""
+    if processes[0].space == _own_space():
+        left = await asyncio.to_thread(end_here, processes, timeout_s)
+    else:
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(end_here)
+        there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        try:
+            ref = remote.options(scheduling_strategy=there).remote(processes, timeout_s)
+            [left] = await wait([ref], 2 * timeout_s, f"the end of actor ranks on {processes[0].host}", key)
+        except RemoteError:  # the node is gone, and they with it; or hangs, and what starts there will say so
+            return ""
+    return f"process {', '.join(map(str, left))} on {processes[0].host}" if left else ""

@@ -1,0 +1,138 @@
+"""Speaks to all ranks of the actors at once, and tells failures that leave them usable from those that do not.
+
+In: one remote call per rank. Out: their results in rank order; `RemoteError` where all ranks raised alike with nothing
+changed (`workers.training.unanimous`); else `ActorsLost`, and from then on for every call, until there are new ranks.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from dapo.pools import ActorsLost
+from workers.remote import FAILURE_GRACE_S, RemoteError, wait
+from workers.training.processes import RankProcess, end_all
+from workers.training.unanimous import Unanimous
+
+Submit = Callable[[int, Any], Any]  # (rank, its actor) -> Ray's reference to the answer
+FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: no rank is whole after one
+END_S = 60.0
+
+
+class Ranks:
+    """Holds the ranks' actors. workers: Ray's handles, in rank order."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        """Makes the ranks. make: makes one set of them."""
+        self._make = make
+        self._processes: list[RankProcess] = []
+        self.workers = make()
+        self.lost = ""  # why only a restart helps
+
+    async def call(
+        self,
+        submit: Submit,
+        timeout_s: float,
+        what: str,
+        key: str,
+        *,
+        changes: bool = False,
+        separable: bool = False,
+    ) -> list[Any]:
+        """Returns what all ranks answer to `submit(rank, worker)`.
+
+        timeout_s, key: the deadline and where it is set. what: for errors. changes: the parameters change meanwhile, so
+        that whoever gives up waiting does not know them any more. separable: what one rank does alone after the last
+        collective may fail on it alone.
+
+        Raises:
+            RemoteError: all ranks raised alike (`Unanimous`, which is the cause), or separable work failed.
+            ActorsLost: anything else went wrong, now or before.
+        """
+        if self.lost:
+            raise ActorsLost(f"the actors cannot be used for {what}, because they were lost before: {self.lost}")
+        refs = [submit(rank, worker) for rank, worker in enumerate(self.workers)]
+        waits = [wait([ref], timeout_s, f"actor rank {k} ({what})", key) for k, ref in enumerate(refs)]
+        try:
+            outcomes = await _outcomes([asyncio.ensure_future(one) for one in waits])
+        except BaseException as error:
+            if changes:
+                self.lost = f"nobody waited for the end of {what} ({type(error).__name__})"
+            raise
+        errors = [outcome for outcome in outcomes if isinstance(outcome, RemoteError)]
+        if not errors and None not in outcomes:
+            return [result for (result,) in outcomes]
+        if len(errors) == len(outcomes) and all(_unanimous(error) for error in errors):
+            cause = errors[0].__cause__
+            raise RemoteError(f"{what}: {type(cause).__name__}: {cause}") from cause
+        message = "; ".join(dict.fromkeys(map(str, sorted(errors, key=_answered))))
+        if separable and None not in outcomes and all(_answered(error) for error in errors):
+            raise RemoteError(message) from errors[0]
+        self.lost = message
+        raise ActorsLost(message) from errors[0]
+
+    async def find_processes(self, timeout_s: float, key: str) -> None:
+        """Asks every rank for its process, which `restart` must know."""
+        what = "starting the ranks' processes"
+        self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
+
+    async def restart(self, key: str) -> None:
+        """Ends all ranks, waits until their processes are gone, and makes new ones. key: for errors.
+
+        Raises:
+            ActorsLost: a process does not end.
+        """
+        self.lost = self.lost or "they are being restarted"
+        self.kill()
+        try:
+            await end_all(self._processes, END_S, key)
+        except RemoteError as error:
+            raise ActorsLost(str(error)) from error
+        self._processes = []
+        self.workers = self._make()
+        self.lost = ""
+
+    def kill(self) -> None:
+        """Kills the ranks; they hold nothing that is not on disk or on the driver."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+async def _outcomes(tasks: Sequence["asyncio.Future[Any]"]) -> list[Any]:
+    """Returns of each rank its result, its RemoteError, or None where it was no longer waited for.
+
+    Others may hang in a collective with a rank that failed: they have `FAILURE_GRACE_S` from the last answer on. Where
+    all raise alike they do not hang, and are waited for.
+    """
+    pending = set(tasks)
+    patience: float | None = None  # each wait has a deadline of its own
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if any(not _unanimous(error) for task in done if (error := task.exception())):
+                patience = FAILURE_GRACE_S
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [_outcome(task) if task not in pending else None for task in tasks]
+
+
+def _outcome(task: "asyncio.Future[Any]") -> Any:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, RemoteError):
+        return error
+    raise error
+
+
+def _unanimous(error: BaseException) -> bool:
+    return isinstance(error.__cause__, Unanimous)
+
+
+def _answered(error: RemoteError) -> bool:
+    """Returns whether the rank itself raised, and goes on; else it died, or kept silent."""
+    return error.__cause__ is not None and type(error.__cause__).__name__ not in FATAL

@@ -1,0 +1,48 @@
+"""Deals a `TrainBatch` out to the ranks: whole mini-batches in, each rank's packed micro-batches of them out.
+
+Runs on the driver.
+"""
+
+from dataclasses import dataclass
+
+from dapo.config.model_shape import UnknownShape, read_shape
+from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
+from dapo.types import TrainBatch, TrainSequence
+
+MicroBatches = tuple[tuple[TrainSequence, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """Holds one rank's share of a `TrainBatch`. Made by `split_batch`, consumed by `workers.actor.ActorWorker.update`.
+
+    minibatches: this rank's micro-batches of each; the same number on all ranks, missing ones empty. order: see
+    `TrainBatch`.
+    """
+
+    version: int
+    minibatches: tuple[MicroBatches, ...]
+    order: tuple[int, ...]
+
+
+def split_batch(
+    batch: TrainBatch, num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
+) -> list[RankWork]:
+    """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`).
+
+    Raises ValueError for a sequence beyond `max_tokens`, the bound on a micro-batch.
+    """
+    shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
+    for sequences in batch.minibatches:
+        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
+        for share, micro_batches in zip(shares, packed, strict=True):
+            share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
+    return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
+
+
+def equal_at(model_path: str) -> int:
+    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
+    try:
+        return read_shape(model_path).attention_equals_rest_tokens
+    except UnknownShape:
+        return ATTENTION_EQUALS_REST_TOKENS
