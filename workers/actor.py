@@ -100,12 +100,12 @@ class ActorWorker:
             finally:
                 fsdp.release(self._policy, self._cfg, self._mesh)
 
-    def reference_logprobs(self, micro_batches: MicroBatches) -> list[Float32Array]:
-        """Returns [R] of every sequence, in the order of the micro-batches."""
-        if not self._has_reference:
+    def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
+        """Returns [R] of every sequence by the policy or the reference policy, in the order of the micro-batches."""
+        if reference and not self._has_reference:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
-        logprobs = self._updater.reference_logprobs(micro_batches)
-        return [values.numpy() for of_micro_batch in logprobs for values in of_micro_batch]
+        compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
+        return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
@@ -234,13 +234,20 @@ class ActorPool:
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
+        return await self._logprobs(sequences, reference=True)
+
+    async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
+        """Returns the policy's log-probabilities of the response tokens, [R] per sequence, in their order."""
+        return await self._logprobs(sequences, reference=False)
+
+    async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
         lengths = [len(sequence.token_ids) for sequence in sequences]
         packed = pack(lengths, *self._bounds)
         works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
         results = await self._ranks.call(
-            lambda rank, worker: worker.reference_logprobs.remote(works[self._group_of(rank)]),
+            lambda rank, worker: worker.logprobs.remote(works[self._group_of(rank)], reference=reference),
             self._cfg.actor.timeout_s,
-            "the reference policy's log-probabilities",
+            f"the {'reference policy' if reference else 'policy'}'s log-probabilities",
             "actor.timeout_s",
         )
         found: dict[int, Float32Array] = {}
@@ -289,8 +296,10 @@ class ActorPool:
 
     async def _weights(self, submit: Submit, what: str) -> list[Any]:
         # A transport may fail on rank 0 alone, when an engine is gone: all ranks have then gathered the bucket.
-        timeout_s, key = self._cfg.weight_sync.timeout_s, "weight_sync.timeout_s"
-        return await self._ranks.call(submit, timeout_s, what, key, separable=True)
+        # Twice a transfer: rank 0 waits for one and gathers the next. Less than the sync has, which would not tell a
+        # rank that stands still from an engine that does.
+        timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
+        return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
 
     async def _checkpoint(self, submit: Submit, what: str) -> list[Any]:
         return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

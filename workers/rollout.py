@@ -1,12 +1,12 @@
 """Speaks for all vLLM engines on the driver: deals groups out, replaces engines that are lost, hands weights on.
 
-In: groups to generate, aborts, weight buckets. Out: responses. An engine that dies or stands still costs the responses
-that it was computing, which another one computes again from the same seeds: they come out alike.
+In: groups to generate, aborts, weight buckets. Out: responses. What an engine that dies or stands still was computing,
+another one computes again from the same seeds: it comes out alike.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -204,10 +204,8 @@ class RolloutPool:
 
     async def _abort_on(self, slot: EngineSlot, keys: list[str]) -> None:
         what = f"engine {slot.number} to abort surplus groups"
-        try:
+        with suppress(WorkerLost):  # then they have ended
             await wait([slot.worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
-        except WorkerLost:
-            pass  # then they have ended
 
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""

@@ -112,12 +112,15 @@ class Updater:
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
         """Returns the reference policy's log-probabilities, [micro-batches][sequences] of [R], on the CPU."""
-        batches = [self._collate(sequences) for sequences in micro_batches]
-        [logprobs] = self._reference_of([batches])
-        return [
-            [part.cpu() for part in values.split([len(s.rollout_logprobs) for s in sequences])]
-            for values, sequences in zip(logprobs, micro_batches, strict=True)
-        ]
+        [logprobs] = self._reference_of([[self._collate(sequences) for sequences in micro_batches]])
+        return _by_sequence(logprobs, micro_batches)
+
+    @torch.no_grad()
+    def policy_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
+        """Returns the policy's log-probabilities, [micro-batches][sequences] of [R], on the CPU."""
+        logprobs = [self._policy(self._collate(sequences))[0] for sequences in micro_batches]
+        reshard(self._policy)
+        return _by_sequence(logprobs, micro_batches)
 
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
         return collate(sequences, self._device, self._mesh.sequence_parallel)
@@ -227,3 +230,10 @@ class Updater:
             f"last one loss {last.sums['loss']}, gradient norm {last.grad_norm}, log-probabilities of "
             f"{last.all_mismatch.non_finite:.0f} tokens. Lower `actor.optim.lr`, or go back to an earlier checkpoint"
         )
+
+
+def _by_sequence(logprobs: Sequence[Tensor], micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
+    return [
+        [part.cpu() for part in values.split([len(s.rollout_logprobs) for s in sequences])]
+        for values, sequences in zip(logprobs, micro_batches, strict=True)
+    ]
