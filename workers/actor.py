@@ -4,7 +4,6 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 """
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 
 from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
+from dapo.faults import fault_point
 from dapo.packing import pack
 from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh, state
 from workers.training.parity import WeightParityError
-from workers.training.processes import RankProcess, own_process, read_file
+from workers.training.processes import RankProcess, free_address, own_process, read_file
 from workers.training.ranks import Ranks, Submit
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
@@ -49,10 +49,7 @@ class ActorWorker:
 
     def free_address(self) -> tuple[str, int]:
         """Returns an address of this node and a free port on it, for the process group."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as server:
-            server.bind(("", 0))
-            return address, server.getsockname()[1]
+        return free_address()
 
     def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the process group, load and shard the model, build the optimizer."""
@@ -92,6 +89,7 @@ class ActorWorker:
 
         Raises Unanimous with nothing changed; anything else leaves no state that could be saved.
         """
+        fault_point("actor.update")
         self._standing.check("an update", work.version)
         what = f"the update from policy version {work.version}"
         with self._standing.changing(what, to=work.version + 1, or_nothing=True):
@@ -127,6 +125,7 @@ class ActorWorker:
 
     def gather_bucket(self, index: int) -> Bucket | None:
         """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
+        fault_point("actor.gather")
         self._standing.check("a weight sync")
         return self._sender.gather(index)
 
@@ -137,6 +136,7 @@ class ActorWorker:
             Unanimous: the weights are not those of policy `version`, or some rank could not write.
             RuntimeError: copies of the parameters (HSDP) have drifted apart.
         """
+        fault_point("actor.save")
         self._standing.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._mesh, directory)
 
@@ -164,7 +164,7 @@ class ActorPool:
         self._cfg = cfg
         remote: Any = ray.remote(ActorWorker)
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in options])
-        self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # ranks per micro-batch
+        self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._bounds = (
             len(options) // self._sequence_parallel,
             cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
@@ -174,10 +174,6 @@ class ActorPool:
     @property
     def _workers(self) -> list[Any]:
         return self._ranks.workers
-
-    def _group_of(self, rank: int) -> int:
-        """Returns which part of the work a rank takes part in: that of its sequence-parallel group of neighbours."""
-        return rank // self._sequence_parallel
 
     async def start(self) -> None:
         """Loads the model on all ranks, which are then at policy version 0."""
@@ -219,7 +215,7 @@ class ActorPool:
         what = f"the update from policy version {batch.version}"
         try:
             updated: list[Updated] = await self._ranks.call(
-                lambda rank, worker: worker.update.remote(works[self._group_of(rank)]),
+                lambda rank, worker: worker.update.remote(works[rank // self._sequence_parallel]),
                 self._cfg.actor.timeout_s,
                 what,
                 "actor.timeout_s",
@@ -245,7 +241,7 @@ class ActorPool:
         packed = pack(lengths, *self._bounds)
         works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
         results = await self._ranks.call(
-            lambda rank, worker: worker.logprobs.remote(works[self._group_of(rank)], reference=reference),
+            lambda rank, worker: worker.logprobs.remote(works[rank // self._sequence_parallel], reference=reference),
             self._cfg.actor.timeout_s,
             f"the {'reference policy' if reference else 'policy'}'s log-probabilities",
             "actor.timeout_s",
@@ -296,8 +292,7 @@ class ActorPool:
 
     async def _weights(self, submit: Submit, what: str) -> list[Any]:
         # A transport may fail on rank 0 alone, when an engine is gone: all ranks have then gathered the bucket.
-        # Twice a transfer: rank 0 waits for one and gathers the next. Less than the sync has, which would not tell a
-        # rank that stands still from an engine that does.
+        # Less than the sync has, which cannot tell a rank that stands still from an engine that does.
         timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
         return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
 

@@ -7,6 +7,7 @@ them.
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ def read_file(path: str) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         text = f"{type(error).__name__}: {error}"
     return ray.util.get_node_ip_address(), text
+
+
+def free_address() -> tuple[str, int]:
+    """Returns an address of this node and a free port on it."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return ray.util.get_node_ip_address(), server.getsockname()[1]
 
 
 def _own_space() -> str:

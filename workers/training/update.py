@@ -5,6 +5,7 @@ Each taking of a mini-batch is one optimizer step on the objective (`dapo.object
 every decision is taken on totals that all of them have gathered.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo.config.schema import Config
+from dapo.faults import fault_point
 from dapo.objective import Constants, Correction, objective, rollout_correction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
@@ -164,7 +166,8 @@ class Updater:
             result = objective(logprobs, entropy, constants, self._cfg.algorithm)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss and each the gradient through its own tokens.
-            (result.loss * self._mesh.world_size).backward()
+            broken = math.nan if fault_point("actor.loss") == "nan" else 1.0
+            (result.loss * self._mesh.world_size * broken).backward()
             rows.append(row_of(correction, batch.staleness, result))
         grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
         return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
@@ -218,6 +221,7 @@ class Updater:
                 torch.nn.utils.clip_grads_with_norm_(
                     self._policy.parameters(), max_norm, torch.tensor(totals.grad_norm, device=self._device)
                 )
+            fault_point("actor.step")
             self._optimizer.step()
         elif not totals.finite:
             self._skipped_in_a_row += 1
