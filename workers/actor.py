@@ -180,14 +180,9 @@ class ActorPool:
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
         await self._ranks.find_processes(timeout_s, key)
         [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
-        count = len(self._workers)
-        await self._ranks.call(
-            lambda rank, worker: worker.start.remote(rank, count, address, port),
-            timeout_s,
-            "loading the model",
-            key,
-            separable=True,
-        )
+        count, what = len(self._workers), "loading the model"
+        start: Submit = lambda rank, worker: worker.start.remote(rank, count, address, port)  # noqa: E731
+        await self._ranks.call(start, timeout_s, what, key, separable=True)
 
     async def restart(self) -> None:
         """Ends all ranks, whatever they do, and starts new ones with the same Ray options, at policy version 0.

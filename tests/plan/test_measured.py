@@ -5,6 +5,7 @@ Its engine half is compared with real engines in tests/workers/test_rollout.py, 
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dapo.plan.actor import ActorMemory
 from dapo.plan.report import checkpoint_terms
 from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
-from tests.support.plain_reference import on_all, start_pool
+from tests.support.plain_reference import on_all, start_pool, version_of
 from workers.actor import RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
@@ -83,7 +84,8 @@ def test_actor_memory(tiny, actors):
 def test_checkpoint_size(tiny, actors, tmp_path):
     cfg, shape = tiny
     state, export = checkpoint_terms(cfg, shape)
-    for term, write in ((state, lambda folder: actors.save(folder, 0)), (export, actors.export_hf)):
+    [version] = set(on_all(actors, version_of))
+    for term, write in ((state, partial(actors.save, version=version)), (export, actors.export_hf)):
         folder = tmp_path / term.name.split()[0]
         asyncio.run(write(str(folder)))
         found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

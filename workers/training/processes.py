@@ -110,12 +110,14 @@ async def _end_on(node: str, processes: Sequence[RankProcess], timeout_s: float,
     """Returns what is left of a node's processes, in words."""
     if processes[0].space == _own_space():
         left = await asyncio.to_thread(end_here, processes, timeout_s)
+    elif node not in {each["NodeID"] for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}:
+        return ""
     else:
         remote: Any = ray.remote(num_cpus=0, max_retries=0)(end_here)
         there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         try:
             ref = remote.options(scheduling_strategy=there).remote(processes, timeout_s)
             [left] = await wait([ref], 2 * timeout_s, f"the end of actor ranks on {processes[0].host}", key)
-        except RemoteError:  # the node is gone, and they with it; or hangs, and what starts there will say so
+        except RemoteError:  # the node has gone meanwhile; or hangs, and what is to start there will say so
             return ""
     return f"process {', '.join(map(str, left))} on {processes[0].host}" if left else ""
