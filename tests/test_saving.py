@@ -339,7 +339,7 @@ def test_what_is_due_is_part_of_the_state(tmp_path):
 async def cancel_in(trainer, moment: asyncio.Event) -> None:
     """A signal, and what the program does about it."""
     running = asyncio.create_task(run_steps(trainer, trainer._logger))
-    await moment.wait()
+    await asyncio.wait_for(moment.wait(), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dapo.sampling.buffer import COMPLETION, DRAW_ORDER
 from dapo.sampling.draws import BufferState
 from dapo.sampling.journaled import newest_policy, note, recover
+from dapo.sampling.outcome import ALL_WRONG
 from dapo.sampling.saved import decode_group, encode_group
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
@@ -218,3 +219,15 @@ def test_bytes_that_are_no_group_raise_a_value_error(seed):
     bad = [b"", data[: rng.randrange(8, len(data) - 20)], rng.randbytes(300)][seed % 3]
     with pytest.raises(ValueError):
         decode_group(bad, draw_of)
+
+
+def test_what_was_drawn_before_a_crash_counts_towards_the_budget_of_its_step(directory):
+    world = World(directory, lambda index, version: ALL_WRONG, max_in_flight=4, max_draws=8)
+    world.checkpoint()
+    for _ in range(2):
+        for index in world.take():
+            world.score(index)
+        if len(world.where) == 4:
+            world.crash()
+    assert world.take() == [] and world.exhausted == 1 and len(world.where) == 8
+    world.close_journal()
