@@ -179,7 +179,8 @@ def test_after_crashes_above_staleness_0_each_draw_is_trained_once_and_none_too_
                     running.result()
                     return
             running.cancel()
-            trainer._saver._journal.close()
+            await asyncio.wait([running])  # a save under way ends; a cancelled event loop is no kill
+            trainer.close()
 
         asyncio.run(until_it_dies())
         ages = [int(s.staleness.max()) for batch in actors.batches for m in batch.minibatches for s in m]
