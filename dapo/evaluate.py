@@ -11,9 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo.clock import PhaseClock
+from dapo.config.schema import Config
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.stream import ended_unasked, response_seed, scored_group
 from dapo.types import Cut, Draw, Group, Prompt, Sampling
+
+
+def evaluates_after(version: int, cfg: Config) -> bool:
+    """Returns whether policy `version`, of an update that has just ended, is to be evaluated."""
+    every = cfg.eval.every
+    return cfg.eval.after_train if version >= cfg.trainer.total_steps else every > 0 and version % every == 0
 
 
 async def evaluate(

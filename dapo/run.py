@@ -94,6 +94,7 @@ async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
             await save_what_was_trained(trainer)
         raise
     finally:
+        trainer.close()
         logger.close()
 
 

@@ -17,7 +17,7 @@ from dapo.batch import build_batch, has_signal, penalize_kl, reference_batch
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
-from dapo.evaluate import evaluate
+from dapo.evaluate import evaluate, evaluates_after
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
@@ -52,7 +52,7 @@ class Trainer:
         self._logger = logger
         self._say = say
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
-        self._saver = Saver(store, pools.actors, self._buffer, hf_export=cfg.checkpoint.hf_export)
+        self._saver = Saver.of(cfg, store, pools.actors, self._buffer, logger)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self.stream = GroupStream(
             self._order,
@@ -68,7 +68,7 @@ class Trainer:
         """Takes all steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
         try:
             await self._resume()
-            if self._cfg.eval.before_train and self.version == 0:
+            if self._saver.owes_evaluation or (self._cfg.eval.before_train and self.version == 0):
                 await self._evaluate()
             while self.version < self._cfg.trainer.total_steps:
                 await self.step()
@@ -84,12 +84,11 @@ class Trainer:
         if self._cfg.algorithm.kl.reward_coeff:
             collected = await self._penalize_kl(collected)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
-        update = await _finish(self._update(batch))
-        metrics = self._report(collected, batch, update)
-        if self._is_due(self._cfg.eval.every, self._cfg.eval.after_train):
+        metrics = await _finish(self._update(collected, batch))
+        if self._saver.owes_evaluation:
             await self._evaluate()
-        if self._is_due(self._cfg.checkpoint.every, False):
-            await _finish(self.save())
+        if self.version < self._cfg.trainer.total_steps and self._saver.is_due(self.version):
+            await _finish(self._saver.save_or_go_on(self.version))
         return metrics
 
     async def _penalize_kl(self, collected: Collected) -> Collected:
@@ -99,29 +98,31 @@ class Trainer:
             logprobs = await self._pools.actors.reference_logprobs(sequences)
         return replace(collected, groups=penalize_kl(collected.groups, logprobs, self._cfg))
 
-    async def _update(self, batch: TrainBatch) -> dict[str, float]:
+    async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:
             with self.clock("update"):
                 updated = await self._pools.actors.update(batch)
             self.version += 1
             self._buffer.trained()
-            with self.clock("sync"):
-                await self._pools.sync_weights(self.version)
-        self._buffer.serving(self.version)
-        return updated.metrics | self._pools.rewards.restarts() | self._pools.rollouts.restarts()
-
-    def _is_due(self, every: int, at_end: bool) -> bool:
-        if self.version >= self._cfg.trainer.total_steps:
-            return at_end
-        return every > 0 and self.version % every == 0
+            self._saver.owes_evaluation = evaluates_after(self.version, self._cfg)
+            try:
+                with self.clock("sync"):
+                    await self._pools.sync_weights(self.version)
+                self._buffer.serving(self.version)
+            finally:  # the step is trained and will be saved: it has its line also where the sync failed
+                restarts = self._pools.rewards.restarts() | self._pools.rollouts.restarts()
+                metrics = self._report(collected, batch, updated.metrics | restarts)
+        return metrics
 
     async def _evaluate(self) -> None:
+        self._saver.owes_evaluation = bool(self._held_out)
         if not self._held_out:
             return
         sampling = sampling_of(self._cfg.eval, self._cfg.data.max_response_length)
         engines, rewards, seed = self._pools.rollouts, self._pools.rewards, self._cfg.trainer.seed
         metrics = await evaluate(self._held_out, engines, rewards, sampling, seed=seed, clock=self.clock)
         self._logger.log(self.version, metrics)
+        self._saver.owes_evaluation = False
         self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
@@ -141,12 +142,16 @@ class Trainer:
         """Writes a checkpoint of the current version, while generation may go on."""
         await self._saver.save(self.version)
 
+    def close(self) -> None:
+        """Ends what writes; the last act, after the last save."""
+        self._saver.close()
+
     async def _resume(self) -> None:
         async with self._pools.weights:
-            if (found := await self._saver.resume(self._order.draw, self._pools.rewards)) is not None:
-                self.version, directory = found
-                self._say(f"resuming from {directory}")
-            self._logger.resume(self.version)
+            found = await self._saver.resume(self._order.draw, self._pools.rewards)
+            self.version = found.version
+            if found.where:
+                self._say(f"resuming from {found.where}")
             # Always, even at version 0: a broken sync shows before any GPU hour is spent.
             with self.clock("sync"):
                 await self._pools.sync_weights(self.version)

@@ -145,7 +145,8 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = at_least(
         0,
         10,
-        "budget: generation batches that one update may draw; 0: no bound",
+        "budget: generation batches that one update may draw; 0: no bound, unless 20 of them in a row, "
+        "1,000 groups at least, hold no usable group",
         verl="algorithm.filter_groups.max_num_gen_batches",
     )
     on_budget: str = one_of(

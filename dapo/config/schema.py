@@ -28,6 +28,7 @@ class CheckpointConfig:
     every: int = at_least(
         0, 5, "steps between checkpoints; 0: only the last", verl="trainer.save_freq", trl="save_steps"
     )
+    every_s: float = at_least(0, 0.0, "seconds after which the next step is saved, whatever its number; 0: none")
     resume: str = key(
         "auto",
         "`auto` continues the run in the output directory, `never` refuses a directory that holds one; a checkpoint's "
@@ -48,6 +49,12 @@ class CheckpointConfig:
     )
     hf_export: bool = key(True, "also write the model in Hugging Face's format, under `hf/`")
     timeout_s: float = positive(1800.0, "longest checkpoint in seconds")
+    max_failed_saves: int = at_least(
+        0, 3, "saves in a row that may fail, for lack of space for example, before the run stops"
+    )
+    journal: bool = key(
+        True, "between checkpoints, write finished groups under `journal/`, so that a crash does not lose them"
+    )
 
 
 @dataclass(slots=True)

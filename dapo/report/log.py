@@ -1,15 +1,19 @@
 """Writes what a run reports: `metrics.jsonl`, TensorBoard, and the progress line.
 
 In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, event
-files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops what lies beyond the resumed step.
+files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops what lies beyond the resumed step. What
+happens to these files ends no run: lines that cannot be written wait until they can, event files miss the time between.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from dapo.report.console import warn
 from dapo.state.durable import write_text
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
 
 
 class MetricsLogger:
@@ -24,57 +29,127 @@ class MetricsLogger:
 
     def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
         """Opens the files in output_dir, which must exist. tensorboard: also write event files."""
+        self.output_dir = output_dir
         self._path = output_dir / METRICS
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file: IO[bytes] | None = self._path.open("ab", buffering=0)
+        self._waiting: deque[str] = deque()  # lines that are not, or not whole, in the file
+        self._torn = 0  # bytes of the first of them that are
+        self._told = False  # of lines that wait
         self._event_folder = output_dir / TENSORBOARD if tensorboard else None
         self._events: SummaryWriter | None = None
+        self._events_failed = self._events_told = False
         self._purge_step: int | None = None  # TensorBoard drops what earlier event files have from this step on
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, due: Sequence[str] = ()) -> None:
         """Forgets every line after `step`, the step that the run continues from; at 0, all of them. Call before `log`.
 
-        A line that a crash cut short is forgotten too.
+        A line that a crash cut short is forgotten too. due: `unwritten` of the run before, of which those that are not
+        in the file follow.
         """
-        before = self._path.read_text(encoding="utf-8")
-        kept = [line + "\n" for line in before.splitlines() if 0 <= _step_of(line) <= step] if step else []
-        after = "".join(kept)
-        if after != before:
-            self._file.close()
-            write_text(self._path, after)
-            self._file = self._path.open("a", encoding="utf-8")
+        waiting = [*due, *self._waiting]
+        kept: list[str] = []
+        try:
+            before = self._path.read_text(encoding="utf-8")
+            kept = _up_to(step, before.splitlines())
+            after = "".join([f"{line}\n" for line in kept])
+            if after != before:
+                self._close_file()
+                write_text(self._path, after)
+            self._waiting.clear()
+            self._torn = 0
+        except (OSError, UnicodeDecodeError) as error:
+            warn(f"{self._path} keeps what it has after step {step}: {error}")
+        for line in dict.fromkeys(_up_to(step, waiting)):
+            if line not in kept and line not in self._waiting:
+                self._append(line)
+        self._close_events()
         self._purge_step = step + 1 if step else 0
-        self._event_writer()  # its import takes a second, which no step should wait for
+        self._to_events(step, lambda events: None)  # its import takes a second, which no step should wait for
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
         numbers = {name: float(value) for name, value in values.items()}
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
-        if (events := self._event_writer()) is not None:
+        self._append(json.dumps({"step": step, **record}))
+        self._events_failed = False  # tried again once a line
+
+        def add(events: "SummaryWriter") -> None:
             for name, number in numbers.items():
                 events.add_scalar(name, number, step)
-            events.flush()
+
+        self._to_events(step, add)
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Writes a sample text, shown by TensorBoard as Markdown; without TensorBoard, nothing."""
-        if (events := self._event_writer()) is not None:
-            events.add_text(tag, text.encode("utf-8", "replace").decode(), step)
-            events.flush()
+        self._to_events(step, lambda events: events.add_text(tag, text.encode("utf-8", "replace").decode(), step))
+
+    def unwritten(self) -> tuple[str, ...]:
+        """Returns the lines that could not be written yet."""
+        return tuple(self._waiting)
 
     def close(self) -> None:
         """Closes the files; may be called twice."""
-        self._file.close()
+        self._close_file()
+        self._close_events()
+
+    def _append(self, line: str) -> None:
+        """Writes the lines that wait and this one, as far as that is possible."""
+        if len(self._waiting) == MAX_WAITING:
+            del self._waiting[1]  # the first one may be in the file by half
+        self._waiting.append(line)
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            while self._waiting:
+                data = f"{self._waiting[0]}\n".encode()
+                while self._torn < len(data):
+                    self._torn += self._file.write(data[self._torn :])
+                self._waiting.popleft()
+                self._torn = 0
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                warn(f"{self._path} cannot be written to ({error}); up to {MAX_WAITING} lines wait until it can")
+            self._told = True
+
+    def _to_events(self, step: int, write: "Callable[[SummaryWriter], None]") -> None:
+        """Lets `write` add to the event files. Where that fails, what `step` has is lost there, and what follows goes
+        to another file."""
+        if self._event_folder is None or self._events_failed:
+            return
+        try:
+            if self._events is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                # A queue for all values of a step: at its default of 10, each of them waits for the writing thread.
+                self._events = SummaryWriter(self._event_folder, purge_step=self._purge_step, max_queue=1000)
+                self._purge_step = None
+            write(self._events)
+            self._events.flush()
+            self._events_told = False
+        except Exception as error:  # whatever the writing thread of TensorBoard met
+            if not self._events_told:
+                warn(f"TensorBoard files under {self._event_folder} miss steps from {step} on: {error}")
+            self._events_failed = self._events_told = True
+            self._close_events()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _close_events(self) -> None:
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(Exception):  # told already, or the end of the run
+                self._events.close()
+            self._events = None
 
-    def _event_writer(self) -> "SummaryWriter | None":
-        if self._events is None and self._event_folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
 
-            # A queue for all values of a step: at its default of 10, each of them waits for the writing thread.
-            self._events = SummaryWriter(self._event_folder, purge_step=self._purge_step, max_queue=1000)
-        return self._events
+def evaluated(output_dir: Path, step: int) -> bool:
+    """Returns whether metrics.jsonl has the evaluation of `step`."""
+    path = output_dir / METRICS
+    lines = read_metrics(path) if path.is_file() else []
+    return any(line["step"] == step and "eval/accuracy" in line for line in lines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -90,6 +165,11 @@ def _step_of(line: str) -> int:
     except (ValueError, KeyError, TypeError):
         return -1
     return step if isinstance(step, int) else -1
+
+
+def _up_to(step: int, lines: Sequence[str]) -> list[str]:
+    """Returns the lines that a run which goes on from `step` keeps: at 0 none."""
+    return [line for line in lines if 0 <= _step_of(line) <= step] if step else []
 
 
 def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:

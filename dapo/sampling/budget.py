@@ -19,6 +19,9 @@ REMEDIES = {
     "`reward.overlong_filtering.enable=false`",
 }
 BINS = 4  # of pass rates strictly between 0 and 1
+# Without a bound, so many generation batches, and so many groups, in a row without a usable one end the search: with
+# one usable draw in 100, that many fail by chance once in 20,000 times.
+BARREN_BATCHES, BARREN_GROUPS = 20, 1000
 
 
 class BudgetExhausted(RuntimeError):
@@ -28,20 +31,24 @@ class BudgetExhausted(RuntimeError):
 class Budget:
     """Counts what one update has drawn so far, and bounds what it may.
 
-    drawn: draws started for it. stale: draws that went back to the stream before it, because they were too old for it.
+    drawn: draws started for it. drawn_before: those of the next update that another process had started and that are
+    not drawn again. stale: draws that went back to the stream before it, because they were too old for it.
     """
 
-    def __init__(self, *, max_draws: int, train_partial: bool) -> None:
-        """Bounds the draws of one update by max_draws; 0 = no bound. train_partial: an update that has spent them
-        trains on what there is."""
+    def __init__(self, *, max_draws: int, gen_batch: int, train_partial: bool) -> None:
+        """Bounds the draws of one update by max_draws; 0 = no bound but that of a search that finds nothing at all.
+        gen_batch: draws of a generation batch. train_partial: an update that has spent them trains on what there is."""
         self._max_draws = max_draws
+        self._barren_at = max(BARREN_BATCHES * gen_batch, BARREN_GROUPS)
         self._train_partial = train_partial
+        self.drawn_before = 0
         self.open(stale=0)
 
     def open(self, *, stale: int) -> None:
         """Starts the next update."""
-        self.drawn = 0
+        self.drawn, self.drawn_before = self.drawn_before, 0
         self.stale = stale
+        self._barren = 0  # groups since the last one that an update can train on
         self._outcomes: Counter[str] = Counter()
         self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
@@ -49,7 +56,9 @@ class Budget:
     @property
     def left(self) -> float:
         """Counts the draws that may still start."""
-        return self._max_draws - self.drawn if self._max_draws else math.inf
+        if self._max_draws:
+            return self._max_draws - self.drawn
+        return 0 if self._barren >= self._barren_at else math.inf
 
     def end(self, *, usable: int, wanted: int) -> int:
         """Returns the number of groups to train on when the budget is spent.
@@ -65,6 +74,7 @@ class Budget:
         """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""
         self._outcomes[outcome] += 1
         self._fates[fate] += 1
+        self._barren = self._barren + 1 if fate in REMEDIES else 0
         if accuracies := group.accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
 
@@ -73,10 +83,12 @@ class Budget:
         names = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
         shares = ", ".join(f"{name.replace('_', ' ')} {self._outcomes[name] / scored:.0%}" for name in names)
         most = max(REMEDIES, key=lambda name: self._fates[name])
+        barren = "" if self._max_draws else f" (none among the last {self._barren})"
+        more = "raise `filter_groups.max_num_gen_batches`, " if self._max_draws else ""
         return (
-            f"{self.drawn} draws for one update, and {usable} of the {wanted} usable groups that it needs: {shares}, "
-            f"stale {self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
-            f"{REMEDIES[most]}; or raise `filter_groups.max_num_gen_batches`, lower `data.train_batch_size`, or set "
+            f"{self.drawn} draws for one update, and {usable} of the {wanted} usable groups that it needs{barren}: "
+            f"{shares}, stale {self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
+            f"{REMEDIES[most]}; or {more}lower `data.train_batch_size`, or set "
             "`filter_groups.on_budget=train_partial`; the groups accepted so far are kept for the next run"
         )
 

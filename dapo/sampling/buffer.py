@@ -64,11 +64,13 @@ class OversamplingBuffer:
         self.draws = Draws()
         self.version = 0  # of the policy that the engines serve
         self.collecting = False
+        self.on_serving: Callable[[], None] = lambda: None  # called when more may start than before
+        self.on_scored: Callable[[Group, int], None] = lambda group, started: None  # called with every group kept
         self._update = 0  # policy version that the next batch is trained from
         self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
         self._frontier = 0  # in draw order: all draws before it are used up or scored
         self._ready = 0  # in draw order: usable groups before the frontier
-        self._budget = Budget(max_draws=max_draws, train_partial=on_budget == "train_partial")
+        self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
 
@@ -92,6 +94,7 @@ class OversamplingBuffer:
     def serving(self, version: int) -> None:
         """Notes that the engines serve policy `version` from now on, and that the next update starts from it."""
         self.version = self._update = version
+        self.on_serving()
 
     def open(self) -> None:
         """Starts to collect for the next update."""
@@ -149,6 +152,7 @@ class OversamplingBuffer:
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
         self._advance()
+        self.on_scored(group, self.draws.live[group.draw.index].started)
 
     def _runs(self, index: int) -> bool:
         draw = self.draws.live.get(index)
@@ -239,13 +243,28 @@ class OversamplingBuffer:
         """Returns what a checkpoint needs besides `held`. Draws in flight are as if they had gone back."""
         return self.draws.state(self.rate.state())
 
-    def restore(self, state: BufferState, held: Collection[tuple[Group, int]], *, version: int) -> None:
-        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again."""
+    def restore(
+        self,
+        state: BufferState,
+        held: Collection[tuple[Group, int]],
+        since: Collection[tuple[Group, int]] = (),
+        *,
+        version: int,
+    ) -> None:
+        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again.
+
+        since: groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it.
+        """
         self.serving(version)
         self.rate.restore(state.rate)
-        self.draws.restore(state, held)
+        self.draws.restore(state, held, since)
         for group, _ in held:
             self._keep(group)
+        for group, _ in since:
+            _, fate = self._keep(group)
+            self.rate.observe(fate == TRAINED)
+        if self._max_staleness == 0:  # they were drawn for the very update that is collected next
+            self._budget.drawn_before = len(since)
         self.draws.send_back(self._late(), self._why_back)
         self._frontier = min(self.draws.live, default=self.draws.drawn)
         self._advance()

@@ -60,6 +60,14 @@ class BufferState:
     tokens: dict[str, int]
     rate: list[float]
 
+    def drawn(self, held: int) -> int:
+        """Counts the draws that were ever started. held: the groups of the same checkpoint."""
+        return sum(self.draws.values()) + len(self.retry) + held
+
+    def awaits(self, index: int, held: int) -> bool:
+        """Returns whether the group of draw `index` is still to come. held: as in `drawn`."""
+        return index in self.retry or index >= self.drawn(held)
+
     @classmethod
     def parse(cls, values: Any) -> "BufferState":
         """Returns the state that JSON holds. Raises TypeError or ValueError where it holds anything else."""
@@ -159,10 +167,15 @@ class Draws:
             rate=rate,
         )
 
-    def restore(self, state: BufferState, held: Collection[tuple[Group, int]]) -> None:
-        """Fills an unused table from a checkpoint; the groups held are as if their verdicts were still to come."""
-        self.live = {index: LiveDraw(0, State.TO_RETRY) for index in state.retry}
-        for group, started in held:
+    def restore(
+        self, state: BufferState, held: Collection[tuple[Group, int]], since: Collection[tuple[Group, int]] = ()
+    ) -> None:
+        """Fills an unused table from a checkpoint; the groups held, and those that finished `since`, are as if their
+        verdicts were still to come. Draws that the checkpoint does not know and that have no group start again."""
+        drawn = state.drawn(len(held))
+        unknown = range(drawn, max([drawn, *[group.draw.index + 1 for group, _ in since]]))
+        self.live = {index: LiveDraw(0, State.TO_RETRY) for index in (*state.retry, *unknown)}
+        for group, started in (*held, *since):
             self.live[group.draw.index] = LiveDraw(started, State.IN_REWARD, group.num_tokens)
         self.counts = Counter(state.draws) + Counter(draw.state for draw in self.live.values())
         self.tokens = Counter(state.tokens)

@@ -1,10 +1,11 @@
-"""Writes the driver's part of a checkpoint: which draws have ended, and the groups that were accepted and not trained
-on.
+"""Writes the driver's part of a checkpoint: which draws have ended, what is still to be reported, and the groups that
+were accepted and not trained on.
 
 In and out: `DriverState` as JSON; groups as Parquet, one row per response, so that a continued run does not generate
-them again. Prompts are not written but found again by their draw.
+them again; one group as Arrow bytes, for the journal. Prompts are not written but found again by their draw.
 """
 
+import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -37,6 +38,23 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """Holds what a run still owes for its policy. evaluate: the evaluation of this version is not done. lines: of
+    metrics that are not in `metrics.jsonl` yet (`dapo.report.log.MetricsLogger.unwritten`)."""
+
+    evaluate: bool = False
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, values: Any) -> "Due":
+        """Returns what JSON holds. Raises TypeError or ValueError where it holds anything else."""
+        due = cls(evaluate=values["evaluate"], lines=tuple(values["lines"]))
+        if type(due.evaluate) is not bool or not all(type(line) is str for line in due.lines):
+            raise ValueError(f"no evaluation and lines: {values}")
+        return due
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DriverState:
     """Holds what the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on
     resuming.
@@ -46,6 +64,7 @@ class DriverState:
 
     version: int
     buffer: BufferState
+    due: Due = Due()
 
     def write(self, directory: Path) -> None:
         """Writes `driver.json`."""
@@ -57,7 +76,8 @@ class DriverState:
         path = directory / DRIVER_STATE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(version=int(values["version"]), buffer=BufferState.parse(values["buffer"]))
+            buffer, due = BufferState.parse(values["buffer"]), Due.parse(values["due"])
+            return cls(version=int(values["version"]), buffer=buffer, due=due)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path} is no state of the driver ({error!r}); remove this checkpoint's directory to continue from "
@@ -67,6 +87,39 @@ class DriverState:
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
     """Writes groups, each with the policy version at its start."""
+    # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
+    pq.write_table(_table(groups), directory / FILE, compression="none", use_dictionary=False)
+
+
+def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
+    """Returns what `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
+    path = directory / FILE
+    return _groups(pq.read_table(path, schema=_SCHEMA), draw) if path.is_file() else []
+
+
+def encode_group(group: Group, started: int) -> bytes:
+    """Returns a group with the policy version at its start as an Arrow stream: small, and decoded without a copy."""
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, _SCHEMA) as writer:
+        writer.write_table(_table([(group, started)]))
+    return sink.getvalue()
+
+
+def decode_group(data: bytes, draw: Callable[[int], Draw]) -> tuple[Group, int]:
+    """Returns what `encode_group` was given. Raises ValueError for anything else."""
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            table = reader.read_all()
+        if table.schema != _SCHEMA:
+            raise ValueError(f"columns {table.schema.names}")
+        (found,) = _groups(table, draw)
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise ValueError(f"no group: {error}") from error
+    return found
+
+
+def _table(groups: Sequence[tuple[Group, int]]) -> pa.Table:
+    """Returns one row per response."""
     rows = [
         (group.draw.index, started, response, score)
         for group, started in groups
@@ -84,16 +137,11 @@ def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
         [json.dumps(asdict(score)) for _, _, _, score in rows],
     ]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
-    pq.write_table(pa.table(arrays, schema=_SCHEMA), directory / FILE, compression="none", use_dictionary=False)
+    return pa.table(arrays, schema=_SCHEMA)
 
 
-def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
-    """Returns what `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
-    path = directory / FILE
-    if not path.is_file():
-        return []
-    table = pq.read_table(path, schema=_SCHEMA)
+def _groups(table: pa.Table, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
+    """Returns the groups of a `_table`, in its order."""
     token_ids, logprobs = _arrays(table, "token_ids"), _arrays(table, "rollout_logprobs")
     rest = table.drop_columns(["token_ids", "rollout_logprobs"]).to_pylist()
     found: dict[tuple[int, int], tuple[list[Response], list[Score]]] = {}

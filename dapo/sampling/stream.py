@@ -113,6 +113,7 @@ class GroupStream:
         self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        buffer.on_serving = self._wake.set  # engines that ran dry may have room for the next version
         self._full = asyncio.Event()
 
     async def collect(self) -> Collected:

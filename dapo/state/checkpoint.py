@@ -256,7 +256,7 @@ def step_of(path: Path) -> int:
 
 async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
     """Runs `function` in a thread. A thread cannot be stopped: a cancellation is raised when it has ended."""
-    task = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    task = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

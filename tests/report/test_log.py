@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.report.log import MetricsLogger, progress_line, read_metrics
+from dapo.report.log import MetricsLogger, evaluated, progress_line, read_metrics
 
 
 def steps_in(path: Path) -> list[int]:
@@ -151,3 +151,138 @@ FULL = {
 )
 def test_progress_line(metrics: dict[str, float], line: str) -> None:
     assert progress_line(12, 110, metrics) == line
+
+
+class FullDisk:
+    """A file that takes `room` more bytes."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = min(self.room, len(data))
+        self.room -= taken
+        return self.file.write(data[:taken])
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 7, 30, 64])
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, room, capsys) -> None:
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger.log(1, {"a": 1})
+    logger._file = disk = FullDisk(logger._file, room)  # type: ignore[assignment]
+    for step in range(2, 6):
+        logger.log(step, {"a": step})
+    waiting = logger.unwritten()
+    assert steps_in_whole_lines(tmp_path) + [json.loads(line)["step"] for line in waiting] == [1, 2, 3, 4, 5]
+    disk.room = 10**6
+    logger.log(6, {"a": 6})
+    assert logger.unwritten() == () and steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    disk.room = 0
+    logger.log(7, {"a": 7})
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 2, "once per outage"
+    assert "metrics.jsonl" in errors[0] and "No space left" in errors[0]
+    logger.close()
+
+
+def steps_in_whole_lines(path: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(path / "metrics.jsonl")]
+
+
+def test_of_too_many_lines_that_wait_the_oldest_are_lost_and_none_is_broken(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dapo.report.log.MAX_WAITING", 3)
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger._file = disk = FullDisk(logger._file, 5)  # type: ignore[assignment]
+    for step in range(1, 8):
+        logger.log(step, {})
+    assert len(logger.unwritten()) == 3
+    disk.room = 10**6
+    logger.log(8, {})
+    assert steps_in(tmp_path) == [1, 7, 8]
+
+
+def test_a_line_that_waits_is_part_of_the_state_and_written_once(tmp_path) -> None:
+    first = MetricsLogger(tmp_path, tensorboard=False)
+    first.log(1, {"a": 1})
+    first._file = FullDisk(first._file, 4)  # type: ignore[assignment]
+    first.log(2, {"a": 2})
+    first.log(3, {"a": 3})
+    due = first.unwritten()
+    first.close()
+    for _ in range(2):
+        second = MetricsLogger(tmp_path, tensorboard=False)
+        second.resume(2, due)
+        second.close()
+        assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_logger_may_go_on_from_an_earlier_step_itself(tmp_path) -> None:
+    """The run recovers within the process; what waits for the disk and is later is forgotten as well."""
+    logger = MetricsLogger(tmp_path, tensorboard=True)
+    logger.resume(0)
+    for step in range(1, 5):
+        logger.log(step, {"a": step})
+    logger._file = FullDisk(logger._file, 3)  # type: ignore[assignment]
+    logger.log(5, {"a": 5})
+    logger.resume(2)
+    logger.log(3, {"a": 30})
+    assert steps_in(tmp_path) == [1, 2, 3] and logger.unwritten() == ()
+    logger.close()
+    assert [(event.step, event.value) for event in tensorboard_of(tmp_path).Scalars("a")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_a_file_that_cannot_be_read_ends_no_run(tmp_path, capsys) -> None:
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger.log(1, {})
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\n')
+    logger.resume(1)
+    assert "metrics.jsonl" in capsys.readouterr().err
+    logger.log(2, {})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n\xff\n{"step": 2}\n'
+
+
+def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monkeypatch, capsys) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    logger = MetricsLogger(tmp_path, tensorboard=True)
+    logger.resume(0)
+    logger.log(1, {"a": 1})
+
+    def full(self, *_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "flush", full)
+        patch.setattr("threading.excepthook", lambda args: None)
+        for step in (2, 3, 4):
+            logger.log(step, {"a": step})
+            logger.text(step, "sample/0", "text")
+    logger.log(5, {"a": 5})
+    logger.close()
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1 and "TensorBoard" in errors[0] and "No space left" in errors[0]
+    # Files of the same second are read in the order of their names, where 10 comes before 9.
+    events = [each for file in (tmp_path / "tensorboard").iterdir() for each in EventFileLoader(str(file)).Load()]
+    assert {1, 5} <= {each.step for each in events if each.summary.value}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        pytest.param(None, False, id="no file"),
+        pytest.param('{"step": 4, "eval/accuracy": 1}\n{"step": 5, "actor/loss": 1}\n', False, id="another step"),
+        pytest.param('{"step": 5, "actor/loss": 1}\n{"step": 5, "eval/accuracy": null}\n', True, id="evaluated"),
+        pytest.param('{"step": 5, "eval/accuracy": 1', False, id="torn"),
+    ],
+)
+def test_whether_a_step_was_evaluated(tmp_path, lines, expected) -> None:
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text(lines)
+    assert evaluated(tmp_path, 5) is expected

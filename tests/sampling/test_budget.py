@@ -7,6 +7,7 @@ import pytest
 
 from dapo.sampling.budget import REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE, classify
 from tests.support.fakes import make_group
 
@@ -15,7 +16,7 @@ BINS = ["0", "0..0.25", "0.25..0.5", "0.5..0.75", "0.75..1", "1"]
 
 
 def budget_of(*groups: list[float], drawn: int = 0, **options) -> Budget:
-    budget = Budget(**{"max_draws": 0, "train_partial": False, **options})
+    budget = Budget(**{"max_draws": 99, "gen_batch": 1, "train_partial": False, **options})
     budget.drawn = drawn or len(groups)
     for index, accuracies in enumerate(groups):
         group = make_group(index, accuracies)
@@ -177,3 +178,33 @@ def test_at_staleness_0_nothing_is_called_stale():
     with pytest.raises(BudgetExhausted, match="stale 0%"):
         for _ in range(4):
             finish(buffer, buffer.take(), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("train_partial", [False, True])
+@pytest.mark.parametrize(("gen_batch", "groups"), [(12, 1000), (50, 1000), (60, 1200)])
+def test_without_a_bound_a_search_that_finds_nothing_ends(gen_batch, groups, train_partial):
+    budget = budget_of(*[right(0)] * (groups - 1), max_draws=0, gen_batch=gen_batch, train_partial=train_partial)
+    assert budget.left == math.inf
+    budget.add(make_group(0, right(16)), ALL_CORRECT, ALL_CORRECT)
+    assert budget.left == 0
+    message = message_of(budget, usable=0, wanted=4)
+    assert f"none among the last {groups}" in message and "max_num_gen_batches" not in message
+    budget.open(stale=0)
+    assert budget.left == math.inf
+
+
+def test_without_a_bound_one_usable_group_lets_the_search_go_on():
+    budget = budget_of(*[right(0)] * 999, max_draws=0, gen_batch=12)
+    budget.add(make_group(0, right(8)), MIXED, TRAINED)
+    for index in range(999):
+        budget.add(make_group(index, right(0)), ALL_WRONG, ALL_WRONG)
+    assert budget.left == math.inf
+
+
+def test_a_run_without_a_bound_and_without_a_usable_group_ends():
+    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12)
+    buffer.open()
+    with pytest.raises(BudgetExhausted, match="none among the last 10"):
+        for _ in range(300):
+            finish(buffer, buffer.take(), right(0, 4))
+    assert 1000 <= buffer.draws.drawn < 1012

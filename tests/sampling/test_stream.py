@@ -20,7 +20,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
 from dapo.types import Collected, Sampling
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
-from tests.support.faulty_pools import collect
+from tests.support.faulty_pools import collect, turns
 
 PROMPTS = [make_prompt(number) for number in range(40)]
 SETTINGS = Sampling(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
@@ -317,3 +317,28 @@ def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_the
     for found, whole in zip(resumed.batches[0].minibatches, wanted.batches[0].minibatches, strict=True):
         for one, other in zip(found, whole, strict=True):
             assert one.token_ids.tolist() == other.token_ids.tolist() and one.advantage == other.advantage
+
+
+@pytest.mark.parametrize(("staleness", "more"), [(0, False), (1, True), (2, True)])
+def test_engines_that_ran_dry_get_work_as_soon_as_they_serve_the_next_version(staleness, more):
+    """Evaluation and saving come before the next `collect`."""
+    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12, max_staleness=staleness)
+    rollouts = FakeRollouts()
+    rewards = FakeRewards(lambda prompt, sample, _: float(sample % 2))
+    buffer.rate.restore([1e6, 1e6])  # no more than what can be trained on is started ahead
+    order = PromptOrder(PROMPTS, seed=0, shuffle=True)
+    stream = GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
+
+    async def update() -> tuple[int, int]:
+        await stream.collect()
+        await turns(200)
+        assert buffer.in_flight == 0, "they ran dry"
+        before = len(rollouts.seen)
+        buffer.trained()
+        buffer.serving(1)
+        await turns(20)
+        await stream.close()
+        return before, len(rollouts.seen)
+
+    before, after = asyncio.run(update())
+    assert (after > before) == more

@@ -4,6 +4,7 @@ In: events. The world writes down what it saw, reads the buffer's table of draws
 and asserts at each event what the rules of dynamic sampling say about it.
 """
 
+import copy
 import math
 import random
 from collections import Counter
@@ -14,8 +15,10 @@ from pathlib import Path
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import STALE, STOPPED, SURPLUS, TRAINED, State
+from dapo.sampling.journaled import note, recover
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.sampling.saved import DriverState, read_groups, write_groups
+from dapo.state.journal import Journal
 from dapo.types import Draw, Group
 from tests.support.fakes import make_group, make_prompt, make_response
 
@@ -38,8 +41,15 @@ def verdicts(seed: int, share: float) -> Verdict:
     return outcome
 
 
+def draw_of(index: int) -> Draw:
+    return Draw(index=index, prompt=make_prompt(index))
+
+
 class World:
-    """A run around one buffer; `stop` continues it in another one, from files."""
+    """A run around one buffer; `stop` continues it in another one, from files, `crash` from the last checkpoint and the
+    journal."""
+
+    BOOKS = ("version", "where", "size", "since", "lost", "finished", "steps", "closed")
 
     def __init__(self, directory: Path, verdict: Verdict, **options) -> None:
         self.directory, self.verdict, self.options = directory, verdict, {**BASE, **options}
@@ -53,6 +63,9 @@ class World:
         self.steps: list[list[int]] = []  # draws that each step used up
         self.closed: list[int] = []  # of the last step, while its update is under way
         self.exhausted = 0  # budgets that ended the run
+        self.journal: Journal | None = None
+        # Draws scored since the last checkpoint, whose groups count after a crash: (version at the start, tokens).
+        self.journaled: dict[int, tuple[int, int]] = {}
         self.open()
 
     def open(self) -> None:
@@ -118,12 +131,15 @@ class World:
             self.generate(index)
         self.where[index] = BUFFERED
         self.finished.append(index)
+        if self.journal is not None and self.since[index] <= self.journal.version:
+            self.journaled[index] = self.since[index], self.size[index]
         self.buffer.add(self.group(index))
 
     def group(self, index: int) -> Group:
         group = make_group(index, ACCURACIES[self.outcome(index)])
         length = 1 + (7 * index + self.since[index]) % 13
-        return replace(group, responses=tuple(make_response(length + sample) for sample in range(2)))
+        version = self.since[index]
+        return replace(group, responses=tuple(make_response(length + sample, version=version) for sample in range(2)))
 
     def late(self, index: int) -> None:
         """A result of a draw that went back or ended."""
@@ -203,10 +219,18 @@ class World:
             write_groups(self.directory, held)
             state.write(self.directory)
             state = DriverState.read(self.directory)
-            held = read_groups(self.directory, lambda index: Draw(index=index, prompt=make_prompt(index)))
+            held = read_groups(self.directory, draw_of)
         self.options |= changes
         self.buffer = OversamplingBuffer(**self.options)
         self.buffer.restore(state.buffer, held, version=state.version)
+        self.forget_the_unscored()
+        self.audit()
+        self.open()
+        if self.journal is not None:
+            self.checkpoint()
+
+    def forget_the_unscored(self) -> None:
+        """What a stop does to the draws: those held are there again, a batch that was not trained on among them."""
         self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
         reason = STALE if self.staleness else SURPLUS
         self.send_back([i for i in self.at(BUFFERED) if self.version - self.since[i] > self.staleness], reason)
@@ -216,8 +240,54 @@ class World:
             self.steps.pop()
         found = [(group.draw.index, since, group.num_tokens) for group, since in self.buffer.held()]
         assert found == [(index, self.since[index], self.size[index]) for index in self.finished]
+
+    def checkpoint(self) -> None:
+        """Captures the state; what is scored from now on goes into the journal until the next one."""
+        if self.journal is None:
+            self.journal = Journal(self.directory, "", warn=print)
+            self.journal.restart(self.version, [])
+        if self.journal.version != self.version:
+            self.journal.begin(self.version)
+            self.journaled = {}
+        self.hear()
+        self.saved = copy.deepcopy([getattr(self, name) for name in self.BOOKS])
+        self.saved_state, self.saved_groups = self.buffer.state(), self.buffer.held()
+
+    def hear(self) -> None:
+        journal = self.journal
+        assert journal is not None
+        self.buffer.on_scored = lambda group, started: note(journal, group, started)
+
+    def crash(self) -> list[int]:
+        """The process dies; another one goes on from the last checkpoint with the groups that finished after it, whose
+        draws are returned."""
+        assert self.journal is not None
+        self.journal.close()
+        for name, value in zip(self.BOOKS, copy.deepcopy(self.saved), strict=True):
+            setattr(self, name, value)
+        self.serving = self.version
+        self.journal = Journal(self.directory, "", warn=print)
+        groups = recover(self.journal, self.saved_state, len(self.saved_groups), draw_of, version=self.version)
+        awaited = {None, IN_GENERATION, IN_REWARD, TO_RETRY}
+        self.journaled = due = {i: found for i, found in self.journaled.items() if self.where.get(i) in awaited}
+        assert {group.draw.index: (started, group.num_tokens) for group, started in groups} == due
+        self.buffer = OversamplingBuffer(**self.options)
+        self.buffer.restore(self.saved_state, self.saved_groups, groups, version=self.version)
+        self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
+        self.where |= dict.fromkeys(range(len(self.where), max(due, default=-1) + 1), TO_RETRY)
+        for index, (started, tokens) in due.items():
+            self.where[index], self.since[index], self.size[index] = BUFFERED, started, tokens
+        self.forget_the_unscored()
+        self.finished.sort(key=lambda index: index in due)  # those of the checkpoint came first
         self.audit()
+        self.hear()
         self.open()
+        self.drawn_now = 0 if self.staleness else len(due)
+        return sorted(due)
+
+    def close_journal(self) -> None:
+        assert self.journal is not None
+        self.journal.close()
 
     def audit(self) -> None:
         """Every draw is where the world saw it last, with its tokens, and so is what has ended or was lost."""

@@ -1,0 +1,263 @@
+"""Keeps what finished since the last checkpoint: a file of records to which a thread appends.
+
+    append ─▶ queue ─▶ thread: encode, write at once, fsync once a second ─▶ journal/after_VERSION.log ─▶ read
+
+In: records of bytes from the event loop, which waits for none of it. Out: the whole records, in their order. Each
+stands in a frame of its own, mark, length, digest and bytes; the digest is keyed by the settings of the run. A frame
+that is torn, damaged or of other settings costs itself alone: reading goes on at the next mark.
+
+A segment opens when a checkpoint captures the state, so that `after_VERSION.log` and the later ones hold what that
+checkpoint does not. The end of the process takes no record that the thread has written, a crash of the machine those of
+the last second or two.
+"""
+
+import contextlib
+import hashlib
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from dapo.state.durable import sync_directory
+
+FORMAT = 1  # of frames and of what the caller writes into them: another one is not read
+MARK = b"\xff\xfeDAPO\xfe\xff"  # neither UTF-8 text nor an array of token ids holds it
+LENGTH_BYTES, DIGEST_BYTES = 8, 16
+HEAD_BYTES = len(MARK) + LENGTH_BYTES + DIGEST_BYTES
+NAME = re.compile(r"after_(\d{6,})\.log")
+TEMPORARY = ".tmp"
+SYNC_S = 1.0
+CLOSE_S = 30.0
+MAX_WAITING = 4096  # records that a slow disk may be behind
+
+Encode = Callable[[], bytes]
+
+
+class Journal:
+    """Appends to the journal of one run directory, which only the process that holds the directory may.
+
+    Nothing here raises for what happens to the files: a write that fails is told once and ends the segment, and the
+    next segment tries again.
+    """
+
+    def __init__(self, directory: Path, settings: str, *, warn: Callable[[str], None]) -> None:
+        """Opens nothing yet. settings: what the records depend on; those of other settings are not read. warn: takes
+        one line."""
+        self.version = -1  # the checkpoint that the open segment stands behind; -1: none is open
+        self._directory = directory
+        self._key = hashlib.blake2b(f"{FORMAT}/{settings}".encode()).digest()
+        self._warn = warn
+        self._queue: queue.SimpleQueue[Encode | _Segment | None] = queue.SimpleQueue()  # None: the end
+        self._thread: threading.Thread | None = None
+        self._segment: _Segment | None = None
+        self._behind = False
+
+    def read(self, version: int) -> list[bytes]:
+        """Returns the records of all segments from `version` on, and tells of damage."""
+        records: list[bytes] = []
+        damaged: list[str] = []
+        for path in self._segments(version):
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                damaged.append(f"{path} cannot be read ({error})")
+                continue
+            found, lost = whole_records(data, self._key)
+            records += found
+            if lost:
+                damaged.append(f"{lost} of {len(data)} bytes of {path} are damaged or of other settings")
+        if damaged:
+            self._warn(f"groups of the journal are generated again: {'; '.join(damaged)}")
+        return records
+
+    def restart(self, version: int, records: Sequence[bytes]) -> None:
+        """Begins anew behind checkpoint `version` with a segment that holds `records`; later segments belong to a
+        course that was left, and go. At any moment `records` are in the files, old or new."""
+        path = self._path(version)
+        temporary = path.with_suffix(TEMPORARY)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                for record in records:
+                    file.write(framed(record, self._key))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_directory(self._directory)
+            for later in self._segments(version + 1):
+                later.unlink()
+        except OSError as error:
+            self._warn(f"no journal until the next checkpoint: {error}")
+            return
+        self._open(version, "ab")
+
+    def begin(self, version: int) -> None:
+        """Lets what is appended from now on stand behind checkpoint `version`; called when its state is captured."""
+        if version != self.version:
+            self._open(version, "wb")
+        elif self._segment is not None and self._segment.failed:
+            self._open(version, "ab")
+
+    def append(self, encode: Encode) -> None:
+        """Hands over one record, for which the thread asks `encode`. Keeps nothing without a segment, and where the
+        disk has failed or is far behind."""
+        if self._segment is None or self._segment.failed:
+            return
+        if self._queue.qsize() >= MAX_WAITING:
+            if not self._behind:
+                self._warn(f"the journal leaves groups out: {self._directory} is {MAX_WAITING} of them behind")
+            self._behind = True
+            return
+        self._queue.put(encode)
+
+    def prune(self, oldest: int) -> None:
+        """Removes the segments before checkpoint `oldest`."""
+        for path in self._segments(0):
+            if _version_of(path) < oldest:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def remove(self) -> None:
+        """Removes all segments."""
+        self.prune(sys.maxsize)
+
+    def close(self) -> None:
+        """Writes what was appended, and ends the thread; may be called twice."""
+        thread, self._thread, self._segment, self.version = self._thread, None, None, -1
+        if thread is None:
+            return
+        self._queue.put(None)
+        thread.join(CLOSE_S)
+        if thread.is_alive():
+            self._warn(f"the journal under {self._directory} was not written to its end within {CLOSE_S:g} s")
+
+    def _open(self, version: int, mode: str) -> None:
+        self.version, self._segment = version, _Segment(self._path(version), mode, self._key)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+            self._thread.start()
+        self._queue.put(self._segment)
+
+    def _write(self) -> None:
+        """Runs in the thread, until the end."""
+        segment: _Segment | None = None
+        ended = False
+        while not ended:
+            item: Encode | _Segment | None = None
+            try:
+                item = self._queue.get(timeout=SYNC_S)
+                ended = item is None
+            except queue.Empty:
+                pass
+            try:
+                if isinstance(item, _Segment):
+                    if segment is not None:
+                        segment.close()
+                    segment = item
+                    segment.open()
+                elif segment is not None and not segment.failed:
+                    if item is not None:
+                        segment.append(item())
+                    segment.sync(at_once=ended)
+            except Exception as error:  # the run goes on without, whatever it is
+                assert segment is not None
+                segment.failed = True
+                self._warn(f"no journal until the next checkpoint: {type(error).__name__}: {error}")
+        if segment is not None:
+            segment.close()
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"after_{version:06d}.log"
+
+    def _segments(self, version: int) -> list[Path]:
+        """Returns the segments from `version` on, oldest first."""
+        if not self._directory.is_dir():
+            return []
+        paths = [path for path in self._directory.iterdir() if NAME.fullmatch(path.name)]
+        return sorted((path for path in paths if _version_of(path) >= version), key=_version_of)
+
+
+class _Segment:
+    """Writes one file, in the thread. failed: nothing is written to it any more."""
+
+    def __init__(self, path: Path, mode: str, key: bytes) -> None:
+        self.failed = False
+        self._path = path
+        self._mode = mode
+        self._key = key
+        self._file: IO[bytes] | None = None
+        self._dirty = False
+        self._synced_at = 0.0
+
+    def open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open(self._mode, buffering=0)
+        sync_directory(self._path.parent)
+
+    def append(self, record: bytes) -> None:
+        assert self._file is not None
+        rest = memoryview(framed(record, self._key))
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._dirty = True
+
+    def sync(self, *, at_once: bool = False) -> None:
+        """Makes what was written durable, where the last time is a second ago."""
+        now = time.monotonic()
+        if self._file is not None and self._dirty and (at_once or now - self._synced_at >= SYNC_S):
+            os.fsync(self._file.fileno())
+            self._dirty, self._synced_at = False, now
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self.sync(at_once=True)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def framed(record: bytes, key: bytes) -> bytes:
+    """Returns a record as it stands in a segment."""
+    length = len(record).to_bytes(LENGTH_BYTES, "little")
+    return b"".join((MARK, length, _digest(length, record, key), record))
+
+
+def whole_records(data: bytes, key: bytes) -> tuple[list[bytes], int]:
+    """Returns the records of a segment that are as they were written, and the bytes that belong to none."""
+    records: list[bytes] = []
+    view = memoryview(data)
+    lost = start = 0
+    while start < len(data):
+        at = data.find(MARK, start)
+        if at < 0:
+            at = len(data)
+        lost += at - start
+        head = view[at + len(MARK) : at + HEAD_BYTES]
+        length, digest = head[:LENGTH_BYTES], head[LENGTH_BYTES:]
+        end = at + HEAD_BYTES + int.from_bytes(length, "little")
+        record = view[at + HEAD_BYTES : end]
+        if at < len(data) and end <= len(data) and _digest(length, record, key) == digest:
+            records.append(bytes(record))
+            start = end
+        else:
+            start = min(at + 1, len(data))
+            lost += start - at
+    return records, lost
+
+
+def _digest(length: bytes | memoryview, record: bytes | memoryview, key: bytes) -> bytes:
+    digest = hashlib.blake2b(length, key=key, digest_size=DIGEST_BYTES)
+    digest.update(record)
+    return digest.digest()
+
+
+def _version_of(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))

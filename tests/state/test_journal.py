@@ -1,0 +1,324 @@
+"""The journal's files: what was appended is read again, and damage costs the damaged record alone."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo.state import journal as journal_module
+from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, Journal, framed, whole_records
+
+RECORDS = [bytes([number]) * (3 + 40 * number) for number in range(5)]
+KEY = b"key"
+
+
+def opened(directory: Path, warnings: list[str] | None = None, settings: str = "n=4") -> Journal:
+    return Journal(directory / "journal", settings, warn=(warnings if warnings is not None else []).append)
+
+
+def written(directory: Path, version: int = 0, records: list[bytes] = RECORDS) -> Path:
+    """The segment of a journal that was closed."""
+    journal = opened(directory)
+    journal.restart(version, [])
+    for record in records:
+        journal.append(lambda record=record: record)
+    journal.close()
+    return directory / "journal" / f"after_{version:06d}.log"
+
+
+def read(directory: Path, version: int = 0) -> tuple[list[bytes], list[str]]:
+    warnings: list[str] = []
+    return opened(directory, warnings).read(version), warnings
+
+
+def places() -> list[int]:
+    """Where each record of `RECORDS` starts."""
+    return [sum(HEAD_BYTES + len(record) for record in RECORDS[:number]) for number in range(len(RECORDS))]
+
+
+def test_what_was_appended_is_read_in_its_order(tmp_path):
+    written(tmp_path)
+    assert read(tmp_path) == (RECORDS, [])
+
+
+def test_without_a_directory_there_are_no_records(tmp_path):
+    assert read(tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize("cut", [1, 10, 163, HEAD_BYTES + 162])
+def test_a_torn_last_record_costs_that_record_only(tmp_path, cut):
+    segment = written(tmp_path)
+    os.truncate(segment, segment.stat().st_size - cut)
+    found, warnings = read(tmp_path)
+    assert found == RECORDS[:-1] and len(warnings) == 1 and "after_000000.log" in warnings[0]
+    again = opened(tmp_path)
+    again.begin(1)
+    again.append(lambda: b"next")
+    again.close()
+    assert read(tmp_path)[0] == [*RECORDS[:-1], b"next"]
+
+
+def test_what_follows_a_torn_record_in_the_same_file_is_read(tmp_path):
+    """A disk that was full takes writes again."""
+    segment = written(tmp_path)
+    torn = segment.read_bytes()[:-30]
+    segment.write_bytes(torn + framed(b"later", opened(tmp_path)._key))
+    assert read(tmp_path)[0] == [*RECORDS[:-1], b"later"]
+
+
+@pytest.mark.parametrize("number", range(len(RECORDS)))
+@pytest.mark.parametrize(
+    "offset",
+    [
+        pytest.param(0, id="mark"),
+        pytest.param(len(MARK), id="length"),
+        pytest.param(len(MARK) + LENGTH_BYTES - 1, id="huge length"),
+        pytest.param(len(MARK) + LENGTH_BYTES + 3, id="digest"),
+        pytest.param(HEAD_BYTES + 1, id="record"),
+    ],
+)
+@pytest.mark.parametrize("bit", [1, 128])
+def test_a_flipped_bit_costs_one_record(tmp_path, number, offset, bit):
+    segment = written(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[places()[number] + offset] ^= bit
+    segment.write_bytes(data)
+    found, warnings = read(tmp_path)
+    assert found == RECORDS[:number] + RECORDS[number + 1 :] and len(warnings) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damage_is_never_misread(seed):
+    """Bytes cut out, doubled, overwritten: whatever is returned was written, in the order of the file."""
+    rng = random.Random(seed)
+    records = [rng.randbytes(rng.randrange(60)) + MARK * rng.randrange(3) for _ in range(12)]
+    data = b"".join(framed(record, KEY) for record in records)
+    start, size = rng.randrange(len(data)), rng.randrange(200)
+    patch = rng.choice([b"", rng.randbytes(50), data[start : start + size] * 2, MARK, bytes(size)])
+    found, lost = whole_records(data[:start] + patch + data[start + size :], KEY)
+    assert all(record in records for record in found) and len(found) >= len(records) - 2 - size // HEAD_BYTES
+    assert lost == len(data[:start] + patch + data[start + size :]) - sum(HEAD_BYTES + len(each) for each in found)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, MARK, MARK * 50, b"text\n"])
+def test_a_file_without_a_record_gives_none(tmp_path, content):
+    written(tmp_path).write_bytes(content)
+    found, warnings = read(tmp_path)
+    assert found == [] and len(warnings) == bool(content)
+
+
+def test_records_of_other_settings_are_not_read(tmp_path):
+    written(tmp_path)
+    warnings: list[str] = []
+    assert opened(tmp_path, warnings, settings="n=8").read(0) == [] and "other settings" in warnings[0]
+
+
+def test_segments_are_read_from_a_version_on(tmp_path):
+    journal = opened(tmp_path)
+    for version in (0, 3, 3, 20, 1_000_000):
+        journal.begin(version)
+        journal.append(lambda version=version: b"%d" % version)
+    journal.close()
+    assert read(tmp_path, 3)[0] == [b"3", b"3", b"20", b"1000000"]
+    assert read(tmp_path, 21)[0] == [b"1000000"]
+
+
+def test_a_segment_of_a_course_that_was_left_is_not_appended_to(tmp_path):
+    written(tmp_path, 0)
+    written(tmp_path, 5, [b"left"])
+    journal = opened(tmp_path)
+    journal.version = 4
+    journal.begin(5)
+    journal.append(lambda: b"new")
+    journal.close()
+    assert read(tmp_path, 5)[0] == [b"new"]
+
+
+def test_restarting_keeps_the_given_records_and_removes_later_segments(tmp_path):
+    for version in (0, 5, 10, 12):
+        written(tmp_path, version)
+    journal = opened(tmp_path)
+    journal.restart(5, RECORDS[1:3])
+    journal.append(lambda: b"next")
+    journal.close()
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["after_000000.log", "after_000005.log"]
+    assert read(tmp_path, 5) == ([*RECORDS[1:3], b"next"], [])
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace", "unlink"])
+def test_a_crash_while_restarting_loses_no_record(tmp_path, monkeypatch, moment):
+    for version in (5, 10):
+        written(tmp_path, version)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*((os, "fsync") if moment == "fsync" else (Path, moment)), crash)
+    with pytest.raises(KeyboardInterrupt):
+        opened(tmp_path).restart(5, RECORDS[1:3])
+    assert set(RECORDS[1:3]) <= set(read(tmp_path, 5)[0])
+
+
+def test_pruning_keeps_what_the_kept_checkpoints_need(tmp_path):
+    for version in (0, 5, 10):
+        written(tmp_path, version)
+    opened(tmp_path).prune(5)
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["after_000005.log", "after_000010.log"]
+    opened(tmp_path).remove()
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+def test_nothing_is_kept_before_a_segment_opens_and_after_the_end(tmp_path):
+    journal = opened(tmp_path)
+    journal.append(lambda: b"early")
+    journal.restart(0, [])
+    journal.close()
+    journal.append(lambda: b"late")
+    journal.close()
+    assert read(tmp_path) == ([], [])
+
+
+def test_a_failing_disk_is_told_once_and_tried_again_at_the_next_checkpoint(tmp_path, monkeypatch):
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    append = journal_module._Segment.append
+    full = threading.Event()
+
+    def short(self, record: bytes) -> None:
+        if full.is_set():
+            assert self._file is not None
+            self._file.write(MARK)
+            raise OSError(28, "No space left on device")
+        append(self, record)
+
+    monkeypatch.setattr(journal_module._Segment, "append", short)
+    journal.restart(0, [])
+    journal.append(lambda: b"before")
+    wait_for(lambda: read(tmp_path)[0] == [b"before"])
+    full.set()
+    for _ in range(5):
+        journal.append(lambda: b"lost")
+    wait_for(lambda: bool(warnings))
+    full.clear()
+    journal.append(lambda: b"lost")
+    journal.begin(0)
+    journal.append(lambda: b"same segment")
+    journal.begin(2)
+    journal.append(lambda: b"next segment")
+    journal.close()
+    assert len(warnings) == 1 and "No space left" in warnings[0]
+    assert read(tmp_path)[0] == [b"before", b"same segment", b"next segment"]
+
+
+def test_a_directory_that_cannot_be_made_ends_nothing(tmp_path):
+    (tmp_path / "journal").write_text("in the way")
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    assert journal.read(0) == []
+    journal.restart(0, [])
+    journal.append(lambda: b"lost")
+    journal.begin(1)
+    journal.append(lambda: b"lost")
+    journal.close()
+    assert len(warnings) == 2 and all("until the next checkpoint" in line for line in warnings)
+
+
+def test_a_record_that_cannot_be_encoded_ends_nothing(tmp_path):
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    journal.restart(0, [])
+    journal.append(lambda: "no surrogates \ud800".encode())
+    wait_for(lambda: bool(warnings))
+    journal.close()
+    assert "surrogates" in warnings[0]
+
+
+def test_encoding_and_writing_are_left_to_the_thread(tmp_path):
+    journal = opened(tmp_path)
+    journal.restart(0, [])
+    names: list[str] = []
+    slow = threading.Event()
+
+    def encode() -> bytes:
+        slow.wait(10)
+        names.append(threading.current_thread().name)
+        return b"record"
+
+    began = time.monotonic()
+    for _ in range(100):
+        journal.append(encode)
+    assert time.monotonic() - began < 5 and names == []
+    slow.set()
+    journal.close()
+    assert set(names) == {"journal"} and read(tmp_path)[0] == [b"record"] * 100
+
+
+def test_a_disk_that_is_too_slow_costs_groups_and_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    journal.restart(0, [])
+    slow = threading.Event()
+    journal.append(lambda: bytes(slow.wait(10)))
+    wait_for(journal._queue.empty)
+    for _ in range(9):
+        journal.append(lambda: b"record")
+    slow.set()
+    journal.close()
+    assert read(tmp_path)[0] == [b"\0", *[b"record"] * 3] and len(warnings) == 1 and "behind" in warnings[0]
+
+
+def test_there_is_at_most_one_fsync_a_second_and_one_soon(tmp_path, monkeypatch):
+    journal = opened(tmp_path)
+    journal.restart(0, [])
+    wait_for((tmp_path / "journal" / "after_000000.log").exists)
+    time.sleep(0.1)
+    synced: list[float] = []
+    fsync = os.fsync
+    monkeypatch.setattr(journal_module.os, "fsync", lambda fd: synced.append(time.monotonic()) or fsync(fd))
+    began = time.monotonic()
+    while time.monotonic() - began < 2.3:
+        journal.append(lambda: b"record")
+        time.sleep(0.005)
+    assert 2 <= len(synced) <= 3
+    time.sleep(2.2)
+    assert len(synced) <= 4, "nothing new, nothing to sync"
+    journal.close()
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from dapo.state.journal import Journal
+journal = Journal(Path(sys.argv[1]) / "journal", "n=4", warn=print)
+journal.restart(0, [])
+for number in range(10**6):
+    journal.append(lambda number=number: b"%d" % number)
+    if number == 200:
+        print("written", flush=True)
+    time.sleep(0.0005)
+"""
+
+
+def test_what_the_thread_wrote_outlives_a_kill(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    found, _ = read(tmp_path)
+    assert found == [b"%d" % number for number in range(len(found))] and len(found) > 200
+
+
+def wait_for(holds) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
