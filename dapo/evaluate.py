@@ -12,9 +12,9 @@ import numpy as np
 
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
-from dapo.pools import RewardPool, RolloutPool
-from dapo.sampling.stream import ended_unasked, response_seed, scored_group
-from dapo.types import Cut, Draw, Group, Prompt, Sampling
+from dapo.pools import Pools
+from dapo.sampling.stream import ended_unasked, response_seed, sampling_of, scored_group
+from dapo.types import Cut, Draw, Group, Prompt
 
 
 def evaluates_after(version: int, cfg: Config) -> bool:
@@ -23,16 +23,10 @@ def evaluates_after(version: int, cfg: Config) -> bool:
     return cfg.eval.after_train if version >= cfg.trainer.total_steps else every > 0 and version % every == 0
 
 
-async def evaluate(
-    prompts: Sequence[Prompt],
-    rollouts: RolloutPool,
-    rewards: RewardPool,
-    sampling: Sampling,
-    *,
-    seed: int,
-    clock: PhaseClock,
-) -> dict[str, float]:
+async def evaluate(prompts: Sequence[Prompt], pools: Pools, cfg: Config, *, clock: PhaseClock) -> dict[str, float]:
     """Returns `eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`."""
+    rollouts, rewards, seed = pools.rollouts, pools.rewards, cfg.trainer.seed
+    sampling = sampling_of(cfg.eval, cfg.data.max_response_length)
     at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // sampling.n))
 
     async def one(prompt: Prompt) -> Group:

@@ -3,9 +3,10 @@
 In: `trainer.max_hours`, and how long updates and saves have taken. Out: the moment to leave, or TimeLimitReached.
 """
 
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 ROOM = 1.5  # times the longest that was seen
 UNSEEN = 0.05  # of the limit, for what was not seen yet
@@ -18,7 +19,7 @@ class TimeLimitReached(RuntimeError):
 class TimeLimit:
     """Holds the limit of one process, from `began` (`time.monotonic()`) on; max_hours 0 = none."""
 
-    def __init__(self, max_hours: float, began: float) -> None:
+    def __init__(self, max_hours: float = 0.0, began: float = 0.0) -> None:
         self._seconds = max_hours * 3600
         self._began = began
         self._longest: dict[str, float] = {}
@@ -38,6 +39,17 @@ class TimeLimit:
             return None
         need = sum(ROOM * self._longest.get(act, UNSEEN * self._seconds / ROOM) for act in acts)
         return self._began + self._seconds - need
+
+    @asynccontextmanager
+    async def leaving(self, *acts: str) -> AsyncIterator[None]:
+        """Cuts the block short, with TimeLimitReached, where these acts might not end in time after it."""
+        try:
+            async with asyncio.timeout_at(self.leave_at(*acts)) as cut:
+                yield
+        except TimeoutError:
+            if cut.expired():
+                raise self.reached() from None
+            raise
 
     def check(self, *acts: str) -> None:
         """Raises TimeLimitReached where these acts might not end in time."""

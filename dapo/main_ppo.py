@@ -17,7 +17,9 @@ from omegaconf import DictConfig
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
+from dapo.limit import TimeLimitReached
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
+from dapo.sampling.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
 
@@ -42,6 +44,8 @@ def _hydra_main(tree: DictConfig) -> None:
         launch(to_config(tree))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
+    except TimeLimitReached as error:
+        end(str(error), EXIT_RESUMABLE)
     except asyncio.CancelledError:
         end("stopped by a signal; the same command continues the run", EXIT_RESUMABLE)
     except (ValueError, RuntimeError, OSError) as error:
@@ -54,7 +58,8 @@ def launch(cfg: Config) -> None:
         for notice in run_dir.notices:
             say(notice)
         store = run_dir.store
-        if (last := store.completed(cfg.trainer.total_steps)) is not None:
+        last = store.completed(cfg.trainer.total_steps)
+        if last is not None and not owes_evaluation(last, run_dir.path):
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds

@@ -111,6 +111,10 @@ class ActorPool(Protocol):
         """Raises RuntimeError unless all ranks read `content` in the file at `path`."""
         ...
 
+    def restarts(self) -> dict[str, float]:
+        """Returns how many times all ranks were replaced so far, as a metric."""
+        ...
+
     async def restart(self) -> None:
         """Ends all ranks and starts new ones, at policy version 0."""
         ...
@@ -129,3 +133,7 @@ class Pools:
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def restarts(self) -> dict[str, float]:
+        """Returns how many processes of each kind were replaced so far, as metrics."""
+        return self.rollouts.restarts() | self.rewards.restarts() | self.actors.restarts()

@@ -21,8 +21,10 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
+from dapo.limit import TimeLimit
 from dapo.pools import Pools
 from dapo.preflight import preflight
+from dapo.recovery import run_to_end
 from dapo.report.console import say, warn
 from dapo.report.log import MetricsLogger
 from dapo.signals import Stop
@@ -41,14 +43,22 @@ STOP_GRACE_S = 3.0
 
 
 async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore) -> None:
-    """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, and CancelledError after another signal."""
+    """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, and LeaseLost
+    when another run has taken the directory over."""
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
     stop.install()
+    loop = asyncio.get_running_loop()
+
+    def lost() -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    run_dir.when_lost(lost)
     try:
         await train(cfg, run_dir, store, stop=stop)
     except asyncio.CancelledError:
+        run_dir.check()
         if stop.first == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
@@ -79,33 +89,20 @@ async def train(
             stop.install()  # once more: Ray has put a handler of its own in place
         prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
+        store.keeps_groups = not run_dir.accepted
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
-            await run_steps(Trainer(cfg, pools, prompts, held_out, store, logger, say=say), logger)
-
-
-async def run_steps(trainer: Trainer, logger: MetricsLogger) -> None:
-    """Trains, and saves what was trained however that ends."""
-    try:
-        await trainer.run()
-    except BaseException:
-        if trainer.unsaved:
-            await save_what_was_trained(trainer)
-        raise
-    finally:
-        trainer.close()
-        logger.close()
-
-
-async def save_what_was_trained(trainer: Trainer) -> None:
-    """Saves, as the last act of a failed or interrupted run. A failure here is reported and does not hide the first
-    one."""
-    try:
-        await trainer.save()
-        say(f"saved step {trainer.version}")
-    except Exception as error:
-        warn(f"step {trainer.version} could not be saved: {error}")
+            limit = TimeLimit(cfg.trainer.max_hours, began)
+            try:
+                await pools.actors.check_shared(*run_dir.token())
+                await run_to_end(
+                    lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
+                    pools.actors,
+                    cfg.actor.max_restarts,
+                )
+            finally:
+                logger.close()
 
 
 def make_paths_absolute(cfg: Config) -> None:

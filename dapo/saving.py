@@ -14,13 +14,15 @@ from pathlib import Path
 from dapo.config.schema import CheckpointConfig, Config
 from dapo.pools import ActorPool, ActorsLost, RewardPool
 from dapo.report.console import warn
-from dapo.report.log import MetricsLogger, evaluated
+from dapo.report.log import MetricsLogger
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.sampling.journaled import note, recover
-from dapo.sampling.saved import DriverState, Due, read_groups, write_groups
+from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import sampling_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.journal import Journal
+from dapo.state.lease import LeaseLost
 from dapo.types import Draw, Group
 
 JOURNAL = "journal"
@@ -133,7 +135,7 @@ class Saver:
                     await self._actors.export_hf(str(directory / "hf"))
                 await asyncio.to_thread(write_groups, directory, held)
                 state.write(directory)
-        except ActorsLost:
+        except (ActorsLost, LeaseLost):
             raise
         except (OSError, RuntimeError) as error:
             self._failed += 1
@@ -161,6 +163,9 @@ class Saver:
             state = DriverState.read(directory)
             await self._actors.load(str(directory / "actor"), state.version)
             held = await asyncio.to_thread(read_groups, directory, draw)
+        if not self._store.keeps_groups:  # they mean something else by now: their draws start again
+            self._journal.remove()
+            state, held = state.without([group.draw.index for group, _ in held]), []
         since = await asyncio.to_thread(self._recover, state, len(held), draw)
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
         scored = [(group, started) for group, (_, started) in zip(groups, (*held, *since), strict=True)]
@@ -180,15 +185,6 @@ class Saver:
     def close(self) -> None:
         """Ends the journal, with all its groups on disk; may be called twice."""
         self._journal.close()
-
-
-def owes_evaluation(directory: Path, output_dir: Path) -> bool:
-    """Returns whether the run in output_dir, saved in `directory`, was ended before it had evaluated what is saved.
-
-    Raises ValueError: see `DriverState.read`.
-    """
-    state = DriverState.read(directory)
-    return state.due.evaluate and not evaluated(output_dir, state.version)
 
 
 async def _scored_anew(group: Group, rewards: RewardPool) -> Group:

@@ -7,6 +7,10 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a launcher and the shell around it forward one signal both
@@ -35,3 +39,17 @@ class Stop:
         elif now - self._since > SAME_S:
             # No clean-up: what is being saved stays beside the last whole checkpoint; workers end with their driver.
             os._exit(128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    result = task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    return result

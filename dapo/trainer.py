@@ -8,26 +8,26 @@ The trainer knows three protocols and one `sync_weights` callable, so the loop a
 policy version is the number of completed updates; it names checkpoints and labels every generated token.
 """
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
-from dapo.batch import build_batch, has_signal, penalize_kl, reference_batch
+from dapo.batch import build_batch, has_signal
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate, evaluates_after
-from dapo.pools import Pools
+from dapo.faults import fault_point
+from dapo.limit import TimeLimit
+from dapo.pools import BatchRefused, Pools
+from dapo.reference import penalized
+from dapo.refusals import Refusals
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.saving import Saver
+from dapo.signals import finish
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, Prompt, TrainBatch
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -43,6 +43,7 @@ class Trainer:
         logger: MetricsLogger,
         *,
         say: Callable[[str], None],
+        limit: TimeLimit | None = None,
     ) -> None:
         self.version = 0
         self.clock = PhaseClock()
@@ -51,8 +52,10 @@ class Trainer:
         self._held_out = held_out
         self._logger = logger
         self._say = say
+        self._limit = limit or TimeLimit()
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
-        self._saver = Saver.of(cfg, store, pools.actors, self._buffer, logger)
+        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger)
+        self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self.stream = GroupStream(
             self._order,
@@ -68,62 +71,71 @@ class Trainer:
         """Takes all steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
         try:
             await self._resume()
-            if self._saver.owes_evaluation or (self._cfg.eval.before_train and self.version == 0):
+            if self.saver.owes_evaluation or (self._cfg.eval.before_train and self.version == 0):
                 await self._evaluate()
             while self.version < self._cfg.trainer.total_steps:
                 await self.step()
-            if self.unsaved:
-                await _finish(self.save())
+            if self.saver.is_behind(self.version):
+                await finish(self.save())
         finally:
             await self.stream.close()
 
     async def step(self) -> dict[str, float]:
-        """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs."""
+        """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
+        the actors refuse is set aside, and there are none."""
         self.clock.lap()
-        collected = await self.stream.collect()
+        async with self._limit.leaving("save"):
+            collected = await self.stream.collect()
         if self._cfg.algorithm.kl.reward_coeff:
-            collected = await self._penalize_kl(collected)
+            with self.clock("reference"):
+                collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
-        metrics = await _finish(self._update(collected, batch))
-        if self._saver.owes_evaluation:
+        self._limit.check("update", "save")
+        try:
+            metrics = await finish(self._update(collected, batch))
+        except BatchRefused as error:
+            self._refusals.refused(collected, error, self.version)
+            await self._sync()
+            return {}
+        if self.saver.owes_evaluation:
             await self._evaluate()
-        if self.version < self._cfg.trainer.total_steps and self._saver.is_due(self.version):
-            await _finish(self._saver.save_or_go_on(self.version))
+        if self.version < self._cfg.trainer.total_steps and self.saver.is_due(self.version):
+            with self._limit.measuring("save"):
+                await finish(self.saver.save_or_go_on(self.version))
         return metrics
-
-    async def _penalize_kl(self, collected: Collected) -> Collected:
-        """Takes the distance to the reference policy off the rewards (accuracies, and so the buffer's choice, stay)."""
-        with self.clock("reference"):
-            sequences = reference_batch(collected.groups, version=self.version)
-            logprobs = await self._pools.actors.reference_logprobs(sequences)
-        return replace(collected, groups=penalize_kl(collected.groups, logprobs, self._cfg))
 
     async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:
-            with self.clock("update"):
+            fault_point("driver.collected")
+            with self._limit.measuring("update"), self.clock("update"):
                 updated = await self._pools.actors.update(batch)
+            fault_point("driver.updated")
             self.version += 1
             self._buffer.trained()
-            self._saver.owes_evaluation = evaluates_after(self.version, self._cfg)
+            self.saver.owes_evaluation = evaluates_after(self.version, self._cfg)
             try:
                 with self.clock("sync"):
                     await self._pools.sync_weights(self.version)
                 self._buffer.serving(self.version)
             finally:  # the step is trained and will be saved: it has its line also where the sync failed
-                restarts = self._pools.rewards.restarts() | self._pools.rollouts.restarts()
-                metrics = self._report(collected, batch, updated.metrics | restarts)
+                metrics = self._report(collected, batch, updated.metrics | self._pools.restarts())
+        fault_point("driver.synced")
+        self._refusals.updated(collected, updated, self.version - 1)
         return metrics
 
+    async def _sync(self) -> None:
+        """Gives the engines the weights once more, which may be what a batch was refused for."""
+        async with self._pools.weights:
+            with self.clock("sync"):
+                await self._pools.sync_weights(self.version)
+
     async def _evaluate(self) -> None:
-        self._saver.owes_evaluation = bool(self._held_out)
-        if not self._held_out:
-            return
-        sampling = sampling_of(self._cfg.eval, self._cfg.data.max_response_length)
-        engines, rewards, seed = self._pools.rollouts, self._pools.rewards, self._cfg.trainer.seed
-        metrics = await evaluate(self._held_out, engines, rewards, sampling, seed=seed, clock=self.clock)
-        self._logger.log(self.version, metrics)
-        self._saver.owes_evaluation = False
-        self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
+        self.saver.owes_evaluation = bool(self._held_out)
+        if self._held_out:
+            metrics = await evaluate(self._held_out, self._pools, self._cfg, clock=self.clock)
+            self._logger.log(self.version, metrics)
+            self.saver.owes_evaluation = False
+            self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())
@@ -133,39 +145,15 @@ class Trainer:
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics))
         return metrics
 
-    @property
-    def unsaved(self) -> bool:
-        """Returns whether steps were trained, or groups collected, that no checkpoint holds."""
-        return self._saver.is_behind(self.version)
-
     async def save(self) -> None:
         """Writes a checkpoint of the current version, while generation may go on."""
-        await self._saver.save(self.version)
-
-    def close(self) -> None:
-        """Ends what writes; the last act, after the last save."""
-        self._saver.close()
+        await self.saver.save(self.version)
 
     async def _resume(self) -> None:
         async with self._pools.weights:
-            found = await self._saver.resume(self._order.draw, self._pools.rewards)
+            found = await self.saver.resume(self._order.draw, self._pools.rewards)
             self.version = found.version
             if found.where:
                 self._say(f"resuming from {found.where}")
-            # Always, even at version 0: a broken sync shows before any GPU hour is spent.
-            with self.clock("sync"):
-                await self._pools.sync_weights(self.version)
-
-
-async def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save."""
-    task, cancelled = asyncio.ensure_future(work), False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    result = task.result()
-    if cancelled:
-        raise asyncio.CancelledError
-    return result
+        # Always, even at version 0: a broken sync shows before any GPU hour is spent.
+        await self._sync()

@@ -10,7 +10,7 @@ from dapo.pools import ActorsLost
 from dapo.report.log import read_metrics
 from dapo.run import run_steps
 from dapo.sampling.budget import BudgetExhausted
-from dapo.sampling.saved import DriverState, Due
+from dapo.sampling.driver_state import DriverState, Due
 from dapo.saving import SaveFailed, owes_evaluation
 from dapo.state import manifest
 from dapo.state.checkpoint import CheckpointStore

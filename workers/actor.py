@@ -184,11 +184,12 @@ class ActorPool:
         start: Submit = lambda rank, worker: worker.start.remote(rank, count, address, port)  # noqa: E731
         await self._ranks.call(start, timeout_s, what, key, separable=True)
 
-    async def restart(self) -> None:
-        """Ends all ranks, whatever they do, and starts new ones with the same Ray options, at policy version 0.
+    def restarts(self) -> dict[str, float]:
+        """Returns how many times all ranks were replaced so far, as a metric."""
+        return {"perf/restarted_actors": float(self._ranks.restarts)}
 
-        Their connections to the engines are gone: the next weight sync must open them again.
-        """
+    async def restart(self) -> None:
+        """Ends all ranks, whatever they do, and starts new ones with the same Ray options, at policy version 0."""
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 

@@ -30,6 +30,8 @@ LATER_S = 5.0  # by which a wait for an engine is longer than that of the transf
 class WeightSource(Protocol):
     """Names what the sync needs of `workers.actor.ActorPool`."""
 
+    def restarts(self) -> dict[str, float]: ...
+
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
 
     async def join_weights(self, num_receivers: int) -> None: ...
@@ -81,7 +83,7 @@ class WeightSync:
         self._cfg = cfg.weight_sync
         self._transfer_s = transfer_timeout_s(cfg)
         self._transport = resolve_transport(cfg)
-        self._connected: tuple[tuple[int, int], ...] = ()  # engines, by number and restarts
+        self._connected: object = None  # which starts of which processes
         self._num_buckets = 0
         self._version: int | None = None  # that all engines serve
         self._stage = ""
@@ -127,9 +129,10 @@ class WeightSync:
         whole = False
         try:
             async with asyncio.timeout(self._cfg.timeout_s):
-                if self._connected != (engines := self._engines.identities(members)):
+                processes = (self._actors.restarts(), self._engines.identities(members))
+                if self._connected != processes:
                     await self._connect(members)
-                    self._connected = engines
+                    self._connected = processes
                 await self._transfer(version, members)
                 await self._prove(members)
             whole = True
@@ -140,7 +143,7 @@ class WeightSync:
             ) from None
         finally:
             if not whole:
-                self._connected = ()
+                self._connected = None
         self._engines.admit(members)
 
     async def _connect(self, members: tuple[int, ...]) -> None:

@@ -90,6 +90,9 @@ class RecordingActors:
     async def check_shared(self, path: str, content: str) -> None:
         await self._pool.check_shared(path, content)
 
+    def restarts(self) -> dict[str, float]:
+        return self._pool.restarts()
+
     async def restart(self) -> None:
         await self._pool.restart()
 

@@ -130,6 +130,12 @@ class ActorConfig:
     """FSDP2 ranks train the policy, one GPU each."""
 
     num_workers: int = at_least(1, 1, "FSDP ranks", verl="trainer.n_gpus_per_node, trainer.nnodes")
+    max_restarts: int = at_least(
+        0,
+        5,
+        "restarts of all ranks within an hour, after one died, hung or left the others; each goes on from the newest "
+        "checkpoint; with one more the run ends",
+    )
     ppo_mini_batch_size: int = at_least(
         1,
         32,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.demand import Supply, UsableRate
-from dapo.sampling.draws import STALE, SURPLUS, TRAINED, BufferState, Draws, State
+from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classify
 from dapo.types import Collected, Group
 
@@ -211,6 +211,12 @@ class OversamplingBuffer:
     def trained(self) -> None:
         """Notes that the update with the closed batch is done."""
         self.draws.trained()
+
+    def refused(self) -> None:
+        """Notes that the closed batch must not be trained on: its draws start again."""
+        self.draws.send_back(self.draws.at(State.TRAINING), REFUSED)
+        self._frontier, self._ready = min(self.draws.live, default=self.draws.drawn), 0
+        self.serving(self.version)
 
     def _used_up(self) -> list[int]:
         """Returns the scored draws that this step uses up, in draw order."""

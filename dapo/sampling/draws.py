@@ -32,8 +32,9 @@ TRAINED = "trained"
 DROPPED = (ALL_CORRECT, ALL_WRONG, UNSCORABLE, OVERLONG)
 SURPLUS = "surplus"  # generated beyond the batch, at staleness 0
 STALE = "stale"  # too old for the next update
+REFUSED = "refused"  # by the actors, and set aside
 STOPPED = "stopped"  # between generation and verdict when the run stopped
-LOST = (SURPLUS, STALE, STOPPED)  # why tokens of a draw that went back to the stream are lost
+LOST = (SURPLUS, STALE, REFUSED, STOPPED)  # why tokens of a draw that went back to the stream are lost
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class Draws:
     def send_back(self, indices: Iterable[int], reason: str) -> None:
         """Lets draws start again; the tokens of their groups are lost for `reason`."""
         for index in indices:
-            draw = self._move(index, State.TO_RETRY, State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
+            draw = self._move(index, State.TO_RETRY, *State)
             self.tokens[reason] += draw.tokens
             draw.tokens, draw.group = 0, None
 

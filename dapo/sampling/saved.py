@@ -1,15 +1,14 @@
-"""Writes the driver's part of a checkpoint: which draws have ended, what is still to be reported, and the groups that
-were accepted and not trained on.
+"""Writes groups that were accepted and not trained on, and reads them back.
 
-In and out: `DriverState` as JSON; groups as Parquet, one row per response, so that a continued run does not generate
-them again; one group as Arrow bytes, for the journal. Prompts are not written but found again by their draw.
+In and out: Parquet, one row per response, so that a continued run does not generate them again; one group as Arrow
+bytes, for the journal. Prompts are not written but found again by their draw.
 """
 
 import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dapo.sampling.draws import BufferState
 from dapo.types import Draw, Group, Response, Score, VersionSpan
 
-DRIVER_STATE = "driver.json"
 FILE = "groups.parquet"
 _SCHEMA = pa.schema(
     {
@@ -35,54 +32,6 @@ _SCHEMA = pa.schema(
         "score": pa.string(),  # JSON
     }
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Due:
-    """Holds what a run still owes for its policy. evaluate: the evaluation of this version is not done. lines: of
-    metrics that are not in `metrics.jsonl` yet (`dapo.report.log.MetricsLogger.unwritten`)."""
-
-    evaluate: bool = False
-    lines: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, values: Any) -> "Due":
-        """Returns what JSON holds. Raises TypeError or ValueError where it holds anything else."""
-        due = cls(evaluate=values["evaluate"], lines=tuple(values["lines"]))
-        if type(due.evaluate) is not bool or not all(type(line) is str for line in due.lines):
-            raise ValueError(f"no evaluation and lines: {values}")
-        return due
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriverState:
-    """Holds what the driver knows besides the groups. Made by the trainer at the end of a step, consumed by it on
-    resuming.
-
-    version: completed updates. buffer: `dapo.sampling.buffer.OversamplingBuffer.state()`.
-    """
-
-    version: int
-    buffer: BufferState
-    due: Due = Due()
-
-    def write(self, directory: Path) -> None:
-        """Writes `driver.json`."""
-        (directory / DRIVER_STATE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, directory: Path) -> "DriverState":
-        """Reads `driver.json`. Raises ValueError when it is missing or holds anything else."""
-        path = directory / DRIVER_STATE
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            buffer, due = BufferState.parse(values["buffer"]), Due.parse(values["due"])
-            return cls(version=int(values["version"]), buffer=buffer, due=due)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path} is no state of the driver ({error!r}); remove this checkpoint's directory to continue from "
-                "the one before it"
-            ) from error
 
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:

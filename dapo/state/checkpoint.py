@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from dapo.faults import fault_point
 from dapo.state.durable import sync_directory, write_text
 from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
@@ -60,6 +61,7 @@ class CheckpointStore:
         self._writing = asyncio.Lock()
         self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
         self._misnamed: str | None = None
+        self.keeps_groups = True  # whether groups sampled before still mean what they did; true of what is written here
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Path]:
@@ -84,11 +86,15 @@ class CheckpointStore:
                 raise
 
     def _seal_and_commit(self, step: int, temporary: Path) -> None:
+        fault_point("save.written")
         self._record(temporary)
         seal(temporary)
         self._guard()
+        fault_point("save.sealed")
         self._place(temporary, self._root / f"step_{step:06d}")
+        fault_point("save.placed")
         self._prune(step)
+        self.keeps_groups = True
 
     def _place(self, temporary: Path, final: Path) -> None:
         """Puts a sealed directory where it belongs. Where that fails, the former one is back."""
@@ -96,6 +102,7 @@ class CheckpointStore:
         aside = final.with_name(final.name + ASIDE)
         if final.exists():
             final.replace(aside)
+        fault_point("save.aside")
         try:
             temporary.replace(final)
         except BaseException:

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from dapo.config.paths import resolve_path
 from dapo.report.log import read_metrics
-from dapo.sampling.saved import FILE, DriverState
+from dapo.sampling.driver_state import DriverState
+from dapo.sampling.saved import FILE
 from dapo.state.checkpoint import verify
 from tests.support.runs import Runs, checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dapo.sampling.draws import BufferState
-from dapo.sampling.saved import DriverState
+from dapo.sampling.driver_state import DriverState
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, step_of, verify
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import STALE, STOPPED, SURPLUS, TRAINED, State
+from dapo.sampling.driver_state import DriverState
 from dapo.sampling.journaled import note, recover
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from dapo.sampling.saved import DriverState, read_groups, write_groups
+from dapo.sampling.saved import read_groups, write_groups
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group
 from tests.support.fakes import make_group, make_prompt, make_response

@@ -29,6 +29,9 @@ class LocalActors:
             device=torch.device("cpu"),
         )
 
+    def restarts(self) -> dict[str, float]:
+        return {}
+
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]:
         return self.sender.num_buckets, [self.sender.open(transport, "127.0.0.1", 60)]
 

@@ -45,17 +45,20 @@ class Recorder:
         self.existing = self.most = 0
         self.refused = ""
         self.engines: tuple[int, ...] = (0, 1, 2)
-        self.restarts: list[int] = []
+        self.started_again: list[int] = []
         self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
         self.admitted: list[tuple[int, ...]] = []
         self.canary: list[TrainSequence] = []
         self._fail = fail
 
+    def restarts(self):
+        return {}
+
     def members(self):
         return self.engines
 
     def identities(self, members):
-        return tuple((k, self.restarts.count(k)) for k in members)
+        return tuple((k, self.started_again.count(k)) for k in members)
 
     def num_receivers(self, members):
         return len(members)

@@ -29,6 +29,7 @@ class Ranks:
         self._processes: list[RankProcess] = []
         self.workers = make()
         self.lost = ""  # why only a restart helps
+        self.restarts = 0
 
     async def call(
         self,
@@ -92,6 +93,7 @@ class Ranks:
         self._processes = []
         self.workers = self._make()
         self.lost = ""
+        self.restarts += 1
 
     def kill(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""

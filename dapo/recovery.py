@@ -1,0 +1,73 @@
+"""Keeps a run going when its actors are lost, and saves what was trained however it ends.
+
+    make a Trainer ─▶ run ─▶ done
+         ▲             │ ActorsLost: ranks died, hang, or stand at different points
+         └── restart ◀─┘ of all ranks; the new Trainer goes on from the newest checkpoint and the journal
+
+In: what makes a Trainer for the same pools. Out: a trained run, or the error that ended it. Engines and reward workers
+replace their processes by themselves (`workers.rollout`, `workers.reward`); they live on meanwhile.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dapo.pools import ActorPool, ActorsLost
+from dapo.report.console import say, warn
+from dapo.trainer import Trainer
+
+HOUR_S = 3600.0
+
+
+async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
+    """Trains to the last step. max_restarts: of all ranks, within an hour (`actor.max_restarts`).
+
+    Raises:
+        ActorsLost: they were lost more often.
+    """
+    recent: deque[float] = deque()
+    while True:
+        trainer = make()
+        try:
+            await trainer.run()
+            return
+        except ActorsLost as error:
+            trainer.saver.close()
+            await _restart(actors, error, recent, max_restarts)
+        except BaseException:
+            if trainer.saver.is_behind(trainer.version):
+                await save_what_was_trained(trainer)
+            raise
+        finally:
+            trainer.saver.close()
+
+
+async def _restart(actors: ActorPool, why: Exception, recent: deque[float], max_restarts: int) -> None:
+    """Starts all ranks again; a start that fails counts as one more loss."""
+    while True:
+        while recent and time.monotonic() - recent[0] > HOUR_S:
+            recent.popleft()
+        if len(recent) >= max_restarts:
+            raise ActorsLost(
+                f"{why}; the ranks were started again {len(recent)} times within an hour, as often as "
+                "`actor.max_restarts` allows; the same command goes on from the newest checkpoint"
+            ) from why
+        recent.append(time.monotonic())
+        warn(f"the actors are lost and start again ({len(recent)} of {max_restarts} within an hour): {why}")
+        try:
+            await actors.restart()
+        except RuntimeError as error:
+            why = error
+            continue
+        say("the actors are back")
+        return
+
+
+async def save_what_was_trained(trainer: Trainer) -> None:
+    """Saves, as the last act of a failed or interrupted run. A failure here is reported and does not hide the first
+    one."""
+    try:
+        await trainer.save()
+        say(f"saved step {trainer.version}")
+    except Exception as error:
+        warn(f"step {trainer.version} could not be saved: {error}")

@@ -1,0 +1,62 @@
+"""Sets batches aside that must not be trained on, so that the run goes on without them and a person can replay them.
+
+In: a batch that all ranks refused, or mini-batches whose step was skipped. Out: files (`dapo.state.quarantine`); draws
+that start again; and an end of the run where that does not help.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo.batch import deal
+from dapo.config.schema import Config
+from dapo.pools import BatchRefused, Updated
+from dapo.report.console import warn
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.state.quarantine import Quarantine
+from dapo.types import Collected, Group
+
+MAX_IN_A_ROW = 3
+
+
+class NotFinite(RuntimeError):
+    """Says that too many optimizer steps in a row were skipped; what was trained before is whole."""
+
+
+class Refusals:
+    """Counts refused batches in a row."""
+
+    def __init__(self, cfg: Config, output_dir: Path, buffer: OversamplingBuffer) -> None:
+        self._cfg = cfg
+        self._buffer = buffer
+        self._quarantine = Quarantine(output_dir)
+        self._in_a_row = 0
+
+    def refused(self, collected: Collected, error: BatchRefused, version: int) -> None:
+        """Sets the groups of a refused batch aside and sends their draws back to the stream.
+
+        Raises `error` when `MAX_IN_A_ROW` batches were refused one after the other.
+        """
+        self._put(collected.groups, version, error.reason, str(error), {})
+        self._buffer.refused()
+        self._in_a_row += 1
+        if self._in_a_row >= MAX_IN_A_ROW:
+            raise error
+        warn(f"a batch was set aside ({self._in_a_row} in a row; {MAX_IN_A_ROW} end the run): {error}")
+
+    def updated(self, collected: Collected, updated: Updated, version: int) -> None:
+        """Sets the groups of skipped mini-batches aside. version: that the update started from.
+
+        Raises NotFinite when too many optimizer steps in a row were skipped.
+        """
+        self._in_a_row = 0
+        if updated.skipped:
+            minibatches, _ = deal(len(collected.groups), self._cfg, version=version)
+            groups = [collected.groups[i] for k in updated.skipped for i in minibatches[k]]
+            message = updated.stop or f"optimizer steps on mini-batches {list(updated.skipped)} were skipped"
+            self._put(groups, version, "nonfinite", message, updated.metrics)
+        if updated.stop:
+            raise NotFinite(updated.stop)
+
+    def _put(self, groups: Sequence[Group], version: int, reason: str, message: str, metrics: dict[str, float]) -> None:
+        started = [(group, version) for group in groups]
+        self._quarantine.put(started, version=version, reason=reason, message=message, metrics=metrics)
