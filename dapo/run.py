@@ -188,7 +188,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         else:
             await asyncio.gather(start_engines(), start_others())
         sync = WeightSync(actors, engines, cfg)
-        engines.rejoin = sync.rejoin
+        engines.keeper.rejoin = sync.rejoin
         yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock)
     finally:
         actors.close()

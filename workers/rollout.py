@@ -5,7 +5,7 @@ another one computes again from the same seeds: it comes out alike.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,12 +16,12 @@ from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
+from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
 
 ABORT_PAUSE_S = 0.002
-PAUSE_S = 1.0  # before an engine that could not be started is tried again
 CANARY_TOKENS = 16  # that an engine which has started again computes for comparison
 
 
@@ -33,70 +33,23 @@ class RolloutPool:
     ) -> None:
         """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`."""
         self._cfg = cfg
-        self._warn = warn
-        self._slots = [EngineSlot(number, each, cfg) for number, each in enumerate(options)]
+        self.keeper = Keeper(options, cfg, warn)
+        self._slots = self.keeper.slots
         self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
         self._aborted: set[str] = set()
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
-        self._exhausted = ""  # why the run cannot go on
-        self._changed = asyncio.Event()
-        self._keepers: list[asyncio.Task[None]] = []
-        self.rejoin: Callable[[int], Awaitable[None]] | None = None  # gives an engine that starts again its weights
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Starts all engines side by side, and watches over them from then on."""
-        await wait_for_all(slot.start(model_path, engine_args) for slot in self._slots)
+        await self.keeper.start(model_path, engine_args)
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
-        for slot in self._slots:
-            slot.serving = True
-            self._keepers.append(asyncio.create_task(self._keep(slot, model_path, engine_args)))
-
-    async def _keep(self, slot: EngineSlot, *arguments: Any) -> None:
-        """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""
-        while True:
-            reason = await slot.until_lost()
-            self._warn(f"engine {slot.number} is lost: {reason}")
-            slot.drop()
-            while not slot.started:
-                if not slot.may_restart():
-                    self._give_up(slot)
-                    return
-                try:
-                    await slot.restart(*arguments)
-                except RemoteError as error:
-                    self._warn(f"engine {slot.number} did not start again: {error}")
-                    await asyncio.sleep(PAUSE_S)
-            await self._rejoin(slot)
-
-    async def _rejoin(self, slot: EngineSlot) -> None:
-        """Gives the weights to an engine that has started again, so that it may serve."""
-        assert self.rejoin is not None, "`rejoin` is set before the first group is generated"
-        try:
-            await self.rejoin(slot.number)
-            self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
-        except Exception as error:  # the next weight sync takes it along, or its watch finds it lost
-            self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
-
-    def _give_up(self, slot: EngineSlot) -> None:
-        self._warn(f"engine {slot.number} was started {self._cfg.max_restarts} times within an hour, and is given up")
-        left = len(self._slots) - sum(keeper.done() for keeper in self._keepers) - 1
-        if left < self._cfg.min_engines:
-            self._exhausted = (
-                f"{left} engines are left, and `rollout.min_engines` asks for {self._cfg.min_engines}: the others were "
-                f"lost more often than `rollout.max_restarts` ({self._cfg.max_restarts}) within an hour"
-            )
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def restarts(self) -> dict[str, float]:
-        """Returns how many engines were replaced so far, as metrics."""
-        return {"perf/restarted_engines": float(sum(slot.restarts for slot in self._slots))}
+        """Returns how many engines were replaced so far, as a metric."""
+        return self.keeper.restarts()
 
     @property
     def workers(self) -> list[Any]:
@@ -146,12 +99,12 @@ class RolloutPool:
     async def _home(self, key: str) -> EngineSlot | None:
         """Returns the engine with the fewest responses, as soon as one serves; None when the group is not wanted."""
         while key not in self._aborted:
-            if reason := self._exhausted or self._refused:
+            if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
             if serving := [slot for slot in self._slots if slot.serving]:
                 return min(serving, key=lambda slot: slot.load)
             try:
-                await asyncio.wait_for(self._changed.wait(), self._cfg.timeout_s)
+                await asyncio.wait_for(self.keeper.changed.wait(), self._cfg.timeout_s)
             except TimeoutError:
                 raise RemoteError(
                     f"waited {self._cfg.timeout_s:g} s for an engine that serves; raise `rollout.timeout_s` if this is "
@@ -189,7 +142,7 @@ class RolloutPool:
         pause = ABORT_PAUSE_S
         deadline = asyncio.get_running_loop().time() + self._cfg.timeout_s
         self._aborted |= self._homes.keys() & set(keys)
-        self._notify()
+        self.keeper.notify()
         while left := [key for key in keys if key in self._homes]:
             asked = [
                 (slot, here) for slot in self._slots if (here := [key for key in left if self._homes[key] is slot])
@@ -209,23 +162,15 @@ class RolloutPool:
 
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""
-        return tuple(slot.number for slot in self._slots if slot.started)
+        return self.keeper.members()
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Returns (number, restarts) of these engines: one that started again is not connected any more."""
         return tuple((number, self._slots[number].restarts) for number in members)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
-        """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.
-
-        Their watch puts others in their places.
-        """
-        slots = [self._slots[number] for number in members]
-        answers = await asyncio.gather(*[slot.answers(grace_s) for slot in slots])
-        for slot, there in zip(slots, answers, strict=True):
-            if not there:
-                slot.drop()
-        return not all(answers)
+        """Replaces those of these engines that answer nothing; see `Keeper.lose_silent`."""
+        return await self.keeper.lose_silent(members, grace_s)
 
     async def canaries(self, members: Sequence[int]) -> list[TrainSequence]:
         """Returns a few tokens from each of these engines that has started again and not served since."""
@@ -251,6 +196,11 @@ class RolloutPool:
     def num_receivers(self, members: Sequence[int]) -> int:
         """Counts the processes of these engines, each of which holds a part of the weights."""
         return len(members) * self._processes
+
+    async def leave_weights(self, members: Sequence[int], timeout_s: float) -> None:
+        """Closes these engines' ends of the weight sync."""
+        calls = [self._slots[k].worker.leave_weights.remote() for k in members]
+        await self._all(calls, members, timeout_s, "to leave the weight sync")
 
     async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
         """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
@@ -280,12 +230,12 @@ class RolloutPool:
         for number in members:
             slot = self._slots[number]
             slot.serving = slot.proven = slot.started
-        self._notify()
+        self.keeper.notify()
 
     def refuse(self, reason: str) -> None:
         """Generates nothing until the next sync: an engine may hold a mixture of two versions, and stays paused."""
         self._refused = reason
-        self._notify()
+        self.keeper.notify()
 
     async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
         key = "weight_sync.timeout_s"
@@ -294,6 +244,4 @@ class RolloutPool:
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*[slot.stop(grace_s) for slot in self._slots])
+        await self.keeper.stop(grace_s)

@@ -50,6 +50,8 @@ class WeightSink(Protocol):
 
     def num_receivers(self, members: Sequence[int]) -> int: ...
 
+    async def leave_weights(self, members: Sequence[int], timeout_s: float) -> None: ...
+
     async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None: ...
 
     async def start_update(self, members: Sequence[int], timeout_s: float) -> None: ...
@@ -148,6 +150,7 @@ class WeightSync:
 
     async def _connect(self, members: tuple[int, ...]) -> None:
         self._stage = f"connecting actors and engines ({self._transport})"
+        await self._engines.leave_weights(members, self._transfer_s + LATER_S)
         self._num_buckets, endpoints = await self._actors.open_weights(self._transport)
         first = endpoints[0]
         assert first is not None

@@ -61,5 +61,5 @@ def local_sync(
     cfg = Config()
     cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, 60
     sync = WeightSync(LocalActors(model, bucket_bytes, **kwargs), pool, cfg)
-    pool.rejoin = sync.rejoin
+    pool.keeper.rejoin = sync.rejoin
     return sync

@@ -198,7 +198,7 @@ def test_engines_that_are_lost_too_often_end_the_run_with_the_reason(engines, lo
 
     async def run():
         os.kill(pids(pool, 1)[0], signal.SIGKILL)
-        await until(lambda: bool(pool._exhausted), 10.0, "not given up")
+        await until(lambda: bool(pool.keeper.exhausted), 10.0, "not given up")
         with pytest.raises(RemoteError, match=r"1 engines are left, and `rollout.min_engines` asks for 2"):
             await groups(pool, 5950)
 

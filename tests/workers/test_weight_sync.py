@@ -96,6 +96,9 @@ class Recorder:
         await self._step("gather", index)
         return SimpleNamespace(index=index, failure="")
 
+    async def leave_weights(self, members, timeout_s):
+        await self._step("leave", len(members))
+
     async def connect_weights(self, info, members, timeout_s):
         self.info = info
         await self._step("connect", info["group_size"])

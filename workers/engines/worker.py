@@ -112,6 +112,10 @@ class RolloutWorker:
         """Ends the named groups; their `generate` calls return what was sampled so far."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
+    async def leave_weights(self) -> None:
+        """Closes the engine's end, and drops an update that did not come to its end."""
+        await self._engine.collective_rpc("leave_weight_sync")
+
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -119,12 +123,11 @@ class RolloutWorker:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start_update(self) -> None:
-        """Holds all requests; each goes on where it stood after `finish_update`. An update that did not end is dropped.
+        """Holds all requests; each goes on where it stood after `finish_update`.
 
         They would keep stale keys and values: `clear_cache` recomputes these.
         """
         await self._engine.pause_generation(mode="keep", clear_cache=True)
-        await self._engine.collective_rpc("drop_weight_update")
         await self._engine.start_weight_update()
 
     async def load_bucket(self, bucket: Bucket) -> None:

@@ -182,11 +182,13 @@ class WeightReceiverExtension:
     vllm_config: VllmConfig
     _weight_update_active: bool
 
-    def drop_weight_update(self) -> None:
-        """Ends an update that failed midway, which vLLM would take for one under way."""
+    def leave_weight_sync(self) -> None:
+        """Ends an update that failed midway, which vLLM would take for one under way, and lets go of the transport: the
+        other end may hang in it until then."""
+        assert self.weight_transfer_engine is not None
         with set_current_vllm_config(self.vllm_config):
-            if self.weight_transfer_engine is not None:
-                self.weight_transfer_engine.drop_weight_update()
+            self.weight_transfer_engine.shutdown()
+            self.weight_transfer_engine.drop_weight_update()
         self._weight_update_active = False
 
 

@@ -1,0 +1,103 @@
+"""Keeps engines running: watches over them, replaces those that are lost, gives up those that are lost too often.
+
+In: slots. Out: which engines run, and since which start; a reason when too few are left.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from dapo.config.sampling import RolloutConfig
+from workers.engines.slot import EngineSlot
+from workers.remote import RemoteError, wait_for_all
+
+PAUSE_S = 1.0  # before an engine that could not be started is tried again
+
+
+class Keeper:
+    """Holds the slots. changed: set, and replaced, whenever an engine may serve or none will. exhausted: why the run
+    cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated.
+    """
+
+    def __init__(self, options: Sequence[dict[str, Any]], cfg: RolloutConfig, warn: Callable[[str], None]) -> None:
+        """Makes the engines' actors. options: Ray options of each engine."""
+        self.slots = [EngineSlot(number, each, cfg) for number, each in enumerate(options)]
+        self.changed = asyncio.Event()
+        self.exhausted = ""
+        self.rejoin: Callable[[int], Awaitable[None]] | None = None
+        self._cfg = cfg
+        self._warn = warn
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
+        """Starts all engines side by side. Raises RemoteError where one does not start."""
+        await wait_for_all(slot.start(model_path, engine_args) for slot in self.slots)
+        for slot in self.slots:
+            slot.serving = True
+            self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args)))
+
+    async def _watch(self, slot: EngineSlot, *arguments: Any) -> None:
+        """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""
+        while True:
+            reason = await slot.until_lost()
+            self._warn(f"engine {slot.number} is lost: {reason}")
+            slot.drop()
+            while not slot.started:
+                if not slot.may_restart():
+                    self._give_up(slot)
+                    return
+                try:
+                    await slot.restart(*arguments)
+                except RemoteError as error:
+                    self._warn(f"engine {slot.number} did not start again: {error}")
+                    await asyncio.sleep(PAUSE_S)
+            await self._rejoin(slot)
+
+    async def _rejoin(self, slot: EngineSlot) -> None:
+        assert self.rejoin is not None
+        try:
+            await self.rejoin(slot.number)
+            self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
+        except Exception as error:  # the next weight sync takes it along, or its watch finds it lost
+            self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
+
+    def _give_up(self, slot: EngineSlot) -> None:
+        self._warn(f"engine {slot.number} was started {self._cfg.max_restarts} times within an hour, and is given up")
+        left = sum(not watch.done() for watch in self._watches) - 1
+        if left < self._cfg.min_engines:
+            self.exhausted = (
+                f"{left} engines are left, and `rollout.min_engines` asks for {self._cfg.min_engines}: the others were "
+                f"lost more often than `rollout.max_restarts` ({self._cfg.max_restarts}) within an hour"
+            )
+        self.notify()
+
+    def notify(self) -> None:
+        """Wakes who waits for an engine."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def members(self) -> tuple[int, ...]:
+        """Returns the engines that run, and can take part in a weight sync."""
+        return tuple(slot.number for slot in self.slots if slot.started)
+
+    async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
+        """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.
+
+        Their watch puts others in their places.
+        """
+        slots = [self.slots[number] for number in members]
+        answers = await asyncio.gather(*[slot.answers(grace_s) for slot in slots])
+        for slot, there in zip(slots, answers, strict=True):
+            if not there:
+                slot.drop()
+        return not all(answers)
+
+    def restarts(self) -> dict[str, float]:
+        """Returns how many engines were replaced so far, as a metric."""
+        return {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the engines end their processes for `grace_s`, then kills what is left."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*[slot.stop(grace_s) for slot in self.slots])
