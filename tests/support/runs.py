@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -96,12 +97,16 @@ class Runs:
         self._engines: Any = None
         self._needs: dict[str, Any] = {}  # what they were started with
 
-    def small(self, output_dir: Path, *overrides: str) -> Path:
+    def small(self, output_dir: Path, *overrides: str, beside: Callable[[Any], bool] | None = None) -> Path:
         """The run that the program makes of `command`, without evaluation."""
-        return self.train(compose([*SMALL, f"trainer.output_dir={output_dir}", "data.val_files=[]", *overrides], TINY))
+        cfg = compose([*SMALL, f"trainer.output_dir={output_dir}", "data.val_files=[]", *overrides], TINY)
+        return self.train(cfg, beside)
 
-    def train(self, cfg: Config) -> Path:
-        """Returns the directory of the run. Raises what the program ends with as a message."""
+    def train(self, cfg: Config, beside: Callable[[Any], bool] | None = None) -> Path:
+        """Returns the directory of the run. Raises what the program ends with as a message.
+
+        beside: called with the engines again and again, until it returns True; the run must not end before.
+        """
         from dapo.run import build_rollouts, engine_needs, train
 
         async def whole() -> None:
@@ -109,7 +114,12 @@ class Runs:
                 await self._stop.aclose()
                 self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
             with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-                await train(cfg, run_dir, run_dir.store, self._engines)
+                other = asyncio.create_task(_repeat(beside, self._engines))
+                try:
+                    await train(cfg, run_dir, run_dir.store, self._engines)
+                    assert other.done(), "the run ended before what was to happen beside it"
+                finally:
+                    other.cancel()
 
         self._loop.run(whole())
         return Path(cfg.trainer.output_dir)
@@ -117,6 +127,11 @@ class Runs:
     def close(self) -> None:
         self._loop.run(self._stop.aclose())
         self._loop.close()
+
+
+async def _repeat(what: Callable[[Any], bool] | None, engines: Any) -> None:
+    while what is not None and not await asyncio.to_thread(what, engines):
+        await asyncio.sleep(0.1)
 
 
 def checkpoint(output_dir: Path) -> Path:
