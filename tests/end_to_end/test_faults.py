@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,11 @@ def test_a_lost_rank_costs_time_and_nothing_else(
     assert f"the actors are lost and start again (1 of {5} within an hour)" in err and "the actors are back" in out
 
 
-def test_an_engine_lost_in_a_run_costs_time_and_nothing_else(
-    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    def kill_when_a_step_is_done(engines: Any) -> bool:
-        log = tmp_path / "run" / "metrics.jsonl"
+def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:
+    """What kills the engine's process once a step is done."""
+
+    def kill(engines: Any) -> bool:
+        log = output_dir / "metrics.jsonl"
         if not log.exists() or len(log.read_text().splitlines()) < 1:
             return False
         actor = ray.get(engines.workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
@@ -90,10 +91,44 @@ def test_an_engine_lost_in_a_run_costs_time_and_nothing_else(
         cores[0].kill()
         return True
 
-    found = runs.small(tmp_path / "run", *RUN, beside=kill_when_a_step_is_done)
+    return kill
+
+
+def test_an_engine_lost_in_a_run_costs_time_and_nothing_else(
+    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    found = runs.small(tmp_path / "run", *RUN, beside=kills_an_engine(tmp_path / "run"))
     assert outcome(found) == undisturbed
     assert last_line(found)["perf/restarted_engines"] >= 1
     assert_all_draws_are_accounted_for(found)
+
+
+def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once").mkdir()
+    monkeypatch.setenv(VARIABLE, "actor.step:kill@6")
+    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    overlapped = ("filter_groups.max_staleness=1", "trainer.total_steps=5")
+    found = runs.small(tmp_path / "run", *RUN, *overlapped, beside=kills_an_engine(tmp_path / "run"))
+    lines = metrics(found)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert max(line["batch/staleness_max"] for line in lines) <= 1
+    last = last_line(found)
+    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= 1
+    assert_all_draws_are_accounted_for(found)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once").mkdir()
+    monkeypatch.setenv(VARIABLE, "save.written:full@2")
+    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    found = runs.small(tmp_path / "run", *RUN, "checkpoint.keep=0")
+    assert outcome(found) == undisturbed
+    saved = sorted(path.name for path in (found / "checkpoints").glob("step_*"))
+    assert len(saved) == STEPS - 1 and saved[-1] == f"step_{STEPS:06d}"
 
 
 def test_a_loss_that_is_not_finite_skips_its_step_and_sets_the_groups_aside(

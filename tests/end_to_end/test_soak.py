@@ -1,0 +1,69 @@
+"""A long run in which something dies every few steps: by hand, for it takes a quarter of an hour."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.end_to_end.test_faults import RUN, assert_all_draws_are_accounted_for, kills_an_engine, outcome
+from tests.support.runs import Runs
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(7200)]
+
+STEPS = 60
+EVERY = 10  # steps between two faults
+LONG_RUN = (*RUN, f"trainer.total_steps={STEPS}", "checkpoint.every=5", "actor.max_restarts=100", "checkpoint.keep=2")
+
+
+class Saboteur:
+    """Kills an engine or a rank about every `EVERY` steps, and looks at the driver's files, memory and processes."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.killed: list[str] = []
+        self.seen: list[tuple[int, int, int]] = []
+        self._log = output_dir / "metrics.jsonl"
+        self._random = random.Random(5)
+        self._next = 3
+        self._began = time.time()
+        self._kill_engine = kills_an_engine(output_dir)
+
+    def __call__(self, engines: Any) -> bool:
+        step = self._step()
+        if step >= STEPS - 5:
+            return True
+        if step < self._next or not all(slot.serving for slot in engines.keeper.slots):
+            return False
+        driver = psutil.Process()
+        self.seen.append((driver.num_fds(), driver.memory_info().rss, len(driver.children(recursive=True))))
+        self._next = step + self._random.randint(EVERY // 2, 3 * EVERY // 2)
+        self.killed.append(self._random.choice(["engine", "rank"]))
+        if self.killed[-1] == "engine":
+            self._kill_engine(engines)
+        else:
+            ranks = [each for each in psutil.process_iter(["cmdline", "create_time"]) if self._is_rank(each)]
+            self._random.choice(ranks).kill()
+        return False
+
+    def _step(self) -> int:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def _is_rank(self, process: psutil.Process) -> bool:
+        line = process.info["cmdline"] or [""]
+        return line[0].startswith("ray::ActorWorker") and process.info["create_time"] > self._began
+
+
+def test_a_run_with_many_faults_ends_as_one_without(runs: Runs, tmp_path: Path) -> None:
+    whole = outcome(runs.small(tmp_path / "whole", *LONG_RUN))
+    saboteur = Saboteur(tmp_path / "run")
+    found = runs.small(tmp_path / "run", *LONG_RUN, beside=saboteur)
+    print(f"killed {saboteur.killed}; files, bytes, processes of the driver: {saboteur.seen}")
+    assert len(saboteur.killed) >= 4 and outcome(found) == whole
+    assert_all_draws_are_accounted_for(found)
+    files, memory, processes = zip(*saboteur.seen[1:], strict=True)
+    assert max(processes) <= min(processes) + 2
+    assert files[-1] <= 1.1 * files[0] and memory[-1] <= 1.1 * memory[0]
