@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from dapo import faults
 from dapo.faults import ONCE, VARIABLE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.runs import START_S, Runs, checkpoint, command, finish, metrics, start_program
@@ -43,6 +45,14 @@ def assert_all_draws_are_accounted_for(output_dir: Path) -> None:
         assert draws == line["ledger/drawn"]
 
 
+def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process, and the workers that it starts from now on, have one fault together."""
+    (tmp_path / "once").mkdir()
+    monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setenv(VARIABLE, fault)
+    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
     return outcome(runs.small(tmp_path_factory.mktemp("undisturbed") / "run", *RUN))
@@ -67,9 +77,7 @@ def test_a_lost_rank_costs_time_and_nothing_else(
     fault: str,
     restarts: int,
 ) -> None:
-    (tmp_path / "once").mkdir()
-    monkeypatch.setenv(VARIABLE, fault)
-    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    break_once(fault, tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN)
     assert (tmp_path / "once" / fault).exists(), "the point was not reached"
     assert outcome(found) == undisturbed
@@ -106,9 +114,7 @@ def test_an_engine_lost_in_a_run_costs_time_and_nothing_else(
 def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "once").mkdir()
-    monkeypatch.setenv(VARIABLE, "actor.step:kill@6")
-    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    break_once("actor.step:kill@6", tmp_path, monkeypatch)
     overlapped = ("filter_groups.max_staleness=1", "trainer.total_steps=5")
     found = runs.small(tmp_path / "run", *RUN, *overlapped, beside=kills_an_engine(tmp_path / "run"))
     lines = metrics(found)
@@ -122,9 +128,7 @@ def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "once").mkdir()
-    monkeypatch.setenv(VARIABLE, "save.written:full@2")
-    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    break_once("save.written:full@2", tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN, "checkpoint.keep=0")
     assert outcome(found) == undisturbed
     saved = sorted(path.name for path in (found / "checkpoints").glob("step_*"))
@@ -134,9 +138,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 def test_a_loss_that_is_not_finite_skips_its_step_and_sets_the_groups_aside(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "once").mkdir()
-    monkeypatch.setenv(VARIABLE, "actor.loss:nan@3")
-    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    break_once("actor.loss:nan@3", tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN)
     skipped = [line["actor/skipped_steps"] for line in metrics(found)]
     assert len(skipped) == STEPS and sum(skipped) == 1
