@@ -14,10 +14,6 @@ class RemoteError(RuntimeError):
     """Says that a remote role failed or kept silent: which and why, without the remote traceback."""
 
 
-class PartialFailure(RemoteError):
-    """Says that some workers of a collective failed while others did not: they no longer stand at the same point."""
-
-
 class WorkerLost(RemoteError):
     """Says that a worker's process has ended, or stands still: only another one helps."""
 
@@ -78,7 +74,7 @@ async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:
     is no longer waited for.
 
     Raises:
-        RemoteError: all failed. PartialFailure: some did.
+        RemoteError: some failed.
     """
     tasks = [asyncio.ensure_future(one) for one in waits]
     try:
@@ -94,7 +90,7 @@ async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:
         return [task.result() for task in tasks]
     dead_first = sorted(errors, key=lambda error: "ActorDiedError" not in str(error))
     message = "; ".join(str(error) for error in dead_first)
-    raise (RemoteError if len(errors) == len(tasks) else PartialFailure)(message) from dead_first[0]
+    raise RemoteError(message) from dead_first[0]
 
 
 def _errors(waits: Sequence["asyncio.Future[Any]"]) -> list[RemoteError]:
