@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
-from dapo.limit import TimeLimitReached
+from dapo.faults.limit import TimeLimitReached
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
 from dapo.sampling.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir

@@ -21,13 +21,13 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
-from dapo.limit import TimeLimit
+from dapo.faults.limit import TimeLimit
+from dapo.faults.recovery import run_to_end
+from dapo.faults.signals import Stop
 from dapo.pools import Pools
 from dapo.preflight import preflight
-from dapo.recovery import run_to_end
 from dapo.report.console import say, warn
 from dapo.report.log import MetricsLogger
-from dapo.signals import Stop
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.trainer import Trainer

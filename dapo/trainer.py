@@ -15,17 +15,17 @@ from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate, evaluates_after
-from dapo.faults import fault_point
-from dapo.limit import TimeLimit
+from dapo.faults.limit import TimeLimit
+from dapo.faults.points import fault_point
+from dapo.faults.refusals import Refusals
+from dapo.faults.signals import finish
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
-from dapo.refusals import Refusals
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.saving import Saver
-from dapo.signals import finish
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, Prompt, TrainBatch
 

@@ -12,7 +12,7 @@ import torch
 
 from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
-from dapo.faults import fault_point
+from dapo.faults.points import fault_point
 from dapo.packing import pack
 from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
-from dapo.faults import fault_environment
+from dapo.faults.points import fault_environment
 
 GIB = 1 << 30
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization

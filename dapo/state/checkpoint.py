@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dapo.faults import fault_point
+from dapo.faults.points import fault_point
 from dapo.state.durable import sync_directory, write_text
 from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import ray
 
-from dapo import faults
-from dapo.faults import ONCE, VARIABLE
+from dapo.faults import points as faults
+from dapo.faults.points import ONCE, VARIABLE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.runs import START_S, Runs, checkpoint, command, finish, metrics, start_program
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo.config.schema import Config
-from dapo.faults import fault_point
+from dapo.faults.points import fault_point
 from dapo.objective import Constants, Correction, objective, rollout_correction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
