@@ -8,10 +8,10 @@ import pytest
 from dapo import trainer as trainer_module
 from dapo.pools import ActorsLost
 from dapo.report.log import read_metrics
-from dapo.run import run_steps
+from dapo.recovery import run_to_end
 from dapo.sampling.budget import BudgetExhausted
-from dapo.sampling.driver_state import DriverState, Due
-from dapo.saving import SaveFailed, owes_evaluation
+from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
+from dapo.saving import SaveFailed
 from dapo.state import manifest
 from dapo.state.checkpoint import CheckpointStore
 from tests.sampling.test_stream import make_trainer, tiny_config
@@ -30,17 +30,17 @@ def test_groups_that_the_last_checkpoint_holds_are_no_reason_to_write_it_again(t
     trainer, actors = make_trainer(tmp_path, overlapping(9))
 
     async def run() -> None:
-        assert not trainer.unsaved
+        assert not trainer.saver.is_behind(trainer.version)
         while not trainer.stream.buffer.held():
             await trainer.step()
             await turns(40)
-        assert trainer.unsaved
+        assert trainer.saver.is_behind(trainer.version)
         held = len(trainer.stream.buffer.held())
         await trainer.save()
         assert len(trainer.stream.buffer.held()) == held, "nothing came meanwhile"
-        assert not trainer.unsaved
+        assert not trainer.saver.is_behind(trainer.version)
         await trainer.step()
-        assert trainer.unsaved, "a step was trained"
+        assert trainer.saver.is_behind(trainer.version), "a step was trained"
         await trainer.stream.close()
 
     asyncio.run(run())
@@ -54,12 +54,12 @@ def test_groups_collected_since_the_last_checkpoint_are_saved(tmp_path):
 
     async def run() -> None:
         await trainer.save()
-        assert not trainer.unsaved
+        assert not trainer.saver.is_behind(trainer.version)
         with pytest.raises(BudgetExhausted):
             await trainer.step()
-        assert trainer.unsaved and trainer.version == 0
+        assert trainer.saver.is_behind(trainer.version) and trainer.version == 0
         await trainer.save()
-        assert not trainer.unsaved
+        assert not trainer.saver.is_behind(trainer.version)
         await trainer.stream.close()
 
     asyncio.run(run())
@@ -74,7 +74,7 @@ def test_a_resumed_run_has_nothing_to_save_until_something_happens(tmp_path):
     asyncio.run(first.save())
     second, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
     asyncio.run(second._resume())
-    assert len(second.stream.buffer.held()) == 12 and not second.unsaved
+    assert len(second.stream.buffer.held()) == 12 and not second.saver.is_behind(second.version)
 
 
 def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
     hashed: list[str] = []
     digest = manifest._digest
     monkeypatch.setattr(manifest, "_digest", lambda path, **how: hashed.append(path.name) or digest(path, **how))
-    assert second._saver._store.latest() == tmp_path / "checkpoints" / "step_000002"
+    assert second.saver._store.latest() == tmp_path / "checkpoints" / "step_000002"
     asyncio.run(second._resume())
     assert actors.loaded and second.version == 2
     assert sorted(hashed) == sorted(path.name for path in files if path.name != "manifest.json")
@@ -136,7 +136,7 @@ def test_after_a_crash_at_staleness_0_the_run_is_the_same_and_generates_less(tmp
         running = asyncio.create_task(first.step())
         await turns(crash[1])
         running.cancel()
-        first._saver._journal.close()
+        first.saver._journal.close()
         return {group.draw.index for group, _ in first._buffer.held()}
 
     scored = asyncio.run(until_it_dies())
@@ -148,7 +148,7 @@ def test_after_a_crash_at_staleness_0_the_run_is_the_same_and_generates_less(tmp
         assert not again
     elif first.version == crash[0] and crash[1] >= 20:
         assert again, "the test shows nothing"
-    second.close()
+    second.saver.close()
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -180,7 +180,7 @@ def test_after_crashes_above_staleness_0_each_draw_is_trained_once_and_none_too_
                     return
             running.cancel()
             await asyncio.wait([running])  # a save under way ends; a cancelled event loop is no kill
-            trainer.close()
+            trainer.saver.close()
 
         asyncio.run(until_it_dies())
         ages = [int(s.staleness.max()) for batch in actors.batches for m in batch.minibatches for s in m]
@@ -196,7 +196,7 @@ def test_a_crash_before_the_first_checkpoint_keeps_the_groups_of_the_untrained_p
     first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
     with pytest.raises(BudgetExhausted):
         asyncio.run(first.run())
-    first.close()
+    first.saver.close()
     assert not (tmp_path / "checkpoints").exists()
     cfg.filter_groups.max_num_gen_batches = 0
     second, actors = make_trainer(tmp_path, cfg)
@@ -205,7 +205,7 @@ def test_a_crash_before_the_first_checkpoint_keeps_the_groups_of_the_untrained_p
     asyncio.run(second.run())
     assert lines[0] == "resuming from 12 groups of the journal"
     assert not {f"v0-d{index}" for index in range(12)} & set(seen(second)) and actors.batches
-    second.close()
+    second.saver.close()
 
 
 def test_without_a_journal_an_old_one_is_removed(tmp_path):
@@ -213,7 +213,7 @@ def test_without_a_journal_an_old_one_is_removed(tmp_path):
     cfg = tiny_config(total_steps=2)
     first, _ = make_trainer(tmp_path, cfg)
     asyncio.run(first.run())
-    first.close()
+    first.saver.close()
     assert list((tmp_path / "journal").iterdir())
     cfg.checkpoint.journal = False
     second, _ = make_trainer(tmp_path, cfg)
@@ -224,14 +224,14 @@ def test_without_a_journal_an_old_one_is_removed(tmp_path):
 def test_the_journal_keeps_what_the_kept_checkpoints_need(tmp_path):
     cfg = tiny_config(total_steps=9)
     trainer, _ = make_trainer(tmp_path, cfg)
-    trainer._saver._store._keep = 2
+    trainer.saver._store._keep = 2
     asyncio.run(trainer.run())
-    trainer.close()
+    trainer.saver.close()
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == [
         "after_000008.log",
         "after_000009.log",
     ]
-    assert sorted(trainer._saver._store.steps()) == [8, 9]
+    assert sorted(trainer.saver._store.steps()) == [8, 9]
 
 
 def failing(actors, error: Exception, times: int):
@@ -264,13 +264,13 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_the_run_goes_on(t
         for _ in range(3):
             await trainer.step()
             assert [path.name for path in (tmp_path / "checkpoints").glob("step*")] == ["step_000001"]
-            assert trainer.unsaved
+            assert trainer.saver.is_behind(trainer.version)
         await trainer.step()
         await trainer.stream.close()
 
     asyncio.run(steps())
-    trainer.close()
-    assert not trainer.unsaved and sorted(trainer._saver._store.steps()) == [1, 5]
+    trainer.saver.close()
+    assert not trainer.saver.is_behind(trainer.version) and sorted(trainer.saver._store.steps()) == [1, 5]
     warnings = capsys.readouterr().err.strip().splitlines()
     assert len(warnings) == 3 and "step 2 could not be saved in `trainer.output_dir`" in warnings[0]
     assert "space" in warnings[0] and "failure 1 of 3" in warnings[0]
@@ -294,7 +294,7 @@ def test_too_many_saves_that_fail_in_a_row_end_the_run(tmp_path):
         await trainer.stream.close()
 
     asyncio.run(steps())
-    trainer.close()
+    trainer.saver.close()
 
 
 def test_ranks_that_are_lost_in_a_save_are_no_failed_save(tmp_path):
@@ -302,8 +302,8 @@ def test_ranks_that_are_lost_in_a_save_are_no_failed_save(tmp_path):
     failing(actors, ActorsLost("rank 1 is gone"), 1)
     with pytest.raises(ActorsLost):
         asyncio.run(trainer.save())
-    assert trainer._saver._failed == 0
-    trainer.close()
+    assert trainer.saver._failed == 0
+    trainer.saver.close()
 
 
 def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("dapo.saving.time.monotonic", lambda: now[0])
     trainer, actors = make_trainer(tmp_path, cfg)
-    saver = trainer._saver
+    saver = trainer.saver
     assert [version for version in range(10) if saver.is_due(version)] == [4, 8]
     now[0] += 60
     assert [version for version in range(4) if saver.is_due(version)] == [1, 2, 3], "version 0 is not trained"
@@ -329,17 +329,17 @@ def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
 
 def test_what_is_due_is_part_of_the_state(tmp_path):
     trainer, _ = make_trainer(tmp_path, tiny_config(total_steps=9))
-    trainer._saver.owes_evaluation = True
+    trainer.saver.owes_evaluation = True
     trainer._logger._waiting.append('{"step": 0}')
     asyncio.run(trainer.save())
-    trainer.close()
+    trainer.saver.close()
     state = DriverState.read(tmp_path / "checkpoints" / "step_000000")
     assert state.due == Due(evaluate=True, lines=('{"step": 0}',))
 
 
 async def cancel_in(trainer, moment: asyncio.Event) -> None:
     """A signal, and what the program does about it."""
-    running = asyncio.create_task(run_steps(trainer, trainer._logger))
+    running = asyncio.create_task(run_to_end(lambda: trainer, trainer._pools.actors, 0))
     await asyncio.wait_for(moment.wait(), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -378,12 +378,12 @@ def test_an_evaluation_that_a_signal_cut_short_comes_after_the_restart(tmp_path,
     assert DriverState.read(directory).due.evaluate and owes_evaluation(directory, tmp_path)
     second, _ = make_trainer(tmp_path, cfg)
     asyncio.run(second.run())
-    second.close()
+    second.saver.close()
     assert evaluations(tmp_path) == evaluations(tmp_path / "straight") == [0, 2, 4, 5]
     assert not owes_evaluation(directory, tmp_path)
     third, _ = make_trainer(tmp_path, cfg)
     asyncio.run(third.run())
-    third.close()
+    third.saver.close()
     assert evaluations(tmp_path) == [0, 2, 4, 5], "done once"
 
 
@@ -403,7 +403,7 @@ def test_a_step_that_a_signal_meets_in_its_update_has_its_line(tmp_path):
     assert first.version == 3 and step_lines(tmp_path) == [1, 2, 3]
     second, _ = make_trainer(tmp_path, tiny_config(total_steps=5))
     asyncio.run(second.run())
-    second.close()
+    second.saver.close()
     assert step_lines(tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -418,6 +418,6 @@ def test_a_step_whose_weight_sync_fails_has_its_line(tmp_path):
 
     trainer._pools = replace(trainer._pools, sync_weights=broken)
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
-        asyncio.run(run_steps(trainer, trainer._logger))
-    trainer.close()
-    assert step_lines(tmp_path) == [1, 2, 3] and 3 in trainer._saver._store.steps()
+        asyncio.run(run_to_end(lambda: trainer, trainer._pools.actors, 0))
+    trainer.saver.close()
+    assert step_lines(tmp_path) == [1, 2, 3] and 3 in trainer.saver._store.steps()

@@ -12,7 +12,7 @@ from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
-from dapo.run import run_steps
+from dapo.recovery import run_to_end
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, response_seed
@@ -243,7 +243,7 @@ def test_a_cancelled_run_finishes_the_update_that_was_under_way(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run_and_cancel())
     assert trainer.version == 1 and len(actors.batches) == 1
-    assert trainer.unsaved
+    assert trainer.saver.is_behind(trainer.version)
 
 
 def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
@@ -265,7 +265,7 @@ def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
     cfg.filter_groups.max_num_gen_batches = 1
     first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
     with pytest.raises(BudgetExhausted):
-        asyncio.run(run_steps(first, first._logger))
+        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
     held = {group.draw.index for group, _ in first._buffer.held()}
     cfg.filter_groups.max_num_gen_batches = 0
     second, resumed = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: float(sample % 2))
@@ -304,7 +304,7 @@ def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_the
     cfg.filter_groups.max_num_gen_batches = 1
     first, _ = make_trainer(tmp_path, cfg, verdict=one_in_ten)
     with pytest.raises(BudgetExhausted):
-        asyncio.run(run_steps(first, first._logger))
+        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
     held = [group.draw.index for group, _ in first._buffer.held()]
     assert held == list(range(12)) and (tmp_path / "checkpoints" / "step_000000").is_dir()
 

@@ -122,7 +122,7 @@ class FakeActors:
         self.batches: list[TrainBatch] = []
         self.saved: list[str] = []
         self.loaded: list[str] = []
-        self.version = 0
+        self.version = self.restarted = 0
 
     async def update(self, batch: TrainBatch) -> Updated:
         if batch.version != self.version:
@@ -156,5 +156,9 @@ class FakeActors:
     async def check_shared(self, path: str, content: str) -> None:
         assert Path(path).read_text() == content
 
+    def restarts(self) -> dict[str, float]:
+        return {"perf/restarted_actors": float(self.restarted)}
+
     async def restart(self) -> None:
+        self.restarted += 1
         self.version = 0
