@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from dapo.config.compose import compose
+from dapo.sampling.draws import BufferState
+from dapo.sampling.driver_state import DriverState
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import claim_output_dir
 
@@ -178,6 +180,8 @@ def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     async def write(store: CheckpointStore) -> None:
         async with store.writing(cfg.trainer.total_steps) as directory:
             (directory / "weights").write_text("all of them")
+            buffer = BufferState(retry=[], draws={}, tokens={}, rate=[1.0, 1.0])
+            DriverState(version=cfg.trainer.total_steps, buffer=buffer).write(directory)
 
     with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
         asyncio.run(write(CheckpointStore(run_dir.checkpoints, keep=1)))

@@ -7,8 +7,8 @@ import pytest
 
 from dapo import trainer as trainer_module
 from dapo.pools import ActorsLost
-from dapo.report.log import read_metrics
 from dapo.recovery import run_to_end
+from dapo.report.log import read_metrics
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.saving import SaveFailed

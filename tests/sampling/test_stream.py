@@ -11,8 +11,8 @@ from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.pools import Pools
-from dapo.report.log import MetricsLogger
 from dapo.recovery import run_to_end
+from dapo.report.log import MetricsLogger
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, response_seed

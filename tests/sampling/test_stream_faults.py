@@ -4,11 +4,9 @@ import asyncio
 
 import pytest
 
-from dapo.clock import PhaseClock
-from dapo.evaluate import evaluate
 from dapo.sampling import stream as stream_module
 from dapo.sampling.stream import response_seed
-from dapo.types import Collected, Sampling
+from dapo.types import Collected
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt
 from tests.support.faulty_pools import (
     SEED,
@@ -21,6 +19,7 @@ from tests.support.faulty_pools import (
     StubbornRollouts,
     collect,
     drawn,
+    evaluated,
     make_stream,
     resumed,
     run,
@@ -239,24 +238,20 @@ def test_a_collect_that_is_cancelled_at_any_turn_loses_no_draw(staleness):
 def test_evaluation_and_the_pump_share_the_engines(staleness):
     """Neither starves the other, budgets are not charged for the wait, and no evaluated group enters the buffer."""
     held_out = [make_prompt(100 + number) for number in range(30)]
-    settings = Sampling(n=2, temperature=1.0, top_p=0.7, top_k=-1, max_tokens=32)
-
-    async def evaluated(rollouts) -> dict[str, float]:
-        rewards = FakeRewards(lambda prompt, sample, response: float(response.text[-1] in "02468"))
-        return await evaluate(held_out, rollouts, rewards, settings, seed=SEED, clock=PhaseClock())
+    rewards = FakeRewards(lambda prompt, sample, response: float(response.text[-1] in "02468"))
 
     async def together() -> tuple[list[list[int]], dict[str, float]]:
         rollouts = NarrowRollouts(max_turns=9)
         stream = make_stream(rollouts, staleness=staleness, max_draws=24)
         used = await steps(stream, range(2))
-        metrics = await evaluated(rollouts)  # while the pump runs ahead, or rests
+        metrics = await evaluated(rollouts, rewards, held_out, 2)  # while the pump runs ahead, or rests
         used += await steps(stream, range(2, 5))
         await stream.close()
         return used, metrics
 
     used, metrics = run(together())
     assert used == [list(range(4 * step, 4 * step + 4)) for step in range(5)]
-    assert metrics == run(evaluated(NarrowRollouts()))
+    assert metrics == run(evaluated(NarrowRollouts(), rewards, held_out, 2))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

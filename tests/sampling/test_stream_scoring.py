@@ -5,11 +5,10 @@ import asyncio
 import pytest
 
 from dapo.clock import PhaseClock
-from dapo.evaluate import evaluate
 from dapo.sampling.stream import scored_group
 from dapo.types import Cut, Draw
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
-from tests.support.faulty_pools import SETTINGS, BrokenRewards, make_stream, run, some_mixed, steps
+from tests.support.faulty_pools import SETTINGS, BrokenRewards, evaluated, make_stream, run, some_mixed, steps
 
 DRAW = Draw(index=0, prompt=make_prompt(1))
 
@@ -83,7 +82,7 @@ def test_an_evaluated_group_that_an_engine_ends_unasked_is_an_error_and_no_metri
         rollouts = FakeRollouts()
         rollouts._stop.add("eval-3")
         held_out = [make_prompt(number) for number in range(5)]
-        await evaluate(held_out, rollouts, FakeRewards(some_mixed), SETTINGS, seed=0, clock=PhaseClock())
+        await evaluated(rollouts, FakeRewards(some_mixed), held_out, SETTINGS.n)
 
     with pytest.raises(RuntimeError, match="group eval-3 unasked"):
         asyncio.run(body())

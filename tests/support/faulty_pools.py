@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from dapo.clock import PhaseClock
+from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
+from dapo.evaluate import evaluate
+from dapo.pools import Pools
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
 from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
-from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
+from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt, make_response
 
 N = 4  # responses of a group
 T = TypeVar("T")
@@ -151,6 +154,18 @@ def resumed(stream: GroupStream, rewards, *, version: int, staleness: int) -> Gr
     again = make_stream(FakeRollouts(), rewards, staleness=staleness)
     again.buffer.restore(stream.buffer.state(), stream.buffer.held(), version=version)
     return again
+
+
+async def evaluated(rollouts, rewards, held_out: Sequence[Prompt], n: int) -> dict[str, float]:
+    """Metrics of an evaluation with n samples per prompt."""
+    cfg = Config()
+    cfg.eval.n, cfg.eval.top_p, cfg.data.max_response_length, cfg.trainer.seed = n, 0.7, SETTINGS.max_tokens, SEED
+
+    async def sync(version: int) -> None:
+        raise AssertionError("an evaluation changes no weights")
+
+    pools = Pools(rollouts=rollouts, rewards=rewards, actors=FakeActors(), sync_weights=sync)
+    return await evaluate(held_out, pools, cfg, clock=PhaseClock())
 
 
 async def turns(count: int) -> None:
