@@ -152,9 +152,11 @@ class Draws:
             self.tokens[draw.fate] += draw.tokens
 
     def send_back(self, indices: Iterable[int], reason: str) -> None:
-        """Lets draws start again; the tokens of their groups are lost for `reason`."""
+        """Lets draws start again, those that an update used up only because they were REFUSED; the tokens of their
+        groups are lost for `reason`."""
+        before = (State.TRAINING,) if reason == REFUSED else (State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
         for index in indices:
-            draw = self._move(index, State.TO_RETRY, *State)
+            draw = self._move(index, State.TO_RETRY, *before)
             self.tokens[reason] += draw.tokens
             draw.tokens, draw.group = 0, None
 

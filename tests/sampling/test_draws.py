@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from dapo.sampling.draws import DROPPED, LOST, STALE, STOPPED, SURPLUS, TRAINED, BufferState, Draws, State
+from dapo.sampling.draws import DROPPED, LOST, REFUSED, STALE, STOPPED, SURPLUS, TRAINED, BufferState, Draws, State
 from dapo.sampling.outcome import MIXED
 from tests.support.fakes import make_group
 
@@ -25,6 +25,7 @@ ACTIONS = {
     "train": lambda draws: draws.train([0]),
     "trained": lambda draws: draws.trained(),
     "send_back": lambda draws: draws.send_back([0], STALE),
+    "refuse": lambda draws: draws.send_back([0], REFUSED),
 }
 TOWARDS = {  # how draw 0 gets to a state
     State.IN_GENERATION: ["start"],
@@ -42,6 +43,7 @@ EXIST = {
     (State.BUFFERED, "train"): State.TRAINING,
     (State.BUFFERED, "send_back"): State.TO_RETRY,
     (State.TRAINING, "trained"): TRAINED,
+    (State.TRAINING, "refuse"): State.TO_RETRY,
     (State.TO_RETRY, "start"): State.IN_GENERATION,
 }
 
@@ -90,6 +92,7 @@ def test_a_start_takes_what_went_back_before_a_new_draw(state):
         pytest.param(State.TRAINING, "trained", {TRAINED: TOKENS}, id="trained"),
         pytest.param(State.BUFFERED, "send_back", {STALE: TOKENS}, id="back from the buffer"),
         pytest.param(State.IN_REWARD, "send_back", {STALE: TOKENS}, id="back from the verifier"),
+        pytest.param(State.TRAINING, "refuse", {REFUSED: TOKENS}, id="back from the update"),
         pytest.param(State.TO_RETRY, "start", {STALE: TOKENS}, id="again"),
     ],
 )
@@ -156,12 +159,20 @@ def test_gaps_are_what_stands_before_another_draw(back, gaps):
     assert {draws.live[index].started for index in (*back, 6, 7)} == {1}
 
 
+def send_back(draws: Draws, index: int, reason: str) -> None:
+    if reason == REFUSED:
+        draws.train([index])
+    draws.send_back([index], reason)
+
+
 def busy_table() -> Draws:
     """Draws 0 to 11 in every state, some tokens lost for every reason."""
-    draws = scored_table(12, list(range(2, 9)))
+    draws = scored_table(12, list(range(2, 10)))
     draws.generated(1, 7)
-    for index, reason in zip((3, 4, 5), LOST, strict=True):
-        draws.send_back([index], reason)
+    send_back(draws, 3, SURPLUS)
+    send_back(draws, 4, STALE)
+    send_back(draws, 5, REFUSED)
+    send_back(draws, 9, STOPPED)
     draws.start(1, 2)
     draws.train([6, 7])
     draws.trained()
@@ -211,14 +222,14 @@ def test_the_shares_of_all_generated_tokens_sum_to_one(settle):
             continue
         score(draws, index, rng.choice(DROPPED) if end < 0.6 else MIXED)
         if end < 0.4:
-            draws.send_back([index], rng.choice(LOST))
+            send_back(draws, index, rng.choice(LOST))
         elif end < 0.9 or settle:
             draws.train([index])
     draws.trained()
     metrics = draws.metrics()
     shares = {name: value for name, value in metrics.items() if "goodput" in name or "dropped_" in name}
     shares |= {name: value for name, value in metrics.items() if "wasted_" in name}
-    assert len(shares) == 8 and all(value > 0 for name, value in shares.items())
+    assert len(shares) == 9 and all(value > 0 for name, value in shares.items())
     waiting = sum(draw.tokens for draw in draws.live.values()) / metrics["ledger/tokens_generated"]
     assert sum(shares.values()) + waiting == pytest.approx(1.0)
     assert (waiting == 0) == settle
@@ -228,8 +239,8 @@ def test_the_shares_of_all_generated_tokens_sum_to_one(settle):
 
 def test_metrics_count_a_batch_under_way_as_buffered():
     metrics = busy_table().metrics()
-    assert (metrics["ledger/draws_buffered"], metrics["ledger/draws_to_retry"]) == (2, 2)
-    assert (metrics["ledger/draws_in_generation"], metrics["ledger/draws_in_reward"]) == (5, 1)
+    assert (metrics["ledger/draws_buffered"], metrics["ledger/draws_to_retry"]) == (2, 3)
+    assert (metrics["ledger/draws_in_generation"], metrics["ledger/draws_in_reward"]) == (4, 1)
     assert metrics["ledger/draws_trained"] == 2 and metrics["ledger/drawn"] == 12
 
 
