@@ -82,6 +82,7 @@ LEDGER = {
     **{"drawn": 8, "draws_in_generation": 6, "draws_in_reward": 1, "draws_buffered": 0, "draws_to_retry": 0},
     **{"draws_trained": 0, "draws_all_correct": 0, "draws_all_wrong": 1, "draws_unscorable": 0, "draws_overlong": 0},
     **{"tokens_generated": 200, "goodput": 0.0, "wasted_surplus": 0.5, "wasted_stale": 0.0, "wasted_stopped": 0.0},
+    "wasted_refused": 0.0,
     **{"dropped_all_correct": 0.0, "dropped_all_wrong": 0.2, "dropped_unscorable": 0.0, "dropped_overlong": 0.0},
 }
 
