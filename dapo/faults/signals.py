@@ -42,14 +42,16 @@ class Stop:
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save."""
+    """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save.
+
+    Raises CancelledError then, also where the work failed: its failure is no reason to recover and go on.
+    """
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             cancelled = True
-    result = task.result()
     if cancelled:
-        raise asyncio.CancelledError
-    return result
+        raise asyncio.CancelledError from task.exception()
+    return task.result()

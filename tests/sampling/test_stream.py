@@ -135,8 +135,8 @@ def tiny_config(**trainer) -> Config:
     return cfg
 
 
-def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None):
-    rollouts, actors = rollouts or FakeRollouts(), FakeActors()
+def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None, actors=None):
+    rollouts, actors = rollouts or FakeRollouts(), actors or FakeActors()
     tmp_path.mkdir(exist_ok=True)
 
     async def sync(version: int) -> None:
