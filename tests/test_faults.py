@@ -4,6 +4,7 @@ import errno
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ def test_stop_freezes_the_process_until_it_is_continued():
         while state not in ("T", "t"):  # the deadline is the test's
             state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             assert process.poll() is None, "it ran on"
+            time.sleep(0.01)
         process.send_signal(signal.SIGCONT)
         assert process.communicate(timeout=60)[0].split() == ["3", "end"] and process.returncode == 0
     finally:

@@ -9,7 +9,6 @@ from dapo import recovery
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.recovery import run_to_end
 from dapo.saving import SaveFailed
-from dapo.signals import finish
 from dapo.state.quarantine import QUARANTINE, read_quarantined
 from tests.sampling.test_stream import make_trainer, tiny_config
 from tests.support.fakes import FakeActors, FakeRollouts
@@ -266,31 +265,3 @@ def test_a_signal_that_meets_the_loss_of_the_actors_ends_the_run(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(signalled())
     assert actors.restarted == 0
-
-
-def test_finish_ends_its_work_and_raises_what_comes_first():
-    async def body(error: Exception | None, cancels: int) -> list[str]:
-        done = []
-
-        async def work() -> str:
-            await asyncio.sleep(0.01)
-            done.append("done")
-            if error is not None:
-                raise error
-            return "result"
-
-        task = asyncio.create_task(finish(work()))
-        for _ in range(cancels):
-            await asyncio.sleep(0)
-            task.cancel()
-        try:
-            done.append(await task)
-        except (asyncio.CancelledError, RuntimeError) as raised:
-            done.append(type(raised).__name__)
-        return done
-
-    assert asyncio.run(body(None, 0)) == ["done", "result"]
-    assert asyncio.run(body(RuntimeError(), 0)) == ["done", "RuntimeError"]
-    for cancels in (1, 3):
-        assert asyncio.run(body(None, cancels)) == ["done", "CancelledError"]
-        assert asyncio.run(body(lost(), cancels)) == ["done", "CancelledError"]
