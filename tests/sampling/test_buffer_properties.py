@@ -17,7 +17,7 @@ from tests.support.fakes import make_group
 
 SHARES = st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0])
 SEEDS = st.integers(0, 10**6)
-MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 5 + ["late", "late", "stop", "resize"]
+MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 5 + ["late", "late", "stop", "resize", "refuse"]
 ROOMS = st.sampled_from([None, None, None, 0, 1, 3])
 EVENTS = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30), ROOMS), min_size=40, max_size=120)
 
@@ -57,6 +57,8 @@ def move(world: World, kind: str, pick: int, room: int | None) -> None:
         world.update()
     elif kind == "late" and gone:
         world.late(gone[pick % len(gone)])
+    elif kind == "refuse" and world.closed:
+        world.refuse()
     elif kind == "stop":
         world.stop()
     elif kind == "resize":
@@ -123,6 +125,36 @@ def test_at_staleness_0_a_step_depends_on_the_verdicts_alone(directory, seed, sh
         world.stop()
     world.run(endless(seed + 1), until=4, at_most=1000)
     assert world.steps == due(verdict, batch, 4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=SEEDS,
+    share=st.sampled_from([0.3, 1.0]),
+    width=st.integers(1, 16),
+    refused=st.lists(st.integers(0, 3), max_size=6),
+    staleness=st.integers(0, 2),
+)
+def test_a_batch_that_is_refused_comes_again_and_its_tokens_are_wasted_as_refused(
+    directory, seed, share, width, refused, staleness
+):
+    verdict = verdicts(seed % 5, share)
+    world = World(directory, verdict, max_in_flight=width, max_staleness=staleness)
+    tokens = 0
+    for step in sorted(refused):
+        world.run(endless(seed), until=step + 1, at_most=1000)
+        used = world.steps[-1]
+        tokens += sum(world.size[index] for index in used)
+        world.refuse()
+        world.audit()
+        assert world.at(TO_RETRY)[: len(used)] == used, "in draw order, before all that is new"
+        metrics = world.buffer.metrics()
+        assert metrics["ledger/wasted_refused"] == pytest.approx(tokens / metrics["ledger/tokens_generated"])
+    world.run(endless(seed + 1), until=5, at_most=1000)
+    used = [index for step in world.steps for index in step]
+    assert used == list(range(len(used)))
+    if staleness == 0:
+        assert world.steps == due(verdict, 3, 5)
 
 
 @settings(deadline=None, max_examples=40)

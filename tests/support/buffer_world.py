@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.sampling.draws import STALE, STOPPED, SURPLUS, TRAINED, State
+from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, TRAINED, State
 from dapo.sampling.driver_state import DriverState
 from dapo.sampling.journaled import note, recover
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
@@ -211,6 +211,13 @@ class World:
             self.buffer.serving(self.version)
         elif not self.buffer.collecting:
             self.open()
+
+    def refuse(self) -> None:
+        """The actors refuse the closed batch: nothing was trained, and all that it used up comes again."""
+        self.send_back(self.closed, REFUSED)
+        self.closed = []
+        self.steps.pop()
+        self.buffer.refused()
 
     def stop(self, *, through_files: bool = True, **changes) -> None:
         """The run ends and is continued, with other options where that is asked for. A batch that was not trained on
