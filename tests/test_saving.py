@@ -234,6 +234,39 @@ def test_the_journal_keeps_what_the_kept_checkpoints_need(tmp_path):
     assert sorted(trainer.saver._store.steps()) == [8, 9]
 
 
+@pytest.mark.parametrize("where", ["checkpoint", "journal"])
+def test_groups_that_mean_something_else_by_now_are_drawn_again(tmp_path, where):
+    """Which a changed prompt, sampling or reward setting makes of them, where it was accepted."""
+    cfg = tiny_config(total_steps=1)
+    cfg.filter_groups.max_num_gen_batches = 1
+    first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
+    with pytest.raises(BudgetExhausted):
+        asyncio.run(first.run())
+    if where == "checkpoint":
+        asyncio.run(first.save())
+    first.saver.close()
+    known = first.stream.buffer.draws.drawn
+    cfg.filter_groups.max_num_gen_batches = 0
+    second, actors = make_trainer(tmp_path, cfg)
+    second.saver._store.keeps_groups = False
+    found: list[int] = []
+
+    async def run() -> None:
+        await second._resume()
+        found.append(len(second.stream.buffer.held()))
+        await second.step()
+        await second.stream.close()
+
+    asyncio.run(run())
+    second.saver.close()
+    assert known == 12 and found == [0]
+    assert [f"v0-d{index}" for index in range(12)] == seen(second)[:12], "each of them again, in order"
+    straight, wanted = make_trainer(tmp_path / "straight", cfg)
+    asyncio.run(straight.run())
+    straight.saver.close()
+    assert tokens(actors) == tokens(wanted)
+
+
 def failing(actors, error: Exception, times: int):
     """Lets so many saves fail after half of the work."""
     whole = actors.save
