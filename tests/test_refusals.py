@@ -35,7 +35,9 @@ class Collecting:
     def collect(self) -> Collected:
         self.buffer.open()
         while not self.buffer.full:
-            for index in self.buffer.take():
+            taken = self.buffer.take()
+            assert taken, "nothing runs and nothing starts"
+            for index in taken:
                 group = self.group(index)
                 self.buffer.generated(index, group.num_tokens)
                 self.buffer.add(group)

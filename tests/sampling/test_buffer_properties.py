@@ -17,7 +17,8 @@ from tests.support.fakes import make_group
 
 SHARES = st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0])
 SEEDS = st.integers(0, 10**6)
-MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 5 + ["late", "late", "stop", "resize", "refuse"]
+SELDOM = ["late", "late", "stop", "resize", "refuse"]
+MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 5 + SELDOM
 ROOMS = st.sampled_from([None, None, None, 0, 1, 3])
 EVENTS = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30), ROOMS), min_size=40, max_size=120)
 
