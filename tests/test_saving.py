@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from dapo import trainer as trainer_module
+from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
-from dapo.recovery import run_to_end
 from dapo.report.log import read_metrics
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation

@@ -10,8 +10,8 @@ import pytest
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
+from dapo.faults.recovery import run_to_end
 from dapo.pools import Pools
-from dapo.recovery import run_to_end
 from dapo.report.log import MetricsLogger
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer

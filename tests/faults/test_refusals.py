@@ -6,8 +6,8 @@ import pytest
 
 from dapo.batch import build_batch
 from dapo.config.schema import Config
+from dapo.faults.refusals import MAX_IN_A_ROW, NotFinite, Refusals
 from dapo.pools import BatchRefused, Updated
-from dapo.refusals import MAX_IN_A_ROW, NotFinite, Refusals
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.quarantine import QUARANTINE, Quarantined, read_quarantined
 from dapo.types import Collected, Group

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dapo import faults
-from dapo.faults import ONCE, VARIABLE, fault_environment, fault_point
+from dapo.faults import points as faults
+from dapo.faults.points import ONCE, VARIABLE, fault_environment, fault_point
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_workers_get_what_the_driver_was_given(monkeypatch):
 
 
 PASSES = """
-from dapo.faults import fault_point
+from dapo.faults.points import fault_point
 for number in range(1, 4):
     print(number, flush=True)
     fault_point("here")

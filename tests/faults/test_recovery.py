@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dapo import recovery
+from dapo.faults import recovery
+from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
-from dapo.recovery import run_to_end
 from dapo.saving import SaveFailed
 from dapo.state.quarantine import QUARANTINE, read_quarantined
 from tests.sampling.test_stream import make_trainer, tiny_config

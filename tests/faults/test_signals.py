@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from dapo.faults.signals import SAME_S, SIGNALS, finish
 from dapo.pools import ActorsLost
-from dapo.signals import SAME_S, SIGNALS, finish
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60
 # Prints where it is; a byte on its input lets the shielded work go on.
 RUN = """
 import asyncio, signal, sys
-from dapo.signals import Stop, finish
+from dapo.faults.signals import Stop, finish
 
 async def work():
     print("working", flush=True)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from dapo import limit as limit_module
-from dapo.limit import ROOM, UNSEEN, TimeLimit, TimeLimitReached
+from dapo.faults import limit as limit_module
+from dapo.faults.limit import ROOM, UNSEEN, TimeLimit, TimeLimitReached
 
 
 @pytest.fixture
