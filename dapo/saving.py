@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo.config.schema import CheckpointConfig, Config
+from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost, RewardPool
 from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
@@ -166,7 +167,8 @@ class Saver:
         if not self._store.keeps_groups:  # they mean something else by now: their draws start again
             self._journal.remove()
             state, held = state.without([group.draw.index for group, _ in held]), []
-        since = await asyncio.to_thread(self._recover, state, len(held), draw)
+        # To its end, also when cancelled: `close` must not meet a journal that is being opened.
+        since = await finish(asyncio.to_thread(self._recover, state, len(held), draw))
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
         scored = [(group, started) for group, (_, started) in zip(groups, (*held, *since), strict=True)]
         self._buffer.restore(state.buffer, scored[: len(held)], scored[len(held) :], version=state.version)

@@ -1,6 +1,7 @@
 """What a run saves, when it has to, and what it reads when it goes on."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -232,6 +233,33 @@ def test_the_journal_keeps_what_the_kept_checkpoints_need(tmp_path):
         "after_000009.log",
     ]
     assert sorted(trainer.saver._store.steps()) == [8, 9]
+
+
+def test_a_run_that_is_cancelled_while_it_opens_its_journal_ends_in_order(tmp_path, monkeypatch):
+    trainer, _ = make_trainer(tmp_path, tiny_config(total_steps=2))
+    opening, may_open = threading.Event(), threading.Event()
+    start, before = threading.Thread.start, set(threading.enumerate())
+
+    def slowly(thread: threading.Thread) -> None:
+        if thread.name == "journal":
+            opening.set()
+            assert may_open.wait(30)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slowly)
+
+    async def cancelled() -> None:
+        running = asyncio.create_task(run_to_end(lambda: trainer, trainer._pools.actors, 0))
+        while not opening.is_set():
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.sleep(0.01)
+        may_open.set()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert set(threading.enumerate()) <= before, "the journal is closed"
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "journal"])
