@@ -204,7 +204,7 @@ class WeightSyncConfig:
     max_mean_logprob_diff: float = positive(
         0.05,
         "bound on the mean of |log-probability of the actors - of the engines| of a batch sampled by the current "
-        "policy, in nats; above it the run stops before the optimizer step, because the engines sample from other "
-        "weights than those trained",
+        "policy, in nats; above it the batch is set aside before the optimizer step, because the engines sample from "
+        "other weights than those trained, and three batches in a row end the run",
     )
     timeout_s: float = positive(600.0, "longest sync in seconds")
