@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 STEPS = 3
 RUN = (
     *(f"trainer.total_steps={STEPS}", "checkpoint.every=1", "eval.every=0", "eval.before_train=false"),
-    *("eval.after_train=false", "actor.num_workers=2", "actor.timeout_s=30"),
+    *("eval.after_train=false", "actor.num_workers=2", "actor.timeout_s=60"),
 )
 IDENTITY = ("in_generation", "in_reward", "buffered", "to_retry", "trained", "all_correct", "all_wrong", "unscorable")
 

@@ -19,8 +19,8 @@ from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
-NOTICED_S = 2.0
-BACK_S = 300.0  # a start takes 15 s on a quiet machine
+NOTICED_S = 20.0  # a guard against hanging: a quiet machine needs 0.3 s, and 5 to 7 s for what stands still
+BACK_S = 600.0  # a start takes 25 s on a quiet machine
 MANY = 100_000  # bytes of a bucket: the model takes many
 
 
@@ -75,8 +75,8 @@ async def groups(pool, seed: int, ended=lambda: None) -> list:
 LOSSES = [
     pytest.param(signal.SIGKILL, 1, NOTICED_S, "its engine process has ended", id="process killed"),
     pytest.param(signal.SIGKILL, 0, NOTICED_S, "ActorDiedError", id="actor killed"),
-    pytest.param(signal.SIGSTOP, 1, 10.0, "has not answered for", id="process stopped"),
-    pytest.param(signal.SIGSTOP, 0, 10.0, "no sign of life for 5 s", id="actor stopped"),
+    pytest.param(signal.SIGSTOP, 1, 60.0, "has not answered for", id="process stopped"),
+    pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 5 s", id="actor stopped"),
 ]
 
 
@@ -93,10 +93,10 @@ def test_responses_of_a_lost_engine_come_from_another_as_they_would_have(
     async def harmed():
         some = asyncio.Event()
         running = asyncio.create_task(groups(pool, 5000, some.set))
-        await asyncio.wait_for(some.wait(), 60)
+        await asyncio.wait_for(some.wait(), 300)
         os.kill(pids(pool, 0)[process], sent)
         seconds = await until(lambda: not pool._slots[0].serving, noticed_s, f"not noticed: {said}")
-        found = await asyncio.wait_for(running, 60)
+        found = await asyncio.wait_for(running, 300)
         assert serving(pool) == [False, True], "the groups did not wait for it to come back"
         back = await until(lambda: all(serving(pool)), BACK_S, f"not back: {said}")
         print(f"{reason}: noticed after {seconds:.1f} s, serves again after {back:.1f} s more")
@@ -146,7 +146,7 @@ def test_an_abort_ends_groups_whose_engine_is_lost(engines, loop):
         running = asyncio.create_task(groups(pool, 5700))
         await asyncio.sleep(0.5)
         os.kill(pids(pool, 0)[0], signal.SIGKILL)
-        await asyncio.wait_for(pool.abort([f"g5700-{i}" for i in range(4)]), 30)
+        await asyncio.wait_for(pool.abort([f"g5700-{i}" for i in range(4)]), 300)
         with pytest.raises(AssertionError):  # not all responses came
             await running
         assert pool._homes == {} and not pool._aborted
@@ -198,7 +198,7 @@ def test_engines_that_are_lost_too_often_end_the_run_with_the_reason(engines, lo
 
     async def run():
         os.kill(pids(pool, 1)[0], signal.SIGKILL)
-        await until(lambda: bool(pool.keeper.exhausted), 10.0, "not given up")
+        await until(lambda: bool(pool.keeper.exhausted), 60.0, "not given up")
         with pytest.raises(RemoteError, match=r"1 engines are left, and `rollout.min_engines` asks for 2"):
             await groups(pool, 5950)
 
