@@ -44,6 +44,7 @@ async def one_round(
     cfg.filter_groups.max_staleness = staleness
     cfg.trainer.total_steps = WARM_UP + steps + BEYOND
     directory = Path(cfg.trainer.output_dir) / name
+    await pools.actors.restart()  # each run begins with untrained ranks
     async with trainer(cfg, pools, prompts, directory) as training:
         await training.run()
     records = read_metrics(directory / METRICS)[WARM_UP : WARM_UP + steps]

@@ -70,6 +70,7 @@ async def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], director
         yield training
     finally:
         await training.stream.close()
+        training.saver.close()
         logger.close()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 
@@ -19,7 +20,7 @@ from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
-NOTICED_S = 20.0  # a guard against hanging: a quiet machine needs 0.3 s, and 5 to 7 s for what stands still
+NOTICED_S = 20.0  # a guard against hanging: a quiet machine needs 0.3 s
 BACK_S = 600.0  # a start takes 25 s on a quiet machine
 MANY = 100_000  # bytes of a bucket: the model takes many
 
@@ -39,6 +40,7 @@ def engines(ray_cluster, tmp_path_factory, loop):
 
     path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
     cfg = make_config(path, 2)
+    cfg.rollout.stall_timeout_s = 10
     said: list[str] = []
     pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout, warn=said.append)
     loop.run(pool.start(path, engine_args(cfg, "cpu")))
@@ -75,8 +77,8 @@ async def groups(pool, seed: int, ended=lambda: None) -> list:
 LOSSES = [
     pytest.param(signal.SIGKILL, 1, NOTICED_S, "its engine process has ended", id="process killed"),
     pytest.param(signal.SIGKILL, 0, NOTICED_S, "ActorDiedError", id="actor killed"),
-    pytest.param(signal.SIGSTOP, 1, 60.0, "has not answered for", id="process stopped"),
-    pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 5 s", id="actor stopped"),
+    pytest.param(signal.SIGSTOP, 1, 60.0, "has not answered for|the last token is", id="process stopped"),
+    pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 10 s", id="actor stopped"),
 ]
 
 
@@ -105,7 +107,7 @@ def test_responses_of_a_lost_engine_come_from_another_as_they_would_have(
     for first, second in zip(whole, loop.run(harmed()), strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert [span.version for span in second.policy_versions] == [7]
-    assert any(line.startswith("engine 0 is lost") and reason in line for line in said), said
+    assert any(line.startswith("engine 0 is lost") and re.search(reason, line) for line in said), said
     again = loop.run(groups(pool, 5000))
     assert largest_difference(model, again) <= 1e-4
     assert all((first.token_ids == second.token_ids).all() for first, second in zip(whole, again, strict=True))

@@ -49,7 +49,7 @@ def make_config(path: str, engines: int) -> PlannedConfig:
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
     cfg.rollout.num_engines = engines
     cfg.rollout.vllm = {"max_num_seqs": 64}
-    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, 5
+    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, 60
     return cfg
 
 
