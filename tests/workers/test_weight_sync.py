@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,10 +350,14 @@ class Member(Recorder):
         if (await self.process.stdout.readline()).decode().strip() != bucket.digest:
             raise RemoteError(f"the engine did not load {what}")
 
+    async def end(self) -> None:
+        with suppress(ProcessLookupError):  # it was killed before
+            self.process.kill()
+        await self.process.wait()
+
     async def lose_silent(self, members, grace_s):
         if lost := bool(self.signal):
-            self.process.kill()
-            await self.process.wait()
+            await self.end()
             self.engines, self.signal = (), 0
         return lost
 
@@ -379,8 +384,7 @@ def test_an_engine_lost_in_a_broadcast_is_left_out_in_time_and_another_joins(act
             assert ends.admitted == [(0,), (0,)] and ends.events[-1] == "finish 2 done"
             await sync(3)
         finally:
-            ends.process.kill()
-            await ends.process.wait()
+            await ends.end()
 
     asyncio.run(run())
     assert (tmp_path / "hf" / "model.safetensors").exists() and list((tmp_path / "state").iterdir())
