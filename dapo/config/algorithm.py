@@ -96,7 +96,7 @@ class RolloutCorrectionConfig:
     max_mean_stale_logprob_diff: float = positive(
         0.5,
         "bound on the mean of |log-probability of the actors - of the engines| over tokens of older policies, in nats; "
-        "above it the run stops (tokens of the current policy: `weight_sync.max_mean_logprob_diff`)",
+        "above it the batch is set aside (tokens of the current policy: `weight_sync.max_mean_logprob_diff`)",
     )
 
 

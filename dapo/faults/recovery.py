@@ -8,15 +8,12 @@ In: what makes a Trainer for the same pools. Out: a trained run, or the error th
 replace their processes by themselves (`workers.rollout`, `workers.reward`); they live on meanwhile.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable
 
+from dapo.faults.restarts import Restarts
 from dapo.pools import ActorPool, ActorsLost
 from dapo.report.console import say, warn
 from dapo.trainer import Trainer
-
-HOUR_S = 3600.0
 
 
 async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
@@ -25,7 +22,7 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
     Raises:
         ActorsLost: they were lost more often.
     """
-    recent: deque[float] = deque()
+    restarts = Restarts(max_restarts)
     while True:
         trainer = make()
         try:
@@ -33,7 +30,7 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
             return
         except ActorsLost as error:
             trainer.saver.close()
-            await _restart(actors, error, recent, max_restarts)
+            await _restart(actors, error, restarts)
         except BaseException:
             if trainer.saver.is_behind(trainer.version):
                 await save_what_was_trained(trainer)
@@ -42,18 +39,16 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
             trainer.saver.close()
 
 
-async def _restart(actors: ActorPool, why: Exception, recent: deque[float], max_restarts: int) -> None:
+async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> None:
     """Starts all ranks again; a start that fails counts as one more loss."""
     while True:
-        while recent and time.monotonic() - recent[0] > HOUR_S:
-            recent.popleft()
-        if len(recent) >= max_restarts:
+        if restarts.spent():
             raise ActorsLost(
-                f"{why}; the ranks were started again {len(recent)} times within an hour, as often as "
+                f"{why}; the ranks were started again {restarts.count()} times within an hour, as often as "
                 "`actor.max_restarts` allows; the same command goes on from the newest checkpoint"
             ) from why
-        recent.append(time.monotonic())
-        warn(f"the actors are lost and start again ({len(recent)} of {max_restarts} within an hour): {why}")
+        restarts.add()
+        warn(f"the actors are lost and start again ({restarts.count()} of {restarts.most} within an hour): {why}")
         try:
             await actors.restart()
         except RuntimeError as error:

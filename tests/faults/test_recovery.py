@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dapo.faults import recovery
+from dapo.faults import restarts
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.saving import SaveFailed
@@ -114,13 +114,13 @@ def test_a_restart_that_fails_counts_and_its_reason_is_told():
 @pytest.mark.parametrize("apart", [3000.0, 3700.0])
 def test_a_loss_counts_for_an_hour(monkeypatch, apart):
     now = [0.0]
-    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
 
     def later(trainer: Recorded) -> None:
         now[0] += apart
 
     events, error = played([lost()] * 5 + [None], max_restarts=1, change=later)
-    if apart > recovery.HOUR_S:
+    if apart > restarts.HOUR_S:
         assert error is None and events.count("restart") == 5
     else:
         assert isinstance(error, ActorsLost) and events.count("restart") == 1

@@ -195,6 +195,8 @@ async def is_silent(pool, seconds: float) -> bool:
 def test_engines_that_are_lost_too_often_end_the_run_with_the_reason(engines, loop):
     pool, said, _ = engines
     pool._cfg.max_restarts = 0
+    for slot in pool.keeper.slots:
+        slot.limit.most = 0
     pool._cfg.min_engines = 2
     said.clear()
 

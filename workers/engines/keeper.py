@@ -43,7 +43,7 @@ class Keeper:
             self._warn(f"engine {slot.number} is lost: {reason}")
             slot.drop()
             while not slot.started:
-                if not slot.may_restart():
+                if slot.limit.spent():
                     self._give_up(slot)
                     return
                 try:
@@ -62,7 +62,7 @@ class Keeper:
             self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
 
     def _give_up(self, slot: EngineSlot) -> None:
-        self._warn(f"engine {slot.number} was started {self._cfg.max_restarts} times within an hour, and is given up")
+        self._warn(f"engine {slot.number} was started {slot.limit.most} times within an hour, and is given up")
         left = sum(not watch.done() for watch in self._watches) - 1
         if left < self._cfg.min_engines:
             self.exhausted = (

@@ -5,25 +5,24 @@ In: Ray options and the arguments of vLLM. Out: an actor that runs, why it is lo
 
 import asyncio
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
 import ray
 
 from dapo.config.sampling import RolloutConfig
+from dapo.faults.restarts import Restarts
 from workers.capacity import EngineSize
 from workers.engines.worker import RolloutWorker
 from workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two signs of life
 MISSED = 4  # pulses in a row that tell of an actor that stands still, and not of a driver that did
-HOUR_S = 3600.0
 
 
 class EngineSlot:
     """Holds one engine. load: responses that it runs. serving: it holds the weights of the version that all serve.
-    proven: it has not started again, or was compared with the actors since.
+    proven: it has not started again, or was compared with the actors since. limit: on its restarts.
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
@@ -36,7 +35,7 @@ class EngineSlot:
         self.restarts = 0
         self._options = options
         self._cfg = cfg
-        self._recent: deque[float] = deque()  # times of restarts within the last hour
+        self.limit = Restarts(cfg.max_restarts)
         self._make()
 
     def _make(self) -> None:
@@ -109,16 +108,9 @@ class EngineSlot:
         self.serving, self.size = False, None
         ray.kill(self.worker)
 
-    def may_restart(self) -> bool:
-        """Returns whether `rollout.max_restarts` within an hour allow another one."""
-        now = time.monotonic()
-        while self._recent and now - self._recent[0] > HOUR_S:
-            self._recent.popleft()
-        return len(self._recent) < self._cfg.max_restarts
-
     async def restart(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
-        self._recent.append(time.monotonic())
+        self.limit.add()
         self.restarts += 1
         self.proven = False
         self._make()

@@ -1,0 +1,28 @@
+"""Bounds how often something is started again: a fault that comes back at once is no fault that a restart helps."""
+
+import time
+from collections import deque
+
+HOUR_S = 3600.0
+
+
+class Restarts:
+    """Counts restarts within the last hour. most: how many there may be."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._recent: deque[float] = deque()
+
+    def count(self) -> int:
+        """Returns how many there were within the last hour."""
+        while self._recent and time.monotonic() - self._recent[0] > HOUR_S:
+            self._recent.popleft()
+        return len(self._recent)
+
+    def spent(self) -> bool:
+        """Returns whether there may be no further one now."""
+        return self.count() >= self.most
+
+    def add(self) -> None:
+        """Notes one that begins."""
+        self._recent.append(time.monotonic())
