@@ -33,7 +33,7 @@ COLUMNS = (
 
 def later(times: Sequence[float]) -> float:
     """Returns the mean without the first step, whose mixed rate is not known in advance."""
-    return sum(times[1:]) / max(1, len(times) - 1)
+    return sum(times[1:]) / (len(times) - 1)
 
 
 def cells(name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float) -> list[str]:
@@ -111,6 +111,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Prints a Markdown table."""
     given = parser().parse_args()
+    if given.steps < 2:
+        parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")
     print(head(COLUMNS))
     for scenario in scenarios(given):
         strict = streaming(scenario)
