@@ -6,6 +6,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.report.log import read_metrics
+from dapo.report.names import undocumented
 from tests.support.runs import TINY, Runs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
@@ -18,6 +19,7 @@ def test_twenty_steps_lift_held_out_accuracy(runs: Runs, tmp_path: Path) -> None
     overrides = ["rollout.n=8", f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=0"]
     run = runs.train(compose([*overrides, f"trainer.output_dir={tmp_path}"], TINY))
     lines = read_metrics(run / "metrics.jsonl")
+    assert undocumented(name for line in lines for name in line) == []
     before, after = (line["eval/accuracy"] for line in lines if "eval/accuracy" in line)
     assert before <= 0.5
     assert after >= before + 0.15
