@@ -7,15 +7,14 @@ HEADER = """\
 
 Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit that.
 
-| where | what | file |
-|---|---|---|
-| `metrics.jsonl` | one line a step, one more for an evaluation; `null` is a number that is not finite. Always written | `log.py` |
-| `tensorboard/` | the same numbers, histograms of length and pass rate, sample texts (`logging.tensorboard`, `logging.samples`) | `events.py` |
-| the terminal | one line a step | `log.py`, `console.py` |
+- `metrics.jsonl` (`log.py`) is always written: one line a step, one more for an evaluation; `null` is a number that is
+  not finite.
+- `tensorboard/` has the same numbers and sample texts (`logging.tensorboard`, `logging.samples`).
+- The terminal shows one line a step.
 
-Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at staleness 0 all
-other metrics are a function of the seed. Words in braces stand for a name that a person gave: of a reward function, of a data
-source. "Elsewhere" are the names of the same number in verl and TRL and in guides.
+Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
+staleness 0 all other metrics are a function of the seed. Words in braces stand for a name that a person gave: of a
+reward function, of a data source. "Elsewhere" are the names of the same number in verl, in TRL and in guides.
 
 ## Metrics
 

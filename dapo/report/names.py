@@ -1,7 +1,7 @@
 """Names every metric once, with unit, formula and the names that other systems have for it.
 
-In: nothing. Out: `METRICS`, from which `python -m dapo.report` writes dapo/report/README.md; and `undocumented`, what was
-logged under a name that is not here. A word in braces stands for what a person named: a reward function, a data source.
+In: nothing. Out: `FAMILIES`, from which `python -m dapo.report` writes dapo/report/README.md; and `undocumented`, what
+was logged under a name that is not here. A word in braces stands for what a person named: a reward function, a source.
 """
 
 import re

@@ -35,14 +35,8 @@ def test_the_file_that_makes_a_family_exists_and_writes_its_prefix(family: Famil
 
 def test_names_of_persons_are_known_by_their_place() -> None:
     assert undocumented(["step", "reward/my function", "reward/failed_oom", "eval/math-500/accuracy"]) == []
-    assert undocumented(
-        ["parity/staleness_2/ess", "parity/staleness_2/esss", "actor/loss2", "eval/accuracy2", "x"]
-    ) == [
-        "actor/loss2",
-        "eval/accuracy2",
-        "parity/staleness_2/esss",
-        "x",
-    ]
+    wrong = ["actor/loss2", "eval/accuracy2", "parity/staleness_2/esss", "x"]
+    assert undocumented([*wrong, "parity/staleness_2/ess"]) == wrong
 
 
 def test_what_the_code_logs_is_documented() -> None:
@@ -56,7 +50,7 @@ def test_what_the_code_logs_is_documented() -> None:
     ours = [name for family in FAMILIES for name in family.names()]
     for name in found:
         pattern = re.compile(re.sub(r"\{\w+\}", ".+", name))
-        assert any(pattern.match(one) for one in ours), name
+        assert undocumented([name]) == [] or any(pattern.match(one) for one in ours), name
 
 
 def test_a_line_of_a_file_is_checked_by_its_names(tmp_path: Path) -> None:
