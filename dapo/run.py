@@ -28,6 +28,7 @@ from dapo.pools import Pools
 from dapo.preflight import preflight
 from dapo.report.console import say, warn
 from dapo.report.log import MetricsLogger
+from dapo.report.sinks import sinks_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.trainer import Trainer
@@ -92,7 +93,7 @@ async def train(
         store.keeps_groups = not run_dir.accepted
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
-            logger = MetricsLogger(run_dir.path, tensorboard=cfg.logging.tensorboard)
+            logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path))
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
                 await pools.actors.check_shared(*run_dir.token())

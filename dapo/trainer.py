@@ -22,7 +22,7 @@ from dapo.faults.signals import finish
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
 from dapo.report.log import MetricsLogger, progress_line
-from dapo.report.metrics import sample_text, step_metrics
+from dapo.report.metrics import report_step, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.saving import Saver
@@ -139,9 +139,7 @@ class Trainer:
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())
-        self._logger.log(self.version, metrics)
-        for index in range(self._cfg.logging.samples):
-            self._logger.text(self.version, f"sample/{index}", sample_text(collected, index))
+        report_step(self._logger, self.version, metrics, collected, samples=self._cfg.logging.samples)
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics))
         return metrics
 

@@ -28,7 +28,7 @@ TENSORS = (
     "dapo.objective",
     "dapo.batch",
     "dapo.schedule",
-    "dapo.report.log",
+    "dapo.report.events",
     "dapo.tiny",
 )
 COMPUTE = {"ray", "vllm", "workers"}

@@ -146,7 +146,7 @@ def train(tmp_path, coeff: float, loss_coeff: float = 0.0) -> tuple[CountingActo
         rollouts.version = version
 
     pools = Pools(rollouts=rollouts, rewards=rewards, actors=actors, sync_weights=sync)
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
     prompts = [make_prompt(number) for number in range(40)]
     asyncio.run(Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None).run())

@@ -63,7 +63,7 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
 async def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Path) -> AsyncIterator[Trainer]:
     """Yields a trainer that says nothing and writes to `directory`, which is made; at the end nothing generates."""
     directory.mkdir()
-    logger = MetricsLogger(directory, tensorboard=False)
+    logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
     training = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
     try:

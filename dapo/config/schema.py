@@ -6,6 +6,7 @@ before any worker starts. config/README.md lists every key. Durations end in `_s
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from dapo.config.actor import ActorConfig, ModelConfig, WeightSyncConfig
 from dapo.config.algorithm import AlgorithmConfig
@@ -70,6 +71,13 @@ class LoggingConfig:
         "responses shown per step there",
         verl="trainer.log_val_generations",
         trl="num_completions_to_print",
+    )
+    wandb: dict[str, Any] = key(
+        {},
+        "Weights & Biases, where its package is installed: arguments of `wandb.init` "
+        "(`logging.wandb.project=dapo`, `logging.wandb.mode=offline`); empty: off",
+        verl="trainer.project_name",
+        trl="report_to",
     )
     worker_logs: bool = key(
         False,

@@ -1,6 +1,6 @@
 """Prints the reference of all metrics as Markdown: `python -m dapo.report > dapo/report/README.md`."""
 
-from dapo.report.names import tables
+from dapo.report.names import HISTOGRAMS, tables
 
 HEADER = """\
 # What a run reports
@@ -9,7 +9,12 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
 
 - `metrics.jsonl` (`log.py`) is always written: one line a step, one more for an evaluation; `null` is a number that is
   not finite.
-- `tensorboard/` has the same numbers and sample texts (`logging.tensorboard`, `logging.samples`).
+- `tensorboard/` has the same numbers, histograms, `logging.samples` sample texts and the configuration as
+  hyperparameters (`logging.tensorboard`).
+- Weights & Biases has the same where `logging.wandb` gives `wandb.init` its arguments and the package is installed
+  (`pip install wandb`): `logging.wandb.project=dapo`, without a network `logging.wandb.mode=offline` and later
+  `wandb sync`. The run directory keeps the id, so that a resumed run goes on in the same one; the steps that it takes
+  again keep their first values there.
 - The terminal shows one line a step.
 
 Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
@@ -28,7 +33,8 @@ def main() -> None:
 
 def reference() -> str:
     """Returns the whole document."""
-    return HEADER + tables() + "\n"
+    histograms = "\n".join(f"- `{name}`: {about}" for name, about in HISTOGRAMS.items())
+    return f"{HEADER}{tables()}\n\n### Histograms, over the groups that a step used up\n\n{histograms}\n"
 
 
 if __name__ == "__main__":

@@ -1,44 +1,37 @@
-"""Writes what a run reports: `metrics.jsonl`, TensorBoard, and the progress line.
+"""Writes what a run reports: `metrics.jsonl`, its sinks, and the progress line.
 
-In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, event
-files under OUTPUT_DIR/tensorboard, one line of text. Continuing a run drops what lies beyond the resumed step. What
-happens to these files ends no run: lines that cannot be written wait until they can, event files miss the time between.
+In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, the
+same for every sink, one line of text. Continuing a run drops what lies beyond the resumed step. What happens to these
+files ends no run: lines that cannot be written wait until they can, sinks miss the time between.
 """
 
-import contextlib
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from dapo.report.console import warn
+from dapo.report.sinks import Guarded, Sink
 from dapo.state.durable import write_text
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
 MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
 
 
 class MetricsLogger:
     """Appends metrics; what a call writes is in the files when it returns, so that a killed run has all its lines."""
 
-    def __init__(self, output_dir: Path, *, tensorboard: bool) -> None:
-        """Opens the files in output_dir, which must exist. tensorboard: also write event files."""
+    def __init__(self, output_dir: Path, sinks: Sequence[Sink] = ()) -> None:
+        """Opens the file in output_dir, which must exist."""
         self.output_dir = output_dir
         self._path = output_dir / METRICS
         self._file: IO[bytes] | None = self._path.open("ab", buffering=0)
         self._waiting: deque[str] = deque()  # lines that are not, or not whole, in the file
         self._torn = 0  # bytes of the first of them that are
         self._told = False  # of lines that wait
-        self._event_folder = output_dir / TENSORBOARD if tensorboard else None
-        self._events: SummaryWriter | None = None
-        self._events_failed = self._events_told = False
-        self._purge_step: int | None = None  # TensorBoard drops what earlier event files have from this step on
+        self._sinks = [Guarded(sink) for sink in sinks]
 
     def resume(self, step: int, due: Sequence[str] = ()) -> None:
         """Forgets every line after `step`, the step that the run continues from; at 0, all of them. Call before `log`.
@@ -62,26 +55,28 @@ class MetricsLogger:
         for line in dict.fromkeys(_up_to(step, waiting)):
             if line not in kept and line not in self._waiting:
                 self._append(line)
-        self._close_events()
-        self._purge_step = step + 1 if step else 0
-        self._to_events(step, lambda events: None)  # its import takes a second, which no step should wait for
+        for sink in self._sinks:
+            sink.begin(step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
         numbers = {name: float(value) for name, value in values.items()}
         record = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._append(json.dumps({"step": step, **record}))
-        self._events_failed = False  # tried again once a line
+        for sink in self._sinks:
+            sink.next_line()
+            sink.give(step, lambda sink: sink.scalars(step, numbers))
 
-        def add(events: "SummaryWriter") -> None:
-            for name, number in numbers.items():
-                events.add_scalar(name, number, step)
-
-        self._to_events(step, add)
+    def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        """Gives the sinks a sample of numbers, if there are any."""
+        if len(values):
+            for sink in self._sinks:
+                sink.give(step, lambda sink: sink.histogram(step, name, values))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Writes a sample text, shown by TensorBoard as Markdown; without TensorBoard, nothing."""
-        self._to_events(step, lambda events: events.add_text(tag, text.encode("utf-8", "replace").decode(), step))
+        """Gives the sinks a sample text in Markdown; without sinks, nothing."""
+        for sink in self._sinks:
+            sink.give(step, lambda sink: sink.text(step, tag, text))
 
     def unwritten(self) -> tuple[str, ...]:
         """Returns the lines that could not be written yet."""
@@ -90,7 +85,8 @@ class MetricsLogger:
     def close(self) -> None:
         """Closes the files; may be called twice."""
         self._close_file()
-        self._close_events()
+        for sink in self._sinks:
+            sink.close()
 
     def _append(self, line: str) -> None:
         """Writes the lines that wait and this one, as far as that is possible."""
@@ -112,37 +108,10 @@ class MetricsLogger:
                 warn(f"{self._path} cannot be written to ({error}); up to {MAX_WAITING} lines wait until it can")
             self._told = True
 
-    def _to_events(self, step: int, write: "Callable[[SummaryWriter], None]") -> None:
-        """Lets `write` add to the event files. Where that fails, what `step` has is lost there, and what follows goes
-        to another file."""
-        if self._event_folder is None or self._events_failed:
-            return
-        try:
-            if self._events is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                # A queue for all values of a step: at its default of 10, each of them waits for the writing thread.
-                self._events = SummaryWriter(self._event_folder, purge_step=self._purge_step, max_queue=1000)
-                self._purge_step = None
-            write(self._events)
-            self._events.flush()
-            self._events_told = False
-        except Exception as error:  # whatever the writing thread of TensorBoard met
-            if not self._events_told:
-                warn(f"TensorBoard files under {self._event_folder} miss steps from {step} on: {error}")
-            self._events_failed = self._events_told = True
-            self._close_events()
-
     def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _close_events(self) -> None:
-        if self._events is not None:
-            with contextlib.suppress(Exception):  # told already, or the end of the run
-                self._events.close()
-            self._events = None
 
 
 def evaluated(output_dir: Path, step: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dapo.report.log import MetricsLogger
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
@@ -117,13 +118,15 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
 def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Computes the staleness of the trained tokens, in updates between the policy that sampled them and the one that
     the update starts from; and the share of responses that crossed a weight update."""
-    crossed = [len(set(sequence.staleness.tolist())) > 1 for sequence in sequences]
-    tokens = np.concatenate([np.zeros(0), *(sequence.staleness for sequence in sequences)])
+    # Sequence by sequence: 40 million tokens in one array would hold up the driver for seconds.
+    each = [sequence.staleness for sequence in sequences if len(sequence.staleness)]
+    tokens = max(1, sum(map(len, each)))
+    crossed = sum(one.min() != one.max() for one in each)
     return {
-        "batch/staleness_mean": float(tokens.mean()) if len(tokens) else 0.0,
-        "batch/staleness_max": float(tokens.max(initial=0)),
-        "batch/stale_tokens": float((tokens > 0).mean()) if len(tokens) else 0.0,
-        "batch/crossed_responses": float(np.mean(crossed)) if crossed else 0.0,
+        "batch/staleness_mean": sum(int(one.sum(dtype=np.int64)) for one in each) / tokens,
+        "batch/staleness_max": max((int(one.max()) for one in each), default=0),
+        "batch/stale_tokens": sum(int(np.count_nonzero(one)) for one in each) / tokens,
+        "batch/crossed_responses": crossed / max(1, len(sequences)),
     }
 
 
@@ -136,6 +139,19 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}_min": float(array.min()),
         f"{name}_max": float(array.max()),
     }
+
+
+def report_step(
+    logger: MetricsLogger, step: int, metrics: dict[str, float], collected: Collected, *, samples: int
+) -> None:
+    """Logs a step: its metrics; the lengths of all responses drawn and the pass rates of all groups as histograms; the
+    text of the first responses of `samples` groups."""
+    logger.log(step, metrics)
+    logger.histogram(step, "rollout/lengths", [length for group in collected.drawn for length in group.lengths])
+    rates = [float(np.mean(group.accuracies)) for group in collected.drawn if group.accuracies]
+    logger.histogram(step, "rollout/pass_rates", rates)
+    for index in range(samples):
+        logger.text(step, f"sample/{index}", sample_text(collected, index))
 
 
 def sample_text(collected: Collected, index: int) -> str:

@@ -264,6 +264,8 @@ EVAL = Family(
     ),
 )
 
+# What sinks show beside the metrics, of the groups that a step used up.
+HISTOGRAMS = {"rollout/lengths": "tokens of each response", "rollout/pass_rates": "mean accuracy of each group"}
 FAMILIES = (ROLLOUT, REWARD, BUFFER, BATCH, ACTOR, PARITY, PERF, LEDGER, EVAL)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dapo.report.events import TensorBoard
 from dapo.report.log import MetricsLogger, evaluated, progress_line, read_metrics
 
 
@@ -24,7 +25,7 @@ def tensorboard_of(path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_a_line_per_call_is_there_at_once(tmp_path: Path) -> None:
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     logger.log(1, {"rollout/accuracy": 0.5, "actor/loss": math.nan, "x": -math.inf, "buffer/drawn": 3})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line.endswith("\n") and line.count("\n") == 1
@@ -48,13 +49,13 @@ def test_a_line_per_call_is_there_at_once(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("torn", ["", '{"step": 4, "a', '{"step": 99}', "4\n", "\n"])
 def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: str, tmp_path: Path) -> None:
-    first = MetricsLogger(tmp_path, tensorboard=False)
+    first = MetricsLogger(tmp_path)
     for logged in (0, 1, 2, 2, 3):
         first.log(logged, {"a": logged})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
-    second = MetricsLogger(tmp_path, tensorboard=False)
+    second = MetricsLogger(tmp_path)
     second.resume(step)
     second.log(step + 1, {"a": 0})
     second.close()
@@ -64,7 +65,7 @@ def test_resuming_drops_what_is_later_or_torn(step: int, left: list[int], torn: 
 
 def test_resuming_completes_a_last_line_without_its_end(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     logger.resume(2)
     logger.log(3, {})
     logger.close()
@@ -72,7 +73,7 @@ def test_resuming_completes_a_last_line_without_its_end(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
-    logger = MetricsLogger(tmp_path, tensorboard=True)
+    logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
     logger.log(1, {"rollout/accuracy": 0.25, "actor/loss": math.nan})
     logger.log(2, {"rollout/accuracy": 0.5})
     logger.text(2, "sample/0", "**prompt** 1+1 = \ud800?")
@@ -93,12 +94,12 @@ def test_tensorboard_reads_scalars_and_texts(tmp_path: Path) -> None:
     ],
 )
 def test_tensorboard_shows_no_step_twice(step: int, left: list[tuple[int, float]], tmp_path: Path) -> None:
-    first = MetricsLogger(tmp_path, tensorboard=True)
+    first = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
     first.resume(0)
     for logged in range(5):
         first.log(logged, {"a": logged})
     time.sleep(1.01 - time.time() % 1)  # event files are read in the order of the second that their names begin with
-    second = MetricsLogger(tmp_path, tensorboard=True)  # the first one was killed: nothing closed it
+    second = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])  # the first one was killed: nothing closed it
     second.resume(step)
     second.log(step + 1, {"a": 10 * (step + 1)})
     scalars = tensorboard_of(tmp_path).Scalars("a")
@@ -110,7 +111,7 @@ def test_tensorboard_shows_no_step_twice(step: int, left: list[tuple[int, float]
 def test_without_tensorboard_nothing_of_it_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from dapo.report.log import MetricsLogger; "
-        "logger = MetricsLogger(pathlib.Path(sys.argv[1]), tensorboard=False); logger.resume(0); "
+        "logger = MetricsLogger(pathlib.Path(sys.argv[1])); logger.resume(0); "
         "logger.log(1, {'a': 1.0}); assert not {'torch', 'tensorboard', 'ray'} & set(sys.modules), 'a heavy import'"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -174,7 +175,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("room", [0, 7, 30, 64])
 def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, room, capsys) -> None:
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     logger.log(1, {"a": 1})
     logger._file = disk = FullDisk(logger._file, room)  # type: ignore[assignment]
     for step in range(2, 6):
@@ -198,7 +199,7 @@ def steps_in_whole_lines(path: Path) -> list[int]:
 
 def test_of_too_many_lines_that_wait_the_oldest_are_lost_and_none_is_broken(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dapo.report.log.MAX_WAITING", 3)
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     logger._file = disk = FullDisk(logger._file, 5)  # type: ignore[assignment]
     for step in range(1, 8):
         logger.log(step, {})
@@ -209,7 +210,7 @@ def test_of_too_many_lines_that_wait_the_oldest_are_lost_and_none_is_broken(tmp_
 
 
 def test_a_line_that_waits_is_part_of_the_state_and_written_once(tmp_path) -> None:
-    first = MetricsLogger(tmp_path, tensorboard=False)
+    first = MetricsLogger(tmp_path)
     first.log(1, {"a": 1})
     first._file = FullDisk(first._file, 4)  # type: ignore[assignment]
     first.log(2, {"a": 2})
@@ -217,7 +218,7 @@ def test_a_line_that_waits_is_part_of_the_state_and_written_once(tmp_path) -> No
     due = first.unwritten()
     first.close()
     for _ in range(2):
-        second = MetricsLogger(tmp_path, tensorboard=False)
+        second = MetricsLogger(tmp_path)
         second.resume(2, due)
         second.close()
         assert steps_in(tmp_path) == [1, 2]
@@ -225,7 +226,7 @@ def test_a_line_that_waits_is_part_of_the_state_and_written_once(tmp_path) -> No
 
 def test_a_logger_may_go_on_from_an_earlier_step_itself(tmp_path) -> None:
     """The run recovers within the process; what waits for the disk and is later is forgotten as well."""
-    logger = MetricsLogger(tmp_path, tensorboard=True)
+    logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
     logger.resume(0)
     for step in range(1, 5):
         logger.log(step, {"a": step})
@@ -239,7 +240,7 @@ def test_a_logger_may_go_on_from_an_earlier_step_itself(tmp_path) -> None:
 
 
 def test_a_file_that_cannot_be_read_ends_no_run(tmp_path, capsys) -> None:
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     logger.log(1, {})
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\n')
     logger.resume(1)
@@ -252,7 +253,7 @@ def test_tensorboard_files_that_fail_end_no_run_and_are_told_once(tmp_path, monk
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    logger = MetricsLogger(tmp_path, tensorboard=True)
+    logger = MetricsLogger(tmp_path, [TensorBoard(tmp_path)])
     logger.resume(0)
     logger.log(1, {"a": 1})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.report.names import FAMILIES, Family, undocumented
+from dapo.report.names import FAMILIES, HISTOGRAMS, Family, undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 # What stands between quotes in the code and looks like a metric: with the braces of an f-string in it.
@@ -50,7 +50,7 @@ def test_what_the_code_logs_is_documented() -> None:
     ours = [name for family in FAMILIES for name in family.names()]
     for name in found:
         pattern = re.compile(re.sub(r"\{\w+\}", ".+", name))
-        assert undocumented([name]) == [] or any(pattern.match(one) for one in ours), name
+        assert name in HISTOGRAMS or undocumented([name]) == [] or any(pattern.match(one) for one in ours), name
 
 
 def test_a_line_of_a_file_is_checked_by_its_names(tmp_path: Path) -> None:

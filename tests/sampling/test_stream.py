@@ -146,7 +146,7 @@ def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=Non
 
     pools = Pools(rollouts=rollouts, rewards=FakeRewards(verdict), actors=actors, sync_weights=sync)
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
-    logger = MetricsLogger(tmp_path, tensorboard=False)
+    logger = MetricsLogger(tmp_path)
     trainer = Trainer(cfg, pools, PROMPTS, PROMPTS[:5], store, logger, say=lambda line: None)
     return trainer, actors
 

@@ -1,0 +1,101 @@
+"""Says what a sink of metrics is, and keeps what happens to one from ending a run.
+
+In: scalars, histograms and texts of a step. Out: the same, handed to a sink as long as it takes them. The sinks are in
+`events.py` and `weights_and_biases.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from dapo.config.schema import Config
+from dapo.report.console import warn
+from dapo.report.events import TensorBoard
+from dapo.report.weights_and_biases import WeightsAndBiases
+
+
+class Sink(Protocol):
+    """Takes what a run reports. Any call may raise; `close` is then called, and `begin` before it is tried again."""
+
+    @property
+    def name(self) -> str:
+        """Names the sink for a person."""
+
+    def begin(self, step: int) -> None:
+        """Opens the sink for what comes after `step`; what an earlier process gave for later steps is void."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes numbers, also such as are not finite."""
+
+    def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        """Takes a sample of numbers, at least one."""
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Takes Markdown."""
+
+    def close(self) -> None:
+        """Flushes and closes; may be called twice."""
+
+
+class Guarded:
+    """Hands on to a sink. One that fails misses the rest of its step, is told of once, and is opened again with the
+    next step."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._step = 0  # that the sink is to begin after, or has last been given
+        self._open = self._failed = self._told = False
+
+    def begin(self, step: int) -> None:
+        """Opens the sink at once: its import takes a second, which no step should wait for."""
+        self.close()
+        self._step, self._failed = step, False
+        self.give(step, lambda sink: None)
+
+    def next_line(self) -> None:
+        """Lets a sink that failed be tried again."""
+        self._failed = False
+
+    def give(self, step: int, write: Callable[[Sink], None]) -> None:
+        """Calls `write` with the sink, unless it failed before in this step."""
+        if self._failed:
+            return
+        try:
+            if not self._open:
+                self._sink.begin(self._step)
+                self._open = True
+            write(self._sink)
+            self._step, self._told = step, False
+        except Exception as error:  # whatever a disk, a server or a writing thread met
+            if not self._told:
+                warn(f"{self._sink.name} misses what is reported from step {step} on: {error}")
+            self._failed = self._told = True
+            self._step = step
+            self.close()
+
+    def close(self) -> None:
+        """Closes the sink; may be called twice."""
+        if self._open:
+            with contextlib.suppress(Exception):  # told already, or the end of the run
+                self._sink.close()
+            self._open = False
+
+
+def sinks_of(cfg: Config, output_dir: Path) -> list[Sink]:
+    """Returns the sinks that `logging` asks for."""
+    flat = dict(_flat(asdict(cfg)))
+    sinks: list[Sink] = [TensorBoard(output_dir, flat)] if cfg.logging.tensorboard else []
+    if cfg.logging.wandb:
+        sinks.append(WeightsAndBiases(output_dir, cfg.logging.wandb, flat))
+    return sinks
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
+    """Yields every dotted key with a value that all pages can show."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | float | int) else str(value)

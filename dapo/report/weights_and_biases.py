@@ -1,0 +1,93 @@
+"""Sends what a run reports to Weights & Biases.
+
+In: `logging.wandb`, the arguments of `wandb.init`. Out: one W&B run per run directory, also over restarts and resumes:
+its id is kept in the run directory.
+"""
+
+import importlib.util
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dapo.state.durable import write_text
+
+ID_FILE = "wandb_id"
+OWN = ("dir", "config", "id", "resume", "settings", "reinit")  # arguments that dapo sets
+WAIT_S = 60  # for its server, at the start and at the end
+
+
+class WeightsAndBiases:
+    """Is the sink of one W&B run. Steps that a resumed run takes again keep the values of the first time there."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, output_dir: Path, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """arguments: of `wandb.init`. config: the hyperparameters that its pages show."""
+        self._output_dir = output_dir
+        self._arguments = dict(arguments)
+        self._config = dict(config)
+        self._run: Any = None
+
+    def begin(self, step: int) -> None:
+        """See `Sink`."""
+        import wandb
+
+        id_file = self._output_dir / ID_FILE
+        if not id_file.is_file():
+            write_text(id_file, secrets.token_hex(4))
+        settings = wandb.Settings(init_timeout=WAIT_S, finish_timeout=WAIT_S, silent=True, console="off")
+        self._run = wandb.init(
+            **{"name": self._output_dir.name, **self._arguments},
+            dir=str(self._output_dir),
+            config=self._config,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            settings=settings,
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        self._run.log(dict(values), step=step)
+
+    def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
+        """See `Sink`."""
+        import wandb
+
+        self._run.log({name: wandb.Histogram(list(values))}, step=step)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """See `Sink`."""
+        import wandb
+
+        self._run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)}, step=step)
+
+    def close(self) -> None:
+        """Waits at most a minute for what is still to be sent; the rest stays in the run directory, for `wandb
+        sync`."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def problem(arguments: Mapping[str, Any]) -> str:
+    """Returns what keeps `logging.wandb` from working, empty if nothing does."""
+    if not arguments:
+        return ""
+    if importlib.util.find_spec("wandb") is None:
+        return f"`logging.wandb` ({dict(arguments)}) needs the package wandb, which is missing: pip install wandb"
+    for name in OWN:
+        if name in arguments:
+            return f"`logging.wandb.{name}` ({arguments[name]}) is set by dapo itself; remove it"
+    if arguments.get("mode", os.environ.get("WANDB_MODE", "online")) != "online":
+        return ""
+    import wandb
+
+    if not wandb.login(prompt=False):
+        return (
+            "`logging.wandb` needs an API key for its server: run `wandb login`, set WANDB_API_KEY, or write to disk "
+            "alone with logging.wandb.mode=offline"
+        )
+    return ""
