@@ -20,5 +20,5 @@ check ruff check .
 check ruff format --check .
 check mypy
 # Two processes, a file at a time: most of the time of the slow tests is one process that starts.
-python -m pytest -m "not long" -n 2 --dist loadfile "$@" || status=$?
+python -m pytest -m "not long" -n 2 --dist loadfile --durations=40 --durations-min=5 "$@" || status=$?
 exit "$status"
