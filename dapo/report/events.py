@@ -12,7 +12,7 @@ SHOWN = ("rollout/accuracy", "eval/accuracy")  # beside the hyperparameters, to 
 
 
 class TensorBoard:
-    """Is the sink of OUTPUT_DIR/tensorboard. Each `begin` starts another file, which voids what earlier files have for
+    """Writes OUTPUT_DIR/tensorboard. Each `begin` starts another file, which voids what earlier files have for
     later steps."""
 
     def __init__(self, output_dir: Path, hyperparameters: Mapping[str, str | float | bool] | None = None) -> None:
@@ -22,7 +22,7 @@ class TensorBoard:
         self._events: SummaryWriter | None = None
 
     def begin(self, step: int) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -35,26 +35,26 @@ class TensorBoard:
             self._events.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         events = self._writer()
         for name, value in values.items():
             events.add_scalar(name, value, step)
         events.flush()
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         import numpy as np
 
         self._writer().add_histogram(name, np.asarray(values, dtype=float), step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         events = self._writer()
         events.add_text(tag, text.encode("utf-8", "replace").decode(), step)
         events.flush()
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         events, self._events = self._events, None
         if events is not None:
             events.close()

@@ -20,19 +20,19 @@ WAIT_S = 60  # for its server, at the start and at the end
 
 
 class WeightsAndBiases:
-    """Is the sink of one W&B run. Steps that a resumed run takes again keep the values of the first time there."""
+    """Writes to one W&B run. Steps that a resumed run takes again keep the values of the first time there."""
 
     name = "Weights & Biases"
 
     def __init__(self, output_dir: Path, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """arguments: of `wandb.init`. config: the hyperparameters that its pages show."""
+        """Starts nothing yet. arguments: of `wandb.init`. config: the hyperparameters that its pages show."""
         self._output_dir = output_dir
         self._arguments = dict(arguments)
         self._config = dict(config)
         self._run: Any = None
 
     def begin(self, step: int) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         import wandb
 
         id_file = self._output_dir / ID_FILE
@@ -49,17 +49,17 @@ class WeightsAndBiases:
         )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         self._run.log(dict(values), step=step)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         import wandb
 
         self._run.log({name: wandb.Histogram(list(values))}, step=step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """See `Sink`."""
+        """Does what `Sink` says."""
         import wandb
 
         self._run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)}, step=step)
