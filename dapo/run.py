@@ -21,6 +21,7 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
+from dapo.faults.head import while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
@@ -29,12 +30,13 @@ from dapo.preflight import preflight
 from dapo.report.console import say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import sinks_of
+from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.trainer import Trainer
 from dapo.types import Prompt
 from workers.actor import ActorPool
-from workers.cluster import Placement, connect, engine_args, resolve_device, reward_model_device
+from workers.cluster import Placement, connect, engine_args, head, resolve_device, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
@@ -85,13 +87,14 @@ async def train(
     preflight(cfg)
     # Both take seconds; those of Ray are spent waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
-    with ray_cluster(cfg) if rollouts is None else nullcontext():
+    with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg) if rollouts is None else nullcontext():
         if stop is not None:
             stop.install()  # once more: Ray has put a handler of its own in place
-        prompts, held_out, data_fingerprint = await loading
+        with waiting("the prompts to be read and tokenized"):
+            prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
         store.keeps_groups = not run_dir.accepted
-        async with build_pools(cfg, rollouts) as pools:
+        async with while_reachable(*head(cfg.trainer.ray_address)), build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path))
             limit = TimeLimit(cfg.trainer.max_hours, began)

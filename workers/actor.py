@@ -193,6 +193,10 @@ class ActorPool:
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 
+    async def until_lost(self) -> str:
+        """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
+        return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
+
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RemoteError unless all ranks read `content` in the file at `path`, which the driver has written."""
         answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")

@@ -18,6 +18,7 @@ from dapo.derived import gpus_per_engine
 from dapo.faults.points import fault_environment
 
 GIB = 1 << 30
+OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
 
 
@@ -26,11 +27,23 @@ def connect(address: str, *, worker_logs: bool) -> None:
     neither it nor RAY_ADDRESS is set."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    target = address or os.environ.get("RAY_ADDRESS", "local")
+    target = _target(address)
     local: dict[str, Any] = {}
     if target == "local":
         local = {"include_dashboard": False, "object_store_memory": _object_store_bytes()}
     ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+
+
+def _target(address: str) -> str:
+    return address or os.environ.get("RAY_ADDRESS", "local")
+
+
+def head(address: str) -> tuple[str, float]:
+    """Returns where Ray's head process takes connections, HOST:PORT, and for how many seconds it may take none.
+
+    Nobody starts that of a cluster of our own again. address: as in `connect`, which comes first.
+    """
+    return ray.get_runtime_context().gcs_address, OWN_HEAD_S if _target(address) == "local" else HEAD_S
 
 
 def _object_store_bytes() -> int:
