@@ -35,6 +35,7 @@ async def while_reachable(address: str, grace_s: float) -> AsyncIterator[None]:
                 "checkpoint"
             )
         watch.cancel()
+        await asyncio.wait([watch])
 
 
 async def _until_gone(address: str, grace_s: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from dapo.faults import restarts
+from dapo.faults.losses import unless_lost
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.saving import SaveFailed
@@ -265,3 +266,57 @@ def test_a_signal_that_meets_the_loss_of_the_actors_ends_the_run(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(signalled())
     assert actors.restarted == 0
+
+
+class LostWhileIdle(Failing):
+    """Gives no sign of life any more while the batch of step k is collected, once for each k of `before`."""
+
+    def __init__(self, before: list[int]) -> None:
+        super().__init__({})
+        self.before = list(before)
+
+    async def until_lost(self) -> str:
+        if self.version + 1 not in self.before:
+            return await super().until_lost()
+        await asyncio.sleep(0)
+        self.before.remove(self.version + 1)
+        self.gone = True
+        return "rank 3 is gone"
+
+
+@pytest.mark.parametrize("before", [[1], [3], [7], [2, 3, 5]])
+def test_ranks_that_are_lost_while_engines_generate_start_again_at_once(tmp_path, undisturbed, capsys, before):
+    actors = LostWhileIdle(before)
+    assert run_with(tmp_path, actors) == 1 + len(before)
+    assert trained(actors) == undisturbed and actors.restarted == len(before)
+    assert capsys.readouterr().err.count("rank 3 is gone") == len(before)
+
+
+def test_work_beside_idle_ranks_is_cut_short_by_their_loss_alone():
+    async def body(lost_after: float | None, ends: Exception | None) -> tuple[str, list[str]]:
+        actors, seen = FakeActors(), []
+
+        async def lost_then() -> str:
+            await asyncio.sleep(3600 if lost_after is None else lost_after)
+            return "gone"
+
+        async def work() -> str:
+            try:
+                await asyncio.sleep(0.01)
+            finally:
+                seen.append("ended")
+            if ends is not None:
+                raise ends
+            return "done"
+
+        actors.until_lost = lost_then
+        try:
+            found = await unless_lost(work(), actors)
+        except (ActorsLost, ValueError) as error:
+            found = f"{type(error).__name__} {error}"
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return found, seen
+
+    assert asyncio.run(body(None, None)) == ("done", ["ended"])
+    assert asyncio.run(body(None, ValueError("x"))) == ("ValueError x", ["ended"])
+    assert asyncio.run(body(0.0, None)) == ("ActorsLost gone", ["ended"])

@@ -319,12 +319,26 @@ def fail_in_the_second_step(worker: Any) -> None:
     worker._optimizer.step = failing
 
 
+def idle(signal_number: int) -> Callable[[ActorPool, TrainBatch], None]:
+    """What ends a rank while nothing is asked of it."""
+
+    def fault(pool: ActorPool, batch: TrainBatch) -> None:
+        os.kill(pool._ranks._processes[1].pid, signal_number)
+        raise ActorsLost(asyncio.run(pool.until_lost()))
+
+    return fault
+
+
 FAULTS = [
     pytest.param(killed, "actor rank 1 .*: ActorDiedError", 30.0, id="killed"),
     pytest.param(stopped, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stopped"),
     pytest.param(stuck, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stuck"),
     pytest.param(failed, "IndexError: index", 30.0, id="failed"),
     pytest.param(half_done, "RuntimeError: the machine is faulty", 30.0, id="half_done"),
+    pytest.param(idle(signal.SIGKILL), "actor rank 1 .*: ActorDiedError", 30.0, id="killed while idle"),
+    pytest.param(
+        idle(signal.SIGSTOP), r"waited 6 s for actor rank 1 \(a sign of life\)", 30.0, id="stopped while idle"
+    ),
 ]
 
 
