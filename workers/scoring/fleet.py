@@ -86,8 +86,7 @@ class Fleet:
         self._start_timeout_s = 0.0
         self._workers = [_Worker(index=index, handle=create(index)) for index in range(count)]
         self._waiting: deque[_Job] = deque()
-        self._planned = False
-        self._lost_in_a_row = 0
+        self._planned, self._lost_in_a_row = False, 0
         self._broken: RemoteError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
