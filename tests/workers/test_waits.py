@@ -118,6 +118,7 @@ def test_the_batch_of_a_step_with_its_progress() -> None:
 
     async def collect() -> None:
         stream.buffer.serving(6)
+        stream._ended = 99  # of the step before
         try:
             await stream.collect()
         finally:
