@@ -89,6 +89,7 @@ class Watchdog:
         """Starts nothing yet."""
         self._every_s = every_s
         self._say = say
+        self._began = time.monotonic()
         self._told: dict[tuple[str, ...], float] = {}  # when, by kind
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -102,14 +103,13 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        began = time.monotonic()
         while not self._ended.wait(min(LOOK_S, self._every_s / 4)):
-            now = time.monotonic()
-            for line in self.due(now, quiet_s=now - max(began, console.printed_at())):
+            for line in self.due(time.monotonic()):
                 self._say(line)
 
-    def due(self, now: float, quiet_s: float) -> list[str]:
-        """Returns what is to be told at `now` (`time.monotonic()`), after quiet_s without any other line."""
+    def due(self, now: float) -> list[str]:
+        """Returns what is to be told at `now` (`time.monotonic()`)."""
+        quiet_s = now - max(self._began, console.printed_at())
         waits = list(_open.values())
         open_kinds = {wait.kind for wait in waits}
         self._told = {kind: at for kind, at in self._told.items() if kind in open_kinds}

@@ -9,6 +9,7 @@ from dapo.faults import restarts
 from dapo.faults.losses import unless_lost
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
+from dapo.report.log import read_metrics
 from dapo.saving import SaveFailed
 from dapo.state.quarantine import QUARANTINE, read_quarantined
 from tests.sampling.test_stream import make_trainer, tiny_config
@@ -292,6 +293,38 @@ def test_ranks_that_are_lost_while_engines_generate_start_again_at_once(tmp_path
     assert capsys.readouterr().err.count("rank 3 is gone") == len(before)
 
 
+def test_ranks_that_are_lost_in_an_evaluation_start_again_and_it_begins_anew(tmp_path):
+    """An evaluation that nothing would end otherwise."""
+    rollouts = StuckOnce()
+    actors = LostWhileIdle([1])
+    cfg = tiny_config(total_steps=2)
+    cfg.eval.before_train = True
+
+    def make():
+        return make_trainer(tmp_path, cfg, actors=actors, rollouts=rollouts)[0]
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await run_to_end(make, actors, 3)
+
+    asyncio.run(bounded())
+    assert actors.restarted == 1 and actors.version == 2 and rollouts.stuck == 5
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "eval/accuracy" in line][0] == 0
+
+
+class StuckOnce(Regenerating):
+    """Answers nothing to the five prompts of the first evaluation."""
+
+    stuck = 0
+
+    async def generate(self, key, prompt, sampling, seeds):
+        if key.startswith("eval") and self.stuck < 5:
+            self.stuck += 1
+            await asyncio.Event().wait()
+        async for each in super().generate(key, prompt, sampling, seeds):
+            yield each
+
+
 def test_work_beside_idle_ranks_is_cut_short_by_their_loss_alone():
     async def body(lost_after: float | None, ends: Exception | None) -> tuple[str, list[str]]:
         actors, seen = FakeActors(), []
@@ -302,7 +335,7 @@ def test_work_beside_idle_ranks_is_cut_short_by_their_loss_alone():
 
         async def work() -> str:
             try:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01 if lost_after is None else 3600)
             finally:
                 seen.append("ended")
             if ends is not None:

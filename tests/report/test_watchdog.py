@@ -1,6 +1,7 @@
 """What the watchdog says of which waits, and when: with a clock that the test moves, and in a thread of its own."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 
@@ -13,25 +14,31 @@ EVERY_S = 60.0
 
 
 class Clock:
-    """Stands for `time` in the watchdog's module; `told(seconds, quiet)` are the lines after so many more seconds."""
+    """Stands for `time` in the watchdog's module and that of the lines; `told(seconds)` are those of the watchdog after
+    so many more seconds."""
 
     def __init__(self) -> None:
         self.now = 5.0  # a machine that has just started: less than EVERY_S
-        self.dog = Watchdog(EVERY_S)
 
     def monotonic(self) -> float:
         return self.now
 
-    def told(self, seconds: float, quiet_s: float = 0.0) -> list[str]:
+    def told(self, seconds: float, *, quiet: bool = False) -> list[str]:
+        """quiet: nothing else is printed meanwhile; else something was, just now."""
         self.now += seconds
-        return self.dog.due(self.now, quiet_s)
+        if not quiet:
+            console.say("a step")
+        return self.dog.due(self.now)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(watchdog, "time", made)
+    monkeypatch.setattr(console, "time", made)
+    monkeypatch.setattr(console, "_printed_at", -math.inf)
     monkeypatch.setattr(watchdog, "_open", {})
+    made.dog = Watchdog(EVERY_S)
     return made
 
 
@@ -48,7 +55,7 @@ def test_a_wait_is_told_once_it_is_long_and_again_after_as_long(clock: Clock) ->
         assert clock.told(1) == ["waiting 60 s for the journal to be read"]
         assert clock.told(59) == []
         assert clock.told(1) == ["waiting 120 s for the journal to be read"]
-    assert clock.told(600, quiet_s=600) == []
+    assert clock.told(600, quiet=True) == []
 
 
 def test_ranks_share_a_line_that_names_those_that_are_waited_for(clock: Clock) -> None:
@@ -91,14 +98,18 @@ def test_waits_of_one_text_are_counted(clock: Clock) -> None:
 
 def test_a_long_silence_is_broken_by_the_oldest_wait_whatever_its_age(clock: Clock) -> None:
     done = 0
+    clock.now += 50  # since the program began, or its last line
     with waiting("the batch of step 1", lambda: f"{done} of 4 groups"):
         clock.now += 1
         done = 3
         with waiting("an engine that serves", each="groups"):
-            assert clock.told(9, quiet_s=59) == []
-            assert clock.told(0, quiet_s=60) == ["waiting 10 s for the batch of step 1: 3 of 4 groups"]
+            assert clock.told(8, quiet=True) == []
+            assert clock.told(1, quiet=True) == ["waiting 10 s for the batch of step 1: 3 of 4 groups"]
             assert clock.told(55) == ["waiting 64 s for an engine that serves: 1 groups, the oldest 64 s"]
             assert clock.told(5) == ["waiting 70 s for the batch of step 1: 3 of 4 groups"], "60 s after its last line"
+    with waiting("the evaluation"):
+        assert clock.told(59, quiet=True) == []
+        assert clock.told(1, quiet=True) == ["waiting 60 s for the evaluation"]
 
 
 def test_the_thread_speaks_while_its_caller_is_held_up_and_ends_with_its_block(capsys: pytest.CaptureFixture) -> None:

@@ -23,7 +23,7 @@ from workers.training.ranks import Ranks
 
 def lines() -> list[str]:
     """What would be told now if every wait were 100 s older, with # for seconds that count."""
-    told = Watchdog(60.0).due(time.monotonic() + 100, quiet_s=0)
+    told = Watchdog(60.0).due(time.monotonic() + 100)
     return [re.sub(r"\b1\d\d s\b", "# s", line) for line in told]
 
 
@@ -95,7 +95,7 @@ def test_responses_with_reward_workers() -> None:
 def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSlot, "_make", lambda self: None)
     slot = EngineSlot(3, {}, RolloutConfig(num_engines=8))
-    pulses = [Pulse(requests=4, silent_s=0.0, idle_s=0.25), Pulse(requests=4, silent_s=80.0, idle_s=95.0)]
+    pulses = [Pulse(requests=4, silent_s=s, idle_s=i) for s, i in ((0.0, 0.25), (80.0, 95.0), (97.0, 0.0))]
 
     async def pulse() -> Pulse:
         return pulses.pop(0)
@@ -107,6 +107,7 @@ def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0.25 <= slot.silent() < 60
     assert asyncio.run(slot.stands_still(1.0, 120.0)) == ""
     assert re.fullmatch(r"4 requests, version 17, last token (9[5-9]|1\d\d) s ago", slot.doing())
+    assert asyncio.run(slot.stands_still(1.0, 120.0)) == "" and slot.silent() >= 97.0
     assert str(slot.member("to pause")) == "engine 3 to pause" and slot.member().count == 8
 
 
