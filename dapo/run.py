@@ -151,7 +151,8 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
     """Joins or starts Ray, and leaves or ends it."""
     # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    with waiting("Ray to start, or to be joined"):
+        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
     try:
         yield
     finally:

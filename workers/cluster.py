@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
 from dapo.faults.points import fault_environment
+from dapo.report.watchdog import waiting
 
 GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
@@ -156,7 +157,9 @@ class Placement:
         if bundles:
             check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)), device)
             self._group = placement_group(bundles, strategy="PACK")
-            if not self._group.wait(timeout_seconds=cfg.actor.start_timeout_s):
+            with waiting("Ray to place engines and actors on GPUs"):
+                placed = self._group.wait(timeout_seconds=cfg.actor.start_timeout_s)
+            if not placed:
                 pools = ", ".join(f"{gpus} GPUs for {role}" for role, gpus in _gpus_asked(cfg, device).items())
                 raise RuntimeError(
                     f"the Ray cluster could not place {pools} within {cfg.actor.start_timeout_s:g} s "
