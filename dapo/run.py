@@ -21,13 +21,13 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
-from dapo.faults.head import while_reachable
+from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
 from dapo.pools import Pools
 from dapo.preflight import preflight
-from dapo.report.console import say, warn
+from dapo.report.console import end_at_once, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import sinks_of
 from dapo.report.watchdog import Watchdog, waiting
@@ -94,17 +94,22 @@ async def train(
             prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
         store.keeps_groups = not run_dir.accepted
-        async with while_reachable(*head(cfg.trainer.ray_address)), build_pools(cfg, rollouts) as pools:
+        async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path))
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
-                await pools.actors.check_shared(*run_dir.token())
-                await run_to_end(
-                    lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
-                    pools.actors,
-                    cfg.actor.max_restarts,
-                )
+                async with while_reachable(*head(cfg.trainer.ray_address)):
+                    await pools.actors.check_shared(*run_dir.token())
+                    await run_to_end(
+                        lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
+                        pools.actors,
+                        cfg.actor.max_restarts,
+                    )
+            except HeadLost as error:
+                logger.close()
+                run_dir.release()
+                end_at_once(str(error))  # Ray would wait for its head to end the workers, which end with their driver
             finally:
                 logger.close()
 

@@ -3,6 +3,7 @@
 In: text. Out: standard output for what happens, standard error for what went wrong.
 """
 
+import os
 import sys
 import time
 from typing import NoReturn, TextIO
@@ -33,6 +34,12 @@ def _print(line: str, to: TextIO) -> None:
     global _printed_at
     print(line, file=to, flush=True)
     _printed_at = time.monotonic()
+
+
+def end_at_once(message: str) -> NoReturn:
+    """Leaves the process with one message and without any clean-up."""
+    warn(f"dapo: {message}")
+    os._exit(EXIT_FAILED)
 
 
 def end(message: str, code: int = EXIT_FAILED) -> NoReturn:
