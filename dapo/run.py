@@ -109,7 +109,7 @@ async def train(
             except HeadLost as error:
                 logger.close()
                 run_dir.release()
-                end_at_once(str(error))  # Ray would wait for its head to end the workers, which end with their driver
+                end_at_once(str(error))  # Ray's own way to end processes waits for the head
             finally:
                 logger.close()
 

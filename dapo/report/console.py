@@ -3,10 +3,13 @@
 In: text. Out: standard output for what happens, standard error for what went wrong.
 """
 
+import contextlib
 import os
 import sys
 import time
 from typing import NoReturn, TextIO
+
+import psutil
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -37,8 +40,11 @@ def _print(line: str, to: TextIO) -> None:
 
 
 def end_at_once(message: str) -> NoReturn:
-    """Leaves the process with one message and without any clean-up."""
+    """Leaves the process with one message; kills all that it has started, and does no other clean-up."""
     warn(f"dapo: {message}")
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     os._exit(EXIT_FAILED)
 
 
