@@ -172,9 +172,9 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     actors' weights, whatever they served before.
     """
     device = resolve_device(cfg.trainer.device)
-    placement = Placement(cfg, device)
+    placement = Placement(cfg, device, warn=warn)
     engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
-    actors = ActorPool(cfg, device, placement.actors())
+    actors = ActorPool(cfg, device, placement.actors)
     rewards = RewardPool(
         placement.rewards(),
         cfg.reward,
@@ -240,7 +240,7 @@ def engine_needs(cfg: Config) -> dict[str, Any]:
 
 
 def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
-    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn)
+    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
 
 
 def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:

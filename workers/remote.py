@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from dapo.report.watchdog import Member, waiting
 
@@ -63,7 +63,7 @@ def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator
         cause = error.cause
         kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError
         raise kind(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
-    except RayActorError as error:
+    except (RayActorError, ObjectLostError) as error:  # the second: its node took along what it had answered
         raise WorkerLost(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
     except RayError as error:
         raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None

@@ -30,11 +30,17 @@ class RolloutPool:
     """Holds the engines. A group goes to the one with the fewest running responses."""
 
     def __init__(
-        self, options: list[dict[str, Any]], cfg: RolloutConfig, *, warn: Callable[[str], None] = lambda line: None
+        self,
+        options: list[dict[str, Any]],
+        cfg: RolloutConfig,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        release: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`."""
+        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`. release: told which
+        engine is given up."""
         self._cfg = cfg
-        self.keeper = Keeper(options, cfg, warn)
+        self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
         self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
         self._aborted: set[str] = set()

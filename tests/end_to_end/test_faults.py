@@ -1,6 +1,5 @@
 """Whole runs in which something dies or breaks: they go on by themselves, and end as if nothing had happened."""
 
-import hashlib
 import json
 import math
 import os
@@ -21,33 +20,10 @@ from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
 from dapo.report.console import EXIT_RESUMABLE
 from dapo.state.quarantine import QUARANTINE
-from tests.support.runs import START_S, Runs, checkpoint, command, finish, metrics, start_program
+from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.runs import START_S, Runs, command, finish, metrics, start_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
-
-STEPS = 3
-RUN = (
-    *(f"trainer.total_steps={STEPS}", "checkpoint.every=1", "eval.every=0", "eval.before_train=false"),
-    *("eval.after_train=false", "actor.num_workers=2", "actor.timeout_s=60"),
-)
-IDENTITY = ("in_generation", "in_reward", "buffered", "to_retry", "trained", "all_correct", "all_wrong", "unscorable")
-
-
-def outcome(output_dir: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What must not depend on faults: the trained weights, and the metrics without times."""
-    weights = checkpoint(output_dir) / "hf" / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), metrics(output_dir)
-
-
-def last_line(output_dir: Path) -> dict[str, Any]:
-    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])
-
-
-def assert_all_draws_are_accounted_for(output_dir: Path) -> None:
-    lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    for line in filter(lambda line: "ledger/drawn" in line, lines):
-        draws = sum(line[f"ledger/draws_{name}"] for name in (*IDENTITY, "overlong"))
-        assert draws == line["ledger/drawn"]
 
 
 def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +40,6 @@ def val_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("data") / "val.parquet"
     pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), path)
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    return outcome(runs.small(tmp_path_factory.mktemp("undisturbed") / "run", *RUN))
 
 
 @pytest.mark.parametrize(

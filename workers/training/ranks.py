@@ -103,6 +103,7 @@ class Ranks:
 
         Raises:
             ActorsLost: a process does not end.
+            RuntimeError: there is no place for new ones.
         """
         self.lost = self.lost or "they are being restarted"
         self.kill()
@@ -111,7 +112,7 @@ class Ranks:
         except RemoteError as error:
             raise ActorsLost(str(error)) from error
         self._processes = []
-        self.workers = self._make()
+        self.workers = await asyncio.to_thread(self._make)  # it may wait for a node
         self.lost = ""
         self.restarts += 1
 
