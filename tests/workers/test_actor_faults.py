@@ -216,7 +216,9 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_until_another_is_loaded(
     save(pool, tmp_path / "state")
     with pytest.raises(RemoteError, match=r"FilesError: .*/none could not be loaded: .*FileNotFoundError|No such file"):
         asyncio.run(pool.load(str(tmp_path / "none"), 0))
-    for attempt in (pool.update(train_batch(0, sequences)), pool.save(str(tmp_path / "again"), 0)):
+    again = str(tmp_path / "again")
+    attempts = (pool.update(train_batch(0, sequences)), pool.save(again, 0), pool.export_hf(again))
+    for attempt in (*attempts, pool.gather_bucket(0, "a bucket")):
         with pytest.raises(RemoteError, match="Refused: .* of no policy version; load a checkpoint"):
             asyncio.run(attempt)
     asyncio.run(pool.load(str(tmp_path / "state"), 0))
