@@ -160,8 +160,7 @@ class ActorPool:
     """
 
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Makes the ranks' actors. place: gives Ray options of each rank, anew for every start
-        (`workers.cluster.Placement.actors`)."""
+        """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.cluster.Placement`)."""
         self._cfg = cfg
         remote: Any = ray.remote(ActorWorker)
         self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()])
@@ -190,8 +189,7 @@ class ActorPool:
         return {"perf/restarted_actors": float(self._ranks.restarts)}
 
     async def restart(self) -> None:
-        """Ends all ranks, whatever they do, and starts new ones, on other nodes where theirs are gone, at policy
-        version 0."""
+        """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at policy version 0."""
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 

@@ -235,7 +235,9 @@ class Placement:
                 f"a node is gone, and the others have no {self._missing(group)} for its actor ranks; waiting "
                 f"{limit:.0f} s (`actor.start_timeout_s`) for one that joins the Ray cluster"
             )
-            if not group.wait(timeout_seconds=limit):
+            with waiting("a node with room for actor ranks to join the Ray cluster"):
+                placed = group.wait(timeout_seconds=limit)
+            if not placed:
                 raise RuntimeError(
                     f"for {limit:g} s (`actor.start_timeout_s`) the Ray cluster had no {self._missing(group)} for "
                     "actor ranks whose node is gone; add a node to it"
