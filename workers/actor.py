@@ -189,7 +189,7 @@ class ActorPool:
         return {"perf/restarted_actors": float(self._ranks.restarts)}
 
     async def restart(self) -> None:
-        """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at policy version 0."""
+        """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at version 0."""
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 

@@ -71,7 +71,7 @@ class Keeper:
             self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
 
     def _give_up(self, slot: EngineSlot) -> None:
-        self._warn(f"engine {slot.number} was started {slot.limit.most} times within an hour, and is given up")
+        self._warn(f"engine {slot.number} was started {slot.limit.most} times in an hour or in a row, and is given up")
         self._release(slot.number)
         left = sum(not watch.done() for watch in self._watches) - 1
         if left < self._cfg.min_engines:
