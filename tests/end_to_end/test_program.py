@@ -82,7 +82,7 @@ def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val
 def test_a_run_goes_on_with_other_numbers_of_ranks_engines_and_reward_workers(
     whole_run, tmp_path, val_file, runs: Runs, capsys
 ):
-    """From two ranks, two engines and one reward worker to one, one and two: sums in another order round otherwise."""
+    """Sums in another order round otherwise; there were two ranks, two engines and one reward worker."""
     output_dir = shutil.copytree(whole_run[0], tmp_path / "other")
     shutil.rmtree(output_dir / "checkpoints" / "step_000003")
     others = ("actor.num_workers=1", "rollout.num_engines=1", "reward.num_workers=2")

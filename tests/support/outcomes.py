@@ -28,7 +28,7 @@ def last_line(output_dir: Path) -> dict[str, Any]:
 
 
 def assert_all_draws_are_accounted_for(output_dir: Path) -> None:
-    """In every line of the metrics."""
+    """Each draw is in one state, in every line of the metrics."""
     for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
         draws = sum(line[f"ledger/draws_{name}"] for name in (*IDENTITY, "overlong"))
         assert draws == line["ledger/drawn"]
