@@ -134,15 +134,15 @@ def _bundles(cfg: Config, device: str) -> dict[str, list[dict[str, float]]]:
     """Returns the bundles of each placement group, by its name: one group per engine, one of all actor ranks, one of
     all copies of the reward model; each only on GPUs.
 
-    Largest first, as long as there is room for them. Colocated, engine i shares bundle i of the ranks, hence its GPU.
+    The ranks come first, to fill whole nodes. Colocated, engine i shares bundle i of the ranks, hence its GPU.
     """
     groups: dict[str, list[dict[str, float]]] = {}
     if device == "cuda" and cfg.trainer.colocate:
         groups[RANKS] = [{"GPU": 1, "CPU": 2}] * cfg.actor.num_workers
     elif device == "cuda":
+        groups[RANKS] = [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
         for number in range(cfg.rollout.num_engines):
             groups[_engine(number)] = [{"GPU": gpus_per_engine(cfg.rollout.vllm), "CPU": 1}]
-        groups[RANKS] = [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
     if reward_model_gpus(cfg, device):
         groups[REWARD_MODEL] = [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
     return groups

@@ -28,7 +28,7 @@ WAIT_S = 600.0
 @pytest.fixture
 def nodes(ray_cluster: None) -> Iterator[list[Node]]:
     """One with room for an engine, and one for all engines and ranks, which Ray fills first."""
-    made = [Node(gpus=1), Node(gpus=ENGINES + RANKS)]
+    made = [Node(gpus=1), Node(gpus=ENGINES + RANKS + 1)]
     yield made
     for node in made:
         node.stop()

@@ -112,21 +112,21 @@ def bundles_of(options):
 def test_neighbouring_ranks_are_on_one_node_also_on_another_one_later(groups):
     """Ray may deal bundles out to nodes in any order."""
     placement = Placement(make_config(2, 1, 4), "cuda")
-    groups[-1].nodes = list("baba")
+    groups[0].nodes = list("baba")
     assert bundles_of(placement.actors()) == [1, 3, 0, 2]
-    groups[-1].nodes = list("bcbc")
+    groups[0].nodes = list("bcbc")
     assert bundles_of(placement.actors()) == [0, 2, 1, 3]
 
 
 def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
-    """Or an engine that finds no place on another node would hold up the ranks; the largest ones first."""
+    """Or an engine that finds no place on another node would hold up the ranks, which come first."""
     placement = Placement(make_config(2, 4, 3), "cuda")
-    first, second, ranks = groups
+    ranks, first, second = groups
     assert first.bundles == second.bundles == [{"GPU": 4, "CPU": 1}] and ranks.bundles == [{"GPU": 1, "CPU": 1}] * 3
     found = [each["scheduling_strategy"].placement_group for each in (*placement.rollout(), *placement.actors())]
     assert found == [first, second, ranks, ranks, ranks] and bundles_of(placement.rollout()) == [0, 0]
     placement.release_engine(0)
-    assert groups == [second, ranks]
+    assert groups == [ranks, second]
     placement.release_engine(0)
 
 
@@ -142,7 +142,7 @@ def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
 def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
     said = []
     placement = Placement(make_config(1, 1, 3), "cuda", warn=said.append)
-    groups[-1].nodes, groups[-1].later = ["a", "", ""], later
+    groups[0].nodes, groups[0].later = ["a", "", ""], later
     if all(later):
         assert len(placement.actors()) == 3
     else:
