@@ -12,7 +12,9 @@ import numpy as np
 
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
+from dapo.faults.points import fault_point
 from dapo.pools import Pools
+from dapo.report.watchdog import waiting
 from dapo.sampling.stream import ended_unasked, response_seed, sampling_of, scored_group
 from dapo.types import Cut, Draw, Group, Prompt
 
@@ -29,16 +31,22 @@ async def evaluate(prompts: Sequence[Prompt], pools: Pools, cfg: Config, *, cloc
     sampling = sampling_of(cfg.eval, cfg.data.max_response_length)
     at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // sampling.n))
 
+    ended = 0
+
     async def one(prompt: Prompt) -> Group:
+        nonlocal ended
         async with at_once:
             seeds = [response_seed(seed, "eval", prompt.id, sample) for sample in range(sampling.n)]
             responses = rollouts.generate(f"eval-{prompt.id}", prompt.token_ids, sampling, seeds)
             group = await scored_group(Draw(index=prompt.id, prompt=prompt), responses, rewards, clock)
             if isinstance(group, Cut):
                 raise ended_unasked(f"eval-{prompt.id}")
+            ended += 1
+            fault_point("driver.evaluated")
             return group
 
-    groups = await asyncio.gather(*[one(prompt) for prompt in prompts])
+    with waiting("the evaluation", lambda: f"{ended} of {len(prompts)} prompts"):
+        groups = await asyncio.gather(*[one(prompt) for prompt in prompts])
     return summarize(groups)
 
 

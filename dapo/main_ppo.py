@@ -19,6 +19,7 @@ from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
+from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
 
@@ -54,7 +55,9 @@ def _hydra_main(tree: DictConfig) -> None:
 
 def launch(cfg: Config) -> None:
     """Claims the output directory and trains what is left to train there."""
-    with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+    with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
+        claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
+    with claimed as run_dir:
         for notice in run_dir.notices:
             say(notice)
         store = run_dir.store

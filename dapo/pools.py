@@ -115,6 +115,10 @@ class ActorPool(Protocol):
         """Returns how many times all ranks were replaced so far, as a metric."""
         ...
 
+    async def until_lost(self) -> str:
+        """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
+        ...
+
     async def restart(self) -> None:
         """Ends all ranks and starts new ones, at policy version 0."""
         ...

@@ -21,20 +21,22 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.prompts import fingerprint, load_prompts
+from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
 from dapo.pools import Pools
 from dapo.preflight import preflight
-from dapo.report.console import say, warn
+from dapo.report.console import end_at_once, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import sinks_of
+from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.trainer import Trainer
 from dapo.types import Prompt
 from workers.actor import ActorPool
-from workers.cluster import Placement, connect, engine_args, resolve_device, reward_model_device
+from workers.cluster import Placement, connect, engine_args, head, resolve_device, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
@@ -85,10 +87,11 @@ async def train(
     preflight(cfg)
     # Both take seconds; those of Ray are spent waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
-    with ray_cluster(cfg) if rollouts is None else nullcontext():
+    with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg) if rollouts is None else nullcontext():
         if stop is not None:
             stop.install()  # once more: Ray has put a handler of its own in place
-        prompts, held_out, data_fingerprint = await loading
+        with waiting("the prompts to be read and tokenized"):
+            prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
         store.keeps_groups = not run_dir.accepted
         async with build_pools(cfg, rollouts) as pools:
@@ -96,12 +99,17 @@ async def train(
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path))
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
-                await pools.actors.check_shared(*run_dir.token())
-                await run_to_end(
-                    lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
-                    pools.actors,
-                    cfg.actor.max_restarts,
-                )
+                async with while_reachable(*head(cfg.trainer.ray_address)):
+                    await pools.actors.check_shared(*run_dir.token())
+                    await run_to_end(
+                        lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
+                        pools.actors,
+                        cfg.actor.max_restarts,
+                    )
+            except HeadLost as error:
+                logger.close()
+                run_dir.release()
+                end_at_once(str(error))  # Ray's own way to end processes waits for the head
             finally:
                 logger.close()
 
@@ -148,7 +156,8 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
     """Joins or starts Ray, and leaves or ends it."""
     # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    with waiting("Ray to start, or to be joined"):
+        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
     try:
         yield
     finally:
@@ -163,9 +172,9 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     actors' weights, whatever they served before.
     """
     device = resolve_device(cfg.trainer.device)
-    placement = Placement(cfg, device)
+    placement = Placement(cfg, device, warn=warn)
     engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
-    actors = ActorPool(cfg, device, placement.actors())
+    actors = ActorPool(cfg, device, placement.actors)
     rewards = RewardPool(
         placement.rewards(),
         cfg.reward,
@@ -231,7 +240,7 @@ def engine_needs(cfg: Config) -> dict[str, Any]:
 
 
 def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
-    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn)
+    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
 
 
 def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:

@@ -16,17 +16,16 @@ from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost, RewardPool
 from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
+from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.sampling.journaled import note, recover
 from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import sampling_of
 from dapo.state.checkpoint import CheckpointStore
-from dapo.state.journal import Journal
+from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.types import Draw, Group
-
-JOURNAL = "journal"
 
 
 class SaveFailed(RuntimeError):
@@ -168,7 +167,8 @@ class Saver:
             self._journal.remove()
             state, held = state.without([group.draw.index for group, _ in held]), []
         # To its end, also when cancelled: `close` must not meet a journal that is being opened.
-        since = await finish(asyncio.to_thread(self._recover, state, len(held), draw))
+        with waiting("the groups of the journal to be read"):
+            since = await finish(asyncio.to_thread(self._recover, state, len(held), draw))
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
         scored = [(group, started) for group, (_, started) in zip(groups, (*held, *since), strict=True)]
         self._buffer.restore(state.buffer, scored[: len(held)], scored[len(held) :], version=state.version)

@@ -16,6 +16,7 @@ from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate import evaluate, evaluates_after
 from dapo.faults.limit import TimeLimit
+from dapo.faults.losses import unless_lost
 from dapo.faults.points import fault_point
 from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
@@ -85,7 +86,7 @@ class Trainer:
         the actors refuse is set aside, and there are none."""
         self.clock.lap()
         async with self._limit.leaving("save"):
-            collected = await self.stream.collect()
+            collected = await unless_lost(self.stream.collect(), self._pools.actors)
         if self._cfg.algorithm.kl.reward_coeff:
             with self.clock("reference"):
                 collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
@@ -132,7 +133,8 @@ class Trainer:
     async def _evaluate(self) -> None:
         self.saver.owes_evaluation = bool(self._held_out)
         if self._held_out:
-            metrics = await evaluate(self._held_out, self._pools, self._cfg, clock=self.clock)
+            work = evaluate(self._held_out, self._pools, self._cfg, clock=self.clock)
+            metrics = await unless_lost(work, self._pools.actors)
             self._logger.log(self.version, metrics)
             self.saver.owes_evaluation = False
             self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
@@ -153,5 +155,4 @@ class Trainer:
             self.version = found.version
             if found.where:
                 self._say(f"resuming from {found.where}")
-        # Always, even at version 0: a broken sync shows before any GPU hour is spent.
-        await self._sync()
+        await self._sync()  # always, even at version 0: a broken sync shows before any GPU hour is spent

@@ -4,7 +4,7 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -159,14 +159,14 @@ class ActorPool:
     where a rank died, kept silent, or failed in another way than the others, from when on nothing but `restart` works.
     """
 
-    def __init__(self, cfg: Config, device: str, options: Sequence[dict[str, Any]]) -> None:
-        """Makes the ranks' actors. options: Ray options of each rank (`workers.cluster.Placement.actors`)."""
+    def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.cluster.Placement`)."""
         self._cfg = cfg
         remote: Any = ray.remote(ActorWorker)
-        self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in options])
+        self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()])
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._bounds = (
-            len(options) // self._sequence_parallel,
+            cfg.actor.num_workers // self._sequence_parallel,
             cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
             equal_at(cfg.model.path),
         )
@@ -189,9 +189,13 @@ class ActorPool:
         return {"perf/restarted_actors": float(self._ranks.restarts)}
 
     async def restart(self) -> None:
-        """Ends all ranks, whatever they do, and starts new ones with the same Ray options, at policy version 0."""
+        """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at version 0."""
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
+
+    async def until_lost(self) -> str:
+        """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
+        return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
 
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RemoteError unless all ranks read `content` in the file at `path`, which the driver has written."""

@@ -7,18 +7,24 @@ asked, what is there, and for which pool.
 import logging
 import math
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
 from dapo.faults.points import fault_environment
+from dapo.report.watchdog import waiting
 
 GIB = 1 << 30
+OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
+RANKS, REWARD_MODEL = "actor ranks", "reward model"  # names of placement groups
+PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
 
 
 def connect(address: str, *, worker_logs: bool) -> None:
@@ -26,11 +32,23 @@ def connect(address: str, *, worker_logs: bool) -> None:
     neither it nor RAY_ADDRESS is set."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    target = address or os.environ.get("RAY_ADDRESS", "local")
+    target = _target(address)
     local: dict[str, Any] = {}
     if target == "local":
         local = {"include_dashboard": False, "object_store_memory": _object_store_bytes()}
     ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+
+
+def _target(address: str) -> str:
+    return address or os.environ.get("RAY_ADDRESS", "local")
+
+
+def head(address: str) -> tuple[str, float]:
+    """Returns where Ray's head process takes connections, HOST:PORT, and for how many seconds it may take none.
+
+    Nobody starts that of a cluster of our own again. address: as in `connect`, which comes first.
+    """
+    return ray.get_runtime_context().gcs_address, OWN_HEAD_S if _target(address) == "local" else HEAD_S
 
 
 def _object_store_bytes() -> int:
@@ -112,44 +130,56 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     return args | cfg.rollout.vllm
 
 
-def _bundles(cfg: Config, device: str) -> list[dict[str, float]]:
-    """Lists the bundles of the placement group: engines, actor ranks, then copies of the reward model, each only on
-    GPUs.
+def _bundles(cfg: Config, device: str) -> dict[str, list[dict[str, float]]]:
+    """Returns the bundles of each placement group, by its name: one group per engine, one of all actor ranks, one of
+    all copies of the reward model; each only on GPUs.
 
-    Colocated, engine i shares bundle i, hence its GPU, with one actor rank.
+    The ranks come first, to fill whole nodes. Colocated, engine i shares bundle i of the ranks, hence its GPU.
     """
-    bundles: list[dict[str, float]] = []
+    groups: dict[str, list[dict[str, float]]] = {}
     if device == "cuda" and cfg.trainer.colocate:
-        bundles += [{"GPU": 1, "CPU": 2}] * cfg.actor.num_workers
+        groups[RANKS] = [{"GPU": 1, "CPU": 2}] * cfg.actor.num_workers
     elif device == "cuda":
-        bundles += [{"GPU": gpus_per_engine(cfg.rollout.vllm), "CPU": 1}] * cfg.rollout.num_engines
-        bundles += [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
+        groups[RANKS] = [{"GPU": 1, "CPU": 1}] * cfg.actor.num_workers
+        for number in range(cfg.rollout.num_engines):
+            groups[_engine(number)] = [{"GPU": gpus_per_engine(cfg.rollout.vllm), "CPU": 1}]
     if reward_model_gpus(cfg, device):
-        bundles += [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
-    return bundles
+        groups[REWARD_MODEL] = [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
+    return groups
+
+
+def _engine(number: int) -> str:
+    return f"engine {number}"
 
 
 class Placement:
-    """Holds Ray options for each role: GPUs by one placement group on CUDA, thread counts on CPU."""
+    """Holds Ray options for each role: GPUs by placement groups on CUDA, thread counts on CPU.
 
-    def __init__(self, cfg: Config, device: str) -> None:
+    Ray finds the bundles of a node that is gone another place by itself, those of one group all or none, as soon as
+    there is room. Groups of their own keep an engine that finds none from holding up the ranks.
+    """
+
+    def __init__(self, cfg: Config, device: str, *, warn: Callable[[str], None] = lambda line: None) -> None:
+        """Waits until every role has a place. warn: told what is waited for later, when a node is gone."""
         self._cfg = cfg
         self._device = device
-        self._group: PlacementGroup | None = None
-        self._node_of: dict[int, str] = {}  # by bundle
+        self._warn = warn
+        self._groups: dict[str, PlacementGroup] = {}
         if device == "cuda" and cfg.model.dtype == "float32":
             raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
-        bundles = _bundles(cfg, device)
-        if bundles:
+        if bundles := _bundles(cfg, device):
             check_gpus(cfg, int(ray.cluster_resources().get("GPU", 0)), device)
-            self._group = placement_group(bundles, strategy="PACK")
-            if not self._group.wait(timeout_seconds=cfg.actor.start_timeout_s):
-                pools = ", ".join(f"{gpus} GPUs for {role}" for role, gpus in _gpus_asked(cfg, device).items())
-                raise RuntimeError(
-                    f"the Ray cluster could not place {pools} within {cfg.actor.start_timeout_s:g} s "
-                    "(`actor.start_timeout_s`): an engine's GPUs must lie on one node, and other jobs may hold some"
-                )
-            self._node_of = placement_group_table(self._group)["bundles_to_node_id"]
+            self._groups = {name: placement_group(those, strategy="PACK") for name, those in bundles.items()}
+            deadline = time.monotonic() + cfg.actor.start_timeout_s
+            for group in self._groups.values():
+                with waiting("Ray to place engines and actors on GPUs"):
+                    placed = group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
+                if not placed:
+                    pools = ", ".join(f"{gpus} GPUs for {role}" for role, gpus in _gpus_asked(cfg, device).items())
+                    raise RuntimeError(
+                        f"the Ray cluster could not place {pools} within {cfg.actor.start_timeout_s:g} s "
+                        "(`actor.start_timeout_s`): an engine's GPUs must lie on one node, and other jobs may hold some"
+                    )
 
     def rollout(self) -> list[dict[str, Any]]:
         """Returns one entry per engine."""
@@ -167,19 +197,57 @@ class Placement:
                 # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
-        gpus = COLOCATED_SHARE if self._cfg.trainer.colocate else gpus_per_engine(self._cfg.rollout.vllm)
-        return [self._options(self._device, i, gpus, env) for i in range(self._cfg.rollout.num_engines)]
+        count = self._cfg.rollout.num_engines
+        if self._cfg.trainer.colocate:
+            return [self._options(self._device, RANKS, i, COLOCATED_SHARE, env) for i in range(count)]
+        gpus = gpus_per_engine(self._cfg.rollout.vllm)
+        return [self._options(self._device, _engine(i), 0, gpus, env) for i in range(count)]
+
+    def release_engine(self, number: int) -> None:
+        """Gives the GPUs of an engine that is not started again back to the cluster, for whoever lost a node."""
+        if group := self._groups.pop(_engine(number), None):
+            remove_placement_group(group)
 
     def actors(self) -> list[dict[str, Any]]:
         """Returns one entry per FSDP rank; neighbours are on one node, which sequence parallelism and shard groups live
-        on."""
+        on. Where a node is gone, waits until the cluster has room for its ranks.
+
+        Raises:
+            RuntimeError: it has none within `actor.start_timeout_s`.
+        """
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
-        first, gpus = (0, COLOCATED_SHARE) if self._cfg.trainer.colocate else (self._cfg.rollout.num_engines, 1)
+        gpus = COLOCATED_SHARE if self._cfg.trainer.colocate else 1
         # Ray sorts bundles of one size in any order before it fills a node.
-        bundles = sorted(range(first, first + self._cfg.actor.num_workers), key=lambda i: self._node_of.get(i, ""))
-        return [self._options(self._device, bundle, gpus, env) for bundle in bundles]
+        node_of = self._nodes_of_ranks()
+        bundles = sorted(range(self._cfg.actor.num_workers), key=lambda i: node_of.get(i, ""))
+        return [self._options(self._device, RANKS, bundle, gpus, env) for bundle in bundles]
+
+    def _nodes_of_ranks(self) -> dict[int, str]:
+        """Returns the node of each bundle, empty on CPUs."""
+        group = self._groups.get(RANKS)
+        if group is None:
+            return {}
+        limit = self._cfg.actor.start_timeout_s
+        if not group.wait(timeout_seconds=PLACED_S):
+            self._warn(
+                f"a node is gone, and the others have no {self._missing(group)} for its actor ranks; waiting "
+                f"{limit:.0f} s (`actor.start_timeout_s`) for one that joins the Ray cluster"
+            )
+            with waiting("a node with room for actor ranks to join the Ray cluster"):
+                placed = group.wait(timeout_seconds=limit)
+            if not placed:
+                raise RuntimeError(
+                    f"for {limit:g} s (`actor.start_timeout_s`) the Ray cluster had no {self._missing(group)} for "
+                    "actor ranks whose node is gone; add a node to it"
+                )
+        nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        return nodes
+
+    def _missing(self, group: PlacementGroup) -> str:
+        placed = [node for node in placement_group_table(group)["bundles_to_node_id"].values() if node]
+        return f"{self._cfg.actor.num_workers - len(placed)} GPUs"
 
     def reward_model(self) -> list[dict[str, Any]]:
         """Returns one entry per copy of the reward model."""
@@ -187,23 +255,20 @@ class Placement:
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if device == "cpu":
             env["OMP_NUM_THREADS"] = str(model.cpu_threads)
-        engines = 0 if self._cfg.trainer.colocate else self._cfg.rollout.num_engines
-        first = engines + self._cfg.actor.num_workers if self._device == "cuda" else 0
-        return [self._options(device, first + i, model.num_gpus, env) for i in range(model.num_workers)]
+        return [self._options(device, REWARD_MODEL, i, model.num_gpus, env) for i in range(model.num_workers)]
 
     def rewards(self) -> dict[str, Any]:
         """Returns the options of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
         return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 
-    def _options(self, device: str, bundle: int, gpus: float, env: dict[str, str]) -> dict[str, Any]:
+    def _options(self, device: str, group: str, bundle: int, gpus: float, env: dict[str, str]) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env | fault_environment()}}
         if device == "cuda":
-            assert self._group is not None
             options |= {
                 "num_cpus": 1,
                 "num_gpus": gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=bundle
+                    placement_group=self._groups[group], placement_group_bundle_index=bundle
                 ),
             }
         return options

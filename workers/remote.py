@@ -1,11 +1,16 @@
-"""Waits for remote results: always with a deadline that says what is waited for, always with a readable error."""
+"""Waits for remote results: always with a deadline that says what is waited for, always with a readable error.
+
+The watchdog (`dapo.report.watchdog`) tells of those that take long.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+
+from dapo.report.watchdog import Member, waiting
 
 FAILURE_GRACE_S = 2.0
 
@@ -18,18 +23,20 @@ class WorkerLost(RemoteError):
     """Says that a worker's process has ended, or stands still: only another one helps."""
 
 
-async def wait(refs: Sequence[Any], timeout_s: float, what: str, key: str) -> list[Any]:
-    """Returns the results of all refs, in order; the first failure ends the wait at once.
+async def wait(refs: Sequence[Any], timeout_s: float, what: str | Member, key: str) -> list[Any]:
+    """Returns the results of all refs, in order; the first failure ends the wait at once. what: a `Member` where the
+    same is waited for of several alike.
 
     Raises:
         RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`).
     """
-    with _readable_errors(timeout_s, what, key):
+    with _readable_errors(timeout_s, what, key), waiting(what):
         return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
 
 
 async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str, key: str) -> AsyncIterator[Any]:
-    """Yields the results of a streaming call one by one; `timeout_s` is for all of them together.
+    """Yields the results of a streaming call one by one; `timeout_s` is for all of them together. The caller tells the
+    watchdog what it is about.
 
     Raises:
         RemoteError: as `wait` does.
@@ -46,7 +53,7 @@ async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str,
 
 
 @contextmanager
-def _readable_errors(timeout_s: float, what: str, key: str) -> Iterator[None]:
+def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator[None]:
     """Turns what can go wrong with a remote call into one readable error."""
     try:
         yield
@@ -56,7 +63,7 @@ def _readable_errors(timeout_s: float, what: str, key: str) -> Iterator[None]:
         cause = error.cause
         kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError
         raise kind(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
-    except RayActorError as error:
+    except (RayActorError, ObjectLostError) as error:  # the second: its node took along what it had answered
         raise WorkerLost(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
     except RayError as error:
         raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ray
 
 from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
+from dapo.report.watchdog import Member
 from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
@@ -201,7 +202,8 @@ class RewardPool:
     async def _start_worker(self, worker: Any, index: int, timeout_s: float) -> dict[str, Any]:
         """Returns what the worker says of the functions, whose files must be the same for all and for the whole run."""
         ref = worker.start.remote(self._cfg.functions, self._cfg.limits, self._cfg.children_per_worker)
-        [about] = await wait([ref], timeout_s, f"reward worker {index} to start", "rollout.start_timeout_s")
+        member = Member(role="reward worker", number=index, count=self._cfg.num_workers, act="to start")
+        [about] = await wait([ref], timeout_s, member, "rollout.start_timeout_s")
         self._digest = self._digest or about["digest"]
         if about["digest"] != self._digest:
             raise RemoteError(FILES_DIFFER) from CanaryError()

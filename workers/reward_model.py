@@ -14,6 +14,7 @@ import ray
 
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardModelConfig
+from dapo.report.watchdog import Member
 from dapo.types import Prompt, Response
 from workers.remote import RemoteError, wait
 from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score
@@ -120,7 +121,7 @@ class RewardModelPool:
         return worker.options(**self._options[index]).remote()
 
     async def _start_worker(self, worker: Any, index: int, timeout_s: float) -> None:
-        what = f"reward model worker {index} to load {self._key}"
+        what = Member(role="reward model worker", number=index, count=len(self._options), act=f"to load {self._key}")
         [canary] = await wait([worker.start.remote(*self._arguments)], timeout_s, what, "rollout.start_timeout_s")
         if canary.failure:
             why = f"{canary.failure} {canary.detail}".strip()

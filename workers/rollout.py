@@ -14,6 +14,7 @@ import numpy as np
 
 from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
+from dapo.report.watchdog import waiting
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.keeper import Keeper
@@ -29,11 +30,17 @@ class RolloutPool:
     """Holds the engines. A group goes to the one with the fewest running responses."""
 
     def __init__(
-        self, options: list[dict[str, Any]], cfg: RolloutConfig, *, warn: Callable[[str], None] = lambda line: None
+        self,
+        options: list[dict[str, Any]],
+        cfg: RolloutConfig,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        release: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`."""
+        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`. release: told which
+        engine is given up."""
         self._cfg = cfg
-        self.keeper = Keeper(options, cfg, warn)
+        self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
         self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
         self._aborted: set[str] = set()
@@ -104,7 +111,8 @@ class RolloutPool:
             if serving := [slot for slot in self._slots if slot.serving]:
                 return min(serving, key=lambda slot: slot.load)
             try:
-                await asyncio.wait_for(self.keeper.changed.wait(), self._cfg.timeout_s)
+                with waiting("an engine that serves", each="groups"):
+                    await asyncio.wait_for(self.keeper.changed.wait(), self._cfg.timeout_s)
             except TimeoutError:
                 raise RemoteError(
                     f"waited {self._cfg.timeout_s:g} s for an engine that serves; raise `rollout.timeout_s` if this is "
@@ -123,13 +131,14 @@ class RolloutPool:
             stream = home.worker.generate.options(num_returns="streaming")
             parts = stream.remote(key, prompt, replace(sampling, n=running), list(seeds.values()))
             what = f"group {key} from engine {home.number}"
-            async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
-                running -= len(part)
-                home.load -= len(part)
-                for _, response in part:
-                    self._fleet.observe(len(prompt), len(response.token_ids))
-                for place, response in part:
-                    yield numbers[place], response
+            with waiting(home.member(), home.doing, silent=home.silent):
+                async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
+                    running -= len(part)
+                    home.load -= len(part)
+                    for _, response in part:
+                        self._fleet.observe(len(prompt), len(response.token_ids))
+                    for place, response in part:
+                        yield numbers[place], response
         finally:
             home.load -= running
 
@@ -156,7 +165,7 @@ class RolloutPool:
             pause = min(2 * pause, 0.2)
 
     async def _abort_on(self, slot: EngineSlot, keys: list[str]) -> None:
-        what = f"engine {slot.number} to abort surplus groups"
+        what = slot.member("to abort surplus groups")
         with suppress(WorkerLost):  # then they have ended
             await wait([slot.worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
 
@@ -223,6 +232,8 @@ class RolloutPool:
         """Lets these engines go on with `version`, unless a parameter is missing."""
         calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
         await self._all(calls, members, timeout_s, f"to serve version {version}")
+        for number in members:
+            self._slots[number].version = version
 
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines: they hold the weights that all serve."""
@@ -240,7 +251,7 @@ class RolloutPool:
     async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
         key = "weight_sync.timeout_s"
         engines = zip(members, refs, strict=True)
-        await wait_for_all(wait([ref], timeout_s, f"engine {k} {what}", key) for k, ref in engines)
+        await wait_for_all(wait([ref], timeout_s, self._slots[k].member(what), key) for k, ref in engines)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

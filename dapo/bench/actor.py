@@ -61,7 +61,7 @@ async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[floa
     with cluster(cfg):
         options = Placement(cfg, "cpu").actors()
         loop = [remote.options(**option).remote(cfg) for option in options]
-        pool = ActorPool(cfg, "cpu", options)
+        pool = ActorPool(cfg, "cpu", lambda: options)
         await pool.start()
         works = split_batch(batch, *pool._bounds)
 

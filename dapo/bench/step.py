@@ -90,6 +90,9 @@ class RecordingActors:
     async def check_shared(self, path: str, content: str) -> None:
         await self._pool.check_shared(path, content)
 
+    async def until_lost(self) -> str:
+        return await self._pool.until_lost()
+
     def restarts(self) -> dict[str, float]:
         return self._pool.restarts()
 

@@ -55,7 +55,7 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
         device = resolve_device(cfg.trainer.device)
         placement = Placement(cfg, device)
         engines = RolloutPool(placement.rollout(), cfg.rollout)
-        actors = ActorPool(cfg, device, placement.actors())
+        actors = ActorPool(cfg, device, placement.actors)
         versions = itertools.count(1)
         try:
             await engines.start(cfg.model.path, engine_args(cfg, device))

@@ -79,6 +79,11 @@ class LoggingConfig:
         verl="trainer.project_name",
         trl="report_to",
     )
+    watchdog_s: float = positive(
+        60.0,
+        "seconds after which a wait, or a step that has printed nothing, is told with what is waited for, and after as "
+        "many again",
+    )
     worker_logs: bool = key(
         False,
         "also print what the remote workers print; without it their output is in Ray's log directory only",

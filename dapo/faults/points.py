@@ -2,8 +2,8 @@
 
 In: environment variables, which Ray's workers get from the driver. Out: nothing where they are not set. N counts how
 often a process passes the point, from 1; with `DAPO_FAULT_ONCE=DIRECTORY` the first process that gets there is the only
-one. Actions: `kill` and `stop` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk); any other
-is returned, and what it means stands at the point.
+one. Actions: `kill`, `stop` and `term` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk);
+any other is returned, and what it means stands at the point.
 """
 
 import errno
@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 VARIABLE, ONCE = "DAPO_FAULT", "DAPO_FAULT_ONCE"
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 _passed: Counter[str] = Counter()
 
@@ -48,10 +49,8 @@ def _is_first(fault: str) -> bool:
 
 
 def _do(action: str, point: str) -> str:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if action in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[action])
     elif action == "raise":
         raise RuntimeError(f"{VARIABLE} asked for this failure at {point}")
     elif action == "full":

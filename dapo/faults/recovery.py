@@ -54,6 +54,7 @@ async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> Non
         except RuntimeError as error:
             why = error
             continue
+        restarts.worked()
         say("the actors are back")
         return
 

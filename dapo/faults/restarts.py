@@ -7,17 +7,18 @@ HOUR_S = 3600.0
 
 
 class Restarts:
-    """Counts restarts within the last hour. most: how many there may be."""
+    """Counts restarts within the last hour, and those that failed since one worked. most: how many there may be."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._recent: deque[float] = deque()
+        self._in_a_row = 0
 
     def count(self) -> int:
-        """Returns how many there were within the last hour."""
+        """Returns how many there were within the last hour, or since one worked: each may take long to fail."""
         while self._recent and time.monotonic() - self._recent[0] > HOUR_S:
             self._recent.popleft()
-        return len(self._recent)
+        return max(len(self._recent), self._in_a_row)
 
     def spent(self) -> bool:
         """Returns whether there may be no further one now."""
@@ -26,3 +27,8 @@ class Restarts:
     def add(self) -> None:
         """Notes one that begins."""
         self._recent.append(time.monotonic())
+        self._in_a_row += 1
+
+    def worked(self) -> None:
+        """Notes that the last one worked."""
+        self._in_a_row = 0

@@ -15,7 +15,8 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
   (`pip install wandb`): `logging.wandb.project=dapo`, without a network `logging.wandb.mode=offline` and later
   `wandb sync`. The run directory keeps the id, so that a resumed run goes on in the same one; the steps that it takes
   again keep their first values there.
-- The terminal shows one line a step.
+- The terminal shows one line a step; where nothing was printed for `logging.watchdog_s`, and for each wait that takes
+  as long, one that says what is waited for and how far it is (`watchdog.py`).
 
 Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
 staleness 0 all other metrics are a function of the seed. Words in braces stand for a name that a person gave: of a

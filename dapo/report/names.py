@@ -245,6 +245,7 @@ LEDGER = Family(
             for reason, about in (
                 ("surplus", "of all tokens generated: beyond the batch at staleness 0"),
                 ("stale", "of all tokens generated: older than `filter_groups.max_staleness`"),
+                ("refused", "of all tokens generated: in batches that the ranks refused"),
                 ("stopped", "of all tokens generated: in flight when a run was stopped, or lost in a fault"),
             )
         ),

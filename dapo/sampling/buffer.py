@@ -241,6 +241,11 @@ class OversamplingBuffer:
         """Counts what the unfinished ones of the returned draws had generated, once the engines have ended them."""
         self.draws.tokens[self._why_back] += tokens
 
+    def progress(self) -> str:
+        """Returns in words how far the batch is."""
+        usable, scored = self.draws.usable, self.draws.counts[State.BUFFERED]
+        return f"{usable} usable groups of {self._wanted}, {scored - usable} to be dropped"
+
     def metrics(self) -> dict[str, float]:
         """Returns the estimated share of usable draws, and the totals of the whole run."""
         return {"buffer/usable_rate": self.rate.value, **self.draws.metrics()}

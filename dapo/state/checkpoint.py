@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dapo.faults.points import fault_point
+from dapo.report.watchdog import waiting
 from dapo.state.durable import sync_directory, write_text
 from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
@@ -80,7 +81,8 @@ class CheckpointStore:
             temporary.mkdir()
             try:
                 yield temporary
-                await _to_its_end(self._seal_and_commit, step, temporary)
+                with waiting(f"the checkpoint of step {step} to be hashed and moved into its place"):
+                    await _to_its_end(self._seal_and_commit, step, temporary)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # not there any more once it is committed
                 raise

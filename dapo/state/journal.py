@@ -25,6 +25,7 @@ from typing import IO
 
 from dapo.state.durable import sync_directory
 
+JOURNAL = "journal"  # folder in a run's directory
 FORMAT = 1  # of frames and of what the caller writes into them: another one is not read
 MARK = b"\xff\xfeDAPO\xfe\xff"  # neither UTF-8 text nor an array of token ids holds it
 LENGTH_BYTES, DIGEST_BYTES = 8, 16
@@ -220,6 +221,11 @@ class _Segment:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def holds_groups(output_dir: Path) -> bool:
+    """Returns whether a run has left records in its directory, which took it hours perhaps; damaged ones count."""
+    return any(path.stat().st_size for path in (output_dir / JOURNAL).glob("after_*.log"))
 
 
 def framed(record: bytes, key: bytes) -> bytes:

@@ -65,7 +65,11 @@ class Lease:
     def _watch(self, owner: dict[str, str]) -> None:
         """Waits until the owner has been silent for `STALE_S`."""
         seen, until = _state(self._path), time.monotonic() + STALE_S
-        log.warning("%s is of %s; waiting %.0f s for a sign of life", self._path, _described(owner), STALE_S)
+        log.warning(
+            "%s holds %s; waiting at most %.0f s for a sign of life, then this run takes over; where that one has "
+            "surely ended, remove %s and this one goes on at once",
+            *(_described(owner), self._path.parent, STALE_S, self._path.name),
+        )
         while time.monotonic() < until:
             time.sleep(POLL_S)
             now = _state(self._path)

@@ -23,6 +23,7 @@ from dapo.config.schema import RESUME
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
+from dapo.state.journal import holds_groups
 from dapo.state.lease import Lease, LeaseHeld
 from dapo.state.manifest import BrokenCheckpoint
 
@@ -215,10 +216,11 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
 
 
 def holds_steps(path: Path) -> bool:
-    """Returns whether a run got anywhere here. One that ended before its first line of metrics leaves nothing to
-    protect."""
+    """Returns whether a run got anywhere here: a checkpoint, a line of metrics or a group of the journal. One that
+    ended before leaves nothing to protect."""
     metrics = path / METRICS
-    return any(path.glob(f"{CHECKPOINTS}/step_*")) or (metrics.exists() and metrics.stat().st_size > 0)
+    lines = metrics.exists() and metrics.stat().st_size > 0
+    return lines or any(path.glob(f"{CHECKPOINTS}/step_*")) or holds_groups(path)
 
 
 def _named(path: Path) -> str:

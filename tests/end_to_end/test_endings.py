@@ -1,8 +1,9 @@
-"""How the real program ends: Ctrl-C and dead workers. SIGTERM: tests/sampling/test_overlap.py."""
+"""How the real program ends: Ctrl-C, dead workers, a dead head of Ray. SIGTERM: tests/end_to_end/test_faults.py."""
 
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -43,3 +44,14 @@ def test_a_dead_worker_that_may_not_start_again_ends_the_run_with_its_reason(
     assert name[:5].lower() in err.lower()
     assert "max_restarts`" in err
     assert (tmp_path / "run" / "checkpoints" / "LATEST").exists() == saved
+
+
+def test_a_dead_head_of_ray_ends_the_run_in_order(tmp_path: Path) -> None:
+    """Ray itself would end all processes a minute later, without a word and with nothing saved."""
+    process, children = start(tmp_path / "run")
+    began = time.monotonic()
+    next(child for child in children if "gcs_server" in child.name()).kill()
+    returncode, err = finish(process, children)
+    assert time.monotonic() - began < 50
+    assert returncode == 1 and "Ray's head process (GCS) at" in err and "the same command continues" in err
+    assert checkpoint(tmp_path / "run").name >= "step_000002"

@@ -1,48 +1,29 @@
 """Whole runs in which something dies or breaks: they go on by themselves, and end as if nothing had happened."""
 
-import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 
+from dapo.config.paths import resolve_path
 from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
+from dapo.report.console import EXIT_RESUMABLE
 from dapo.state.quarantine import QUARANTINE
-from tests.support.runs import START_S, Runs, checkpoint, command, finish, metrics, start_program
+from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.runs import START_S, Runs, command, finish, metrics, start_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
-
-STEPS = 3
-RUN = (
-    *(f"trainer.total_steps={STEPS}", "checkpoint.every=1", "eval.every=0", "eval.before_train=false"),
-    *("eval.after_train=false", "actor.num_workers=2", "actor.timeout_s=60"),
-)
-IDENTITY = ("in_generation", "in_reward", "buffered", "to_retry", "trained", "all_correct", "all_wrong", "unscorable")
-
-
-def outcome(output_dir: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What must not depend on faults: the trained weights, and the metrics without times."""
-    weights = checkpoint(output_dir) / "hf" / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), metrics(output_dir)
-
-
-def last_line(output_dir: Path) -> dict[str, Any]:
-    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])
-
-
-def assert_all_draws_are_accounted_for(output_dir: Path) -> None:
-    for line in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines()):
-        draws = sum(line[f"ledger/draws_{name}"] for name in (*IDENTITY, "overlong"))
-        assert draws == line["ledger/drawn"]
 
 
 def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +35,11 @@ def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="module")
-def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    return outcome(runs.small(tmp_path_factory.mktemp("undisturbed") / "run", *RUN))
+def val_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Eight held-out prompts."""
+    path = tmp_path_factory.mktemp("data") / "val.parquet"
+    pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), path)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -135,41 +119,86 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert len(saved) == STEPS - 1 and saved[-1] == f"step_{STEPS:06d}"
 
 
-def test_a_loss_that_is_not_finite_skips_its_step_and_sets_the_groups_aside(
+REWARD = """
+import math
+from dapo.rewards.math import compute_score as verdict
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth) % 5 == 0 or len(solution_str) % 7 == 0:
+        return math.nan
+    return verdict(data_source, solution_str, ground_truth, extra_info)
+"""
+
+
+def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_else(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_once("actor.loss:nan@3", tmp_path, monkeypatch)
-    found = runs.small(tmp_path / "run", *RUN)
-    skipped = [line["actor/skipped_steps"] for line in metrics(found)]
-    assert len(skipped) == STEPS and sum(skipped) == 1
-    [entry] = (found / QUARANTINE).iterdir()
-    why = json.loads((entry / "why.json").read_text())
-    assert why["reason"] == "nonfinite" and len(why["draws"]) == 2, "one mini-batch of two groups"
+    """A loss in the first update, a gradient in the second, and rewards throughout; each update has four steps."""
+    break_once("actor.loss:nan@3,actor.gradient:nan@7", tmp_path, monkeypatch)
+    (tmp_path / "reward.py").write_text(REWARD)
+    functions = f"reward.functions=[{{path:{tmp_path / 'reward.py'},name:compute_score}}]"
+    found = runs.small(tmp_path / "run", *RUN, functions)
+    lines = metrics(found)
+    assert [line["actor/skipped_steps"] for line in lines] == [1, 1, 0]
+    assert all(math.isfinite(line[name]) for line in lines for name in ("actor/loss", "actor/grad_norm"))
+    entries = sorted((found / QUARANTINE).iterdir())
+    assert [entry.name for entry in entries] == ["step_000000-nonfinite", "step_000001-nonfinite"]
+    for entry in entries:
+        assert len(json.loads((entry / "why.json").read_text())["draws"]) == 2, "one mini-batch of two groups"
+    assert sum(line["buffer/unscorable"] for line in lines) > 0
+    assert_all_draws_are_accounted_for(found)
+
+
+def interrupted(faults_and_ends: Sequence[tuple[str, int]], output_dir: Path, *overrides: str) -> None:
+    """Starts one command again and again: each start but the last is broken by a fault, and ends with its code."""
+    address = ray.get_runtime_context().gcs_address
+    line = command(output_dir, "", *RUN, f"trainer.ray_address={address}", *overrides)
+    for fault, end in (*faults_and_ends, ("", 0)):
+        done = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=os.environ | {VARIABLE: fault})
+        assert done.returncode == end, (fault, done.stdout[-2000:], done.stderr)
+        if end == EXIT_RESUMABLE:
+            assert "the same command continues the run" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "faults_and_ends",
     [
-        pytest.param("driver.updated:kill@2", id="after an update"),
-        pytest.param("save.placed:kill@2", id="in a save"),
-        *(
-            pytest.param(f"{point}:kill@2", id=point, marks=pytest.mark.long)
-            for point in ("driver.collected", "driver.synced", "save.written", "save.sealed", "save.aside")
+        pytest.param(
+            [
+                ("driver.updated:kill@1", -signal.SIGKILL),  # step 1 again
+                ("save.written:term@1", EXIT_RESUMABLE),  # saved to its end
+                ("driver.collected:term@1", EXIT_RESUMABLE),  # step 2 is updated to its end, saved, and not evaluated
+                ("driver.evaluated:term@3", EXIT_RESUMABLE),  # that evaluation is begun, and will be again
+                ("save.placed:kill@1", -signal.SIGKILL),  # of step 3
+            ],
+            id="signals and kills",
+        ),
+        pytest.param(
+            [
+                ("driver.collected:kill@1", -signal.SIGKILL),  # nothing but a journal
+                ("save.written:kill@1", -signal.SIGKILL),  # step 1 again, though its metrics were written
+                ("save.sealed:kill@1", -signal.SIGKILL),  # step 1 once more: saved, not in its place
+                ("driver.synced:kill@1", -signal.SIGKILL),  # step 2, not saved
+                ("save.aside:kill@1", -signal.SIGKILL),  # step 2 again: saved, not in its place
+            ],
+            id="kills",
+            marks=pytest.mark.long,
         ),
     ],
 )
-def test_a_killed_driver_goes_on_with_the_same_command(
-    ray_cluster: None, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, fault: str
+def test_a_driver_that_ends_again_and_again_goes_on_with_the_same_command(
+    ray_cluster: None,
+    undisturbed: tuple[str, list[dict[str, Any]]],
+    val_file: str,
+    tmp_path: Path,
+    faults_and_ends: Sequence[tuple[str, int]],
 ) -> None:
-    address = ray.get_runtime_context().gcs_address
-    line = command(tmp_path / "run", "", *RUN, f"trainer.ray_address={address}")
-    (tmp_path / "once").mkdir()
-    env = os.environ | {VARIABLE: fault, ONCE: str(tmp_path / "once")}
-    killed = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=env)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
-    assert again.returncode == 0, again.stderr
-    assert outcome(tmp_path / "run") == undisturbed
+    """Nothing is trained twice or left out, in sum: weights and metrics are those of the undisturbed run."""
+    interrupted(faults_and_ends, tmp_path / "run", "eval.every=2", f"data.val_files=[{val_file}]")
+    weights, lines = outcome(tmp_path / "run")
+    evaluated = [line for line in lines if "eval/accuracy" in line]
+    assert [line["step"] for line in evaluated] == [2]
+    assert (weights, [line for line in lines if line not in evaluated]) == undisturbed
     assert_all_draws_are_accounted_for(tmp_path / "run")
 
 

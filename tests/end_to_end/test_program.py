@@ -1,5 +1,6 @@
 """The real program, every component real: three steps, resume, the same seed twice. How it ends: test_endings."""
 
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -76,3 +77,19 @@ def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val
     first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], output_dir))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_engines_and_reward_workers(
+    whole_run, tmp_path, val_file, runs: Runs, capsys
+):
+    """Sums in another order round otherwise; there were two ranks, two engines and one reward worker."""
+    output_dir = shutil.copytree(whole_run[0], tmp_path / "other")
+    shutil.rmtree(output_dir / "checkpoints" / "step_000003")
+    others = ("actor.num_workers=1", "rollout.num_engines=1", "reward.num_workers=2")
+    runs.small(output_dir, f"data.val_files=[{val_file}]", "trainer.total_steps=3", *others)
+    assert "step_000002" in capsys.readouterr().out
+    first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], output_dir))
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) <= 1e-6
+    whole, found = ([line for line in metrics(path) if line["step"] == 3] for path in (whole_run[0], output_dir))
+    for one, other in zip(whole, found, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-6)

@@ -1,6 +1,7 @@
 """Fault points: inert unless asked, at the passing that was named, once where that was asked, with real signals."""
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -104,3 +105,15 @@ def test_stop_freezes_the_process_until_it_is_continued():
         assert process.communicate(timeout=60)[0].split() == ["3", "end"] and process.returncode == 0
     finally:
         process.kill()
+
+
+def test_term_is_a_signal_that_the_process_may_catch():
+    process = child("term")
+    assert process.communicate(timeout=60)[0].split() == ["1", "2"] and process.returncode == -signal.SIGTERM
+
+
+def test_all_points_are_listed():
+    sources = [path.read_text() for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py")]
+    points = {name for source in sources for name in re.findall(r'fault_point\("([^"]+)"\)', source)}
+    listed = re.findall(r"^\| `(\w+\.\w+)` \|", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(points) == sorted(listed) and len(points) > 10

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from dapo.faults import restarts
+from dapo.faults.losses import unless_lost
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
+from dapo.report.log import read_metrics
 from dapo.saving import SaveFailed
 from dapo.state.quarantine import QUARANTINE, read_quarantined
 from tests.sampling.test_stream import make_trainer, tiny_config
@@ -265,3 +267,89 @@ def test_a_signal_that_meets_the_loss_of_the_actors_ends_the_run(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(signalled())
     assert actors.restarted == 0
+
+
+class LostWhileIdle(Failing):
+    """Gives no sign of life any more while the batch of step k is collected, once for each k of `before`."""
+
+    def __init__(self, before: list[int]) -> None:
+        super().__init__({})
+        self.before = list(before)
+
+    async def until_lost(self) -> str:
+        if self.version + 1 not in self.before:
+            return await super().until_lost()
+        await asyncio.sleep(0)
+        self.before.remove(self.version + 1)
+        self.gone = True
+        return "rank 3 is gone"
+
+
+@pytest.mark.parametrize("before", [[1], [3], [7], [2, 3, 5]])
+def test_ranks_that_are_lost_while_engines_generate_start_again_at_once(tmp_path, undisturbed, capsys, before):
+    actors = LostWhileIdle(before)
+    assert run_with(tmp_path, actors) == 1 + len(before)
+    assert trained(actors) == undisturbed and actors.restarted == len(before)
+    assert capsys.readouterr().err.count("rank 3 is gone") == len(before)
+
+
+def test_ranks_that_are_lost_in_an_evaluation_start_again_and_it_begins_anew(tmp_path):
+    """An evaluation that nothing would end otherwise."""
+    rollouts = StuckOnce()
+    actors = LostWhileIdle([1])
+    cfg = tiny_config(total_steps=2)
+    cfg.eval.before_train = True
+
+    def make():
+        return make_trainer(tmp_path, cfg, actors=actors, rollouts=rollouts)[0]
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await run_to_end(make, actors, 3)
+
+    asyncio.run(bounded())
+    assert actors.restarted == 1 and actors.version == 2 and rollouts.stuck == 5
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "eval/accuracy" in line][0] == 0
+
+
+class StuckOnce(Regenerating):
+    """Answers nothing to the five prompts of the first evaluation."""
+
+    stuck = 0
+
+    async def generate(self, key, prompt, sampling, seeds):
+        if key.startswith("eval") and self.stuck < 5:
+            self.stuck += 1
+            await asyncio.Event().wait()
+        async for each in super().generate(key, prompt, sampling, seeds):
+            yield each
+
+
+def test_work_beside_idle_ranks_is_cut_short_by_their_loss_alone():
+    async def body(lost_after: float | None, ends: Exception | None) -> tuple[str, list[str]]:
+        actors, seen = FakeActors(), []
+
+        async def lost_then() -> str:
+            await asyncio.sleep(3600 if lost_after is None else lost_after)
+            return "gone"
+
+        async def work() -> str:
+            try:
+                await asyncio.sleep(0.01 if lost_after is None else 3600)
+            finally:
+                seen.append("ended")
+            if ends is not None:
+                raise ends
+            return "done"
+
+        actors.until_lost = lost_then
+        try:
+            found = await unless_lost(work(), actors)
+        except (ActorsLost, ValueError) as error:
+            found = f"{type(error).__name__} {error}"
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return found, seen
+
+    assert asyncio.run(body(None, None)) == ("done", ["ended"])
+    assert asyncio.run(body(None, ValueError("x"))) == ("ValueError x", ["ended"])
+    assert asyncio.run(body(0.0, None)) == ("ActorsLost gone", ["ended"])

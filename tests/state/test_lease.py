@@ -116,9 +116,14 @@ def test_with_the_kernels_lock_the_number_of_a_process_says_nothing(
 
 
 @pytest.mark.parametrize("where", [{"host": "elsewhere"}, {"boot": "before-the-restart"}])
-def test_an_owner_elsewhere_is_waited_for(where: dict[str, str], path: Path) -> None:
+def test_an_owner_elsewhere_is_waited_for_and_one_line_says_so(
+    where: dict[str, str], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written_by(path, **where)
     assert waited(path, locked=True)
+    [line] = caplog.messages
+    owner = f"on {where.get('host', socket.gethostname())}, since yesterday holds {path.parent};"
+    assert owner in line and "at most 2 s" in line and f"remove {path.name}" in line
 
 
 @pytest.mark.parametrize("locked", [True, False])

@@ -114,6 +114,28 @@ def test_never_refuses_a_run_even_if_it_agrees(tmp_path: Path) -> None:
         claim(tmp_path, resume="never")
 
 
+def test_groups_of_a_journal_alone_are_a_run(tmp_path: Path) -> None:
+    """Killed before its first checkpoint and line of metrics, it has generated for hours perhaps."""
+    claim(tmp_path).release()
+    (tmp_path / "journal").mkdir()
+    segment = tmp_path / "journal" / "after_000000.log"
+    segment.touch()
+    with claim(tmp_path, changed("rollout.n", 16), resume="never") as run:
+        run.check_data("of its prompts")
+    segment.write_bytes(b"a group")
+    with pytest.raises(ValueError, match="holds a run and `checkpoint.resume` is never"):
+        claim(tmp_path, resume="never")
+    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
+        claim(tmp_path, changed("rollout.n", 8))
+    config = changed("rollout.n", 8)
+    config["checkpoint"]["accept_changes"] = ["rollout.n"]
+    with claim(tmp_path, config) as run:
+        assert run.accepted == ["rollout.n"], "its groups are not taken over"
+    with claim(tmp_path, changed("trainer.total_steps", 20) | {"rollout": config["rollout"]}) as run:
+        with pytest.raises(ValueError, match="`data.train_files` gives other prompts"):
+            run.check_data("of others")
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_that_got_nowhere_is_taken_over(resume: str, tmp_path: Path) -> None:
     claim(tmp_path).release()

@@ -14,6 +14,7 @@ GROUPS = {
         "tests/end_to_end/test_budget.py",
         "tests/end_to_end/test_lora.py",
     ),
+    "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_nodes.py"),
     "ranks": (
         "tests/workers/training/test_parity.py",
         "tests/workers/training/test_invariance.py",

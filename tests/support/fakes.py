@@ -159,6 +159,9 @@ class FakeActors:
     def restarts(self) -> dict[str, float]:
         return {"perf/restarted_actors": float(self.restarted)}
 
+    async def until_lost(self) -> str:
+        return await asyncio.get_running_loop().create_future()
+
     async def restart(self) -> None:
         self.restarted += 1
         self.version = 0

@@ -213,7 +213,9 @@ def start_pool(cfg: Config) -> "ActorPool":
     if count not in _running:
         _running[count] = _started(cfg, [_RANK | {"name": f"rank {k} of {count}"} for k in range(count)])
         return _running[count]
-    pool = ActorPool(cfg, "cpu", [{"name": f"rank {k} of {count}", "get_if_exists": True} for k in range(count)])
+    pool = ActorPool(
+        cfg, "cpu", lambda: [{"name": f"rank {k} of {count}", "get_if_exists": True} for k in range(count)]
+    )
     on_all(pool, rebuild, [cfg] * count)
     return pool
 
@@ -229,7 +231,7 @@ _RANK: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_TH
 def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
     from workers.actor import ActorPool
 
-    pool = ActorPool(cfg, "cpu", options)
+    pool = ActorPool(cfg, "cpu", lambda: options)
     asyncio.run(pool.start())
     return pool
 

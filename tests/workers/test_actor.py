@@ -169,6 +169,40 @@ def test_saved_state_continues_bit_for_bit(
     assert distance(on_all(alone, full_weights)[0], weights) <= 1e-6
 
 
+def test_three_steps_each_on_two_ranks_one_and_two_are_nine_on_two(
+    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    """But for the rounding of sums in another order."""
+    batches = []
+    for version in range(9):
+        sequences = make_sequences(model_dirs["untied"], LENGTHS, seed=version)
+        stale = [dataclasses.replace(s, staleness=np.ones_like(s.staleness)) for s in sequences]  # no parity is due
+        batches.append(train_batch(version, tuple(stale)))
+
+    def train(pool: ActorPool, first: int, last: int) -> dict[str, torch.Tensor]:
+        for batch in batches[first:last]:
+            asyncio.run(pool.update(batch))
+        weights: dict[str, torch.Tensor] = on_all(pool, full_weights)[0]
+        return weights
+
+    whole = pools("untied", 2).pool
+    before = {name: w.clone() for name, w in on_all(whole, full_weights)[0].items()}
+    wanted = train(whole, 0, 9)
+    assert distance(wanted, before) > 0.01
+
+    saved = checksum(pools("untied", 2).pool)
+    for part, ranks in enumerate((2, 1, 2)):
+        pool, done = pools("untied", ranks).pool, 3 * part
+        if part:
+            asyncio.run(pool.load(str(tmp_path / f"{done}"), done))
+        assert checksum(pool) == saved
+        found = train(pool, done, done + 3)
+        saved = checksum(pool)
+        asyncio.run(pool.save(str(tmp_path / f"{done + 3}"), done + 3))
+    assert distance(found, wanted) <= 1e-6
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-6
+
+
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_export_loads_in_transformers(
     pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path, model: str

@@ -216,7 +216,9 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_until_another_is_loaded(
     save(pool, tmp_path / "state")
     with pytest.raises(RemoteError, match=r"FilesError: .*/none could not be loaded: .*FileNotFoundError|No such file"):
         asyncio.run(pool.load(str(tmp_path / "none"), 0))
-    for attempt in (pool.update(train_batch(0, sequences)), pool.save(str(tmp_path / "again"), 0)):
+    again = str(tmp_path / "again")
+    attempts = (pool.update(train_batch(0, sequences)), pool.save(again, 0), pool.export_hf(again))
+    for attempt in (*attempts, pool.gather_bucket(0, "a bucket")):
         with pytest.raises(RemoteError, match="Refused: .* of no policy version; load a checkpoint"):
             asyncio.run(attempt)
     asyncio.run(pool.load(str(tmp_path / "state"), 0))
@@ -319,12 +321,26 @@ def fail_in_the_second_step(worker: Any) -> None:
     worker._optimizer.step = failing
 
 
+def idle(signal_number: int) -> Callable[[ActorPool, TrainBatch], None]:
+    """What ends a rank while nothing is asked of it."""
+
+    def fault(pool: ActorPool, batch: TrainBatch) -> None:
+        os.kill(pool._ranks._processes[1].pid, signal_number)
+        raise ActorsLost(asyncio.run(pool.until_lost()))
+
+    return fault
+
+
 FAULTS = [
     pytest.param(killed, "actor rank 1 .*: ActorDiedError", 30.0, id="killed"),
     pytest.param(stopped, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stopped"),
     pytest.param(stuck, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stuck"),
     pytest.param(failed, "IndexError: index", 30.0, id="failed"),
     pytest.param(half_done, "RuntimeError: the machine is faulty", 30.0, id="half_done"),
+    pytest.param(idle(signal.SIGKILL), "actor rank 1 .*: ActorDiedError", 30.0, id="killed while idle"),
+    pytest.param(
+        idle(signal.SIGSTOP), r"waited 6 s for actor rank 1 \(a sign of life\)", 30.0, id="stopped while idle"
+    ),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -75,15 +74,82 @@ def test_colocated_roles_ask_for_each_gpu_once():
         check_gpus(colocated(4), 3)
 
 
-def test_neighbouring_ranks_are_on_one_node(monkeypatch):
+class FakeGroup:
+    """A placement group whose bundles lie on these nodes; where they are none yet, on `later` after a wait of more than
+    `PLACED_S`."""
+
+    def __init__(self, bundles, nodes, later):
+        self.bundles, self.nodes, self.later = bundles, nodes, later
+
+    def wait(self, timeout_seconds):
+        if timeout_seconds > cluster.PLACED_S:
+            self.nodes = self.nodes and self.later
+        return all(self.nodes)
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Placement groups on one node `a`, in the order in which they are made."""
+    made = []
+
+    def make(bundles, strategy):
+        made.append(FakeGroup(bundles, ["a"] * len(bundles), []))
+        return made[-1]
+
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 16})
+    monkeypatch.setattr(cluster, "placement_group", make)
+    monkeypatch.setattr(cluster, "remove_placement_group", made.remove)
+    monkeypatch.setattr(
+        cluster, "placement_group_table", lambda group: {"bundles_to_node_id": dict(enumerate(group.nodes))}
+    )
+    return made
+
+
+def bundles_of(options):
+    return [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+
+
+def test_neighbouring_ranks_are_on_one_node_also_on_another_one_later(groups):
     """Ray may deal bundles out to nodes in any order."""
-    nodes = dict(enumerate("abbaba"))
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 6})
-    monkeypatch.setattr(cluster, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda **_: True))
-    monkeypatch.setattr(cluster, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
-    options = Placement(make_config(2, 1, 4), "cuda").actors()
-    found = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
-    assert found == [3, 5, 2, 4] and [nodes[bundle] for bundle in found] == ["a", "a", "b", "b"]
+    placement = Placement(make_config(2, 1, 4), "cuda")
+    groups[0].nodes = list("baba")
+    assert bundles_of(placement.actors()) == [1, 3, 0, 2]
+    groups[0].nodes = list("bcbc")
+    assert bundles_of(placement.actors()) == [0, 2, 1, 3]
+
+
+def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
+    """Or an engine that finds no place on another node would hold up the ranks, which come first."""
+    placement = Placement(make_config(2, 4, 3), "cuda")
+    ranks, first, second = groups
+    assert first.bundles == second.bundles == [{"GPU": 4, "CPU": 1}] and ranks.bundles == [{"GPU": 1, "CPU": 1}] * 3
+    found = [each["scheduling_strategy"].placement_group for each in (*placement.rollout(), *placement.actors())]
+    assert found == [first, second, ranks, ranks, ranks] and bundles_of(placement.rollout()) == [0, 0]
+    placement.release_engine(0)
+    assert groups == [ranks, second]
+    placement.release_engine(0)
+
+
+def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
+    placement = Placement(colocated(3), "cuda")
+    [ranks] = groups
+    assert bundles_of(placement.rollout()) == bundles_of(placement.actors()) == [0, 1, 2]
+    placement.release_engine(0)
+    assert groups == [ranks]
+
+
+@pytest.mark.parametrize("later", [list("abb"), ["a", "", ""]], ids=["a node joins", "none joins"])
+def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
+    said = []
+    placement = Placement(make_config(1, 1, 3), "cuda", warn=said.append)
+    groups[0].nodes, groups[0].later = ["a", "", ""], later
+    if all(later):
+        assert len(placement.actors()) == 3
+    else:
+        with pytest.raises(RuntimeError, match=r"for 900 s \(`actor.start_timeout_s`\) .* no 2 GPUs .* add a node"):
+            placement.actors()
+    [line] = said
+    assert "a node is gone, and the others have no 2 GPUs" in line and "900 s (`actor.start_timeout_s`)" in line
 
 
 @pytest.mark.ray

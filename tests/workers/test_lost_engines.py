@@ -13,6 +13,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from dapo.report.watchdog import Watchdog
 from dapo.tiny.random_model import make_random_model
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import LONG, PROMPT, change, group_of, largest_difference, make_config, sampling
@@ -92,6 +93,8 @@ def test_responses_of_a_lost_engine_come_from_another_as_they_would_have(
     whole = loop.run(groups(pool, 5000))
     said.clear()
 
+    told: list[str] = []
+
     async def harmed():
         some = asyncio.Event()
         running = asyncio.create_task(groups(pool, 5000, some.set))
@@ -104,7 +107,14 @@ def test_responses_of_a_lost_engine_come_from_another_as_they_would_have(
         print(f"{reason}: noticed after {seconds:.1f} s, serves again after {back:.1f} s more")
         return found
 
-    for first, second in zip(whole, loop.run(harmed()), strict=True):
+    with Watchdog(3.0, say=told.append):
+        found = loop.run(harmed())
+    assert any(re.fullmatch(r"waiting \d+ s for engine 0 to start", line) for line in told), told
+    if sent == signal.SIGSTOP:
+        doing = r"waiting \d+ s for engine 0: \d+ requests, version 7, last token \d+ s ago"
+        assert any(re.fullmatch(doing, line) for line in told), told
+    assert not any("engine 1" in line for line in told), told
+    for first, second in zip(whole, found, strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert [span.version for span in second.policy_versions] == [7]
     assert any(line.startswith("engine 0 is lost") and re.search(reason, line) for line in said), said

@@ -19,14 +19,22 @@ class Keeper:
     cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated.
     """
 
-    def __init__(self, options: Sequence[dict[str, Any]], cfg: RolloutConfig, warn: Callable[[str], None]) -> None:
-        """Makes the engines' actors. options: Ray options of each engine."""
+    def __init__(
+        self,
+        options: Sequence[dict[str, Any]],
+        cfg: RolloutConfig,
+        warn: Callable[[str], None],
+        release: Callable[[int], None],
+    ) -> None:
+        """Makes the engines' actors. options: Ray options of each engine. release: gives the place of an engine back
+        that is given up."""
         self.slots = [EngineSlot(number, each, cfg) for number, each in enumerate(options)]
         self.changed = asyncio.Event()
         self.exhausted = ""
         self.rejoin: Callable[[int], Awaitable[None]] | None = None
         self._cfg = cfg
         self._warn = warn
+        self._release = release
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
@@ -51,6 +59,7 @@ class Keeper:
                 except RemoteError as error:
                     self._warn(f"engine {slot.number} did not start again: {error}")
                     await asyncio.sleep(PAUSE_S)
+            slot.limit.worked()
             await self._rejoin(slot)
 
     async def _rejoin(self, slot: EngineSlot) -> None:
@@ -62,7 +71,8 @@ class Keeper:
             self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
 
     def _give_up(self, slot: EngineSlot) -> None:
-        self._warn(f"engine {slot.number} was started {slot.limit.most} times within an hour, and is given up")
+        self._warn(f"engine {slot.number} was started {slot.limit.most} times in an hour or in a row, and is given up")
+        self._release(slot.number)
         left = sum(not watch.done() for watch in self._watches) - 1
         if left < self._cfg.min_engines:
             self.exhausted = (

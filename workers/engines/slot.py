@@ -12,6 +12,7 @@ import ray
 
 from dapo.config.sampling import RolloutConfig
 from dapo.faults.restarts import Restarts
+from dapo.report.watchdog import Member
 from workers.capacity import EngineSize
 from workers.engines.worker import RolloutWorker
 from workers.remote import RemoteError, WorkerLost, wait
@@ -22,7 +23,7 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 
 class EngineSlot:
     """Holds one engine. load: responses that it runs. serving: it holds the weights of the version that all serve.
-    proven: it has not started again, or was compared with the actors since. limit: on its restarts.
+    version: that one. proven: it has not started again, or was compared with the actors since. limit: on its restarts.
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
@@ -31,10 +32,12 @@ class EngineSlot:
         self.load = 0
         self.size: EngineSize | None = None
         self.serving = False
+        self.version = 0
         self.proven = True
         self.restarts = 0
         self._options = options
         self._cfg = cfg
+        self._heard_of = time.monotonic()  # when it last computed, or had nothing to
         self.limit = Restarts(cfg.max_restarts)
         self._make()
 
@@ -49,9 +52,23 @@ class EngineSlot:
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
         """Loads the model. Raises RemoteError when that fails or takes longer than `rollout.start_timeout_s`."""
-        what, key = f"engine {self.number} to start", "rollout.start_timeout_s"
         started = self.worker.start.remote(model_path, engine_args)
-        [self.size] = await wait([started], self._cfg.start_timeout_s, what, key)
+        [self.size] = await wait(
+            [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
+        )
+        self._heard_of = time.monotonic()
+
+    def member(self, act: str = "") -> Member:
+        """Names this engine among all, for a wait. act: `to start` for example."""
+        return Member(role="engine", number=self.number, count=self._cfg.num_engines, act=act)
+
+    def silent(self) -> float:
+        """Returns for how many seconds it has computed nothing although it should, as far as that is known."""
+        return time.monotonic() - self._heard_of if self.load else 0.0
+
+    def doing(self) -> str:
+        """Returns what it does, in words."""
+        return f"{self.load} requests, version {self.version}, last token {self.silent():.0f} s ago"
 
     async def until_lost(self) -> str:
         """Returns why the engine is lost, when it is: its process has ended, or stands still for
@@ -79,6 +96,7 @@ class EngineSlot:
         """
         what = f"a sign of life from engine {self.number}"
         [pulse] = await wait([self.worker.pulse.remote()], timeout_s, what, "rollout.stall_timeout_s")
+        self._heard_of = time.monotonic() - max(pulse.idle_s, pulse.silent_s)
         if pulse.silent_s > limit:
             return f"its process has not answered for {pulse.silent_s:.0f} s"
         if pulse.idle_s > limit > 0:
@@ -100,7 +118,7 @@ class EngineSlot:
     async def stop(self, grace_s: float) -> None:
         """Lets the engine end its processes for `grace_s`, then kills what is left."""
         with suppress(RemoteError):
-            await wait([self.worker.stop.remote()], grace_s, f"engine {self.number} to stop", "")
+            await wait([self.worker.stop.remote()], grace_s, self.member("to stop"), "")
         self.drop()
 
     def drop(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from dapo.report.watchdog import waiting
 from workers.remote import RemoteError
 from workers.scoring.verdict import CanaryError
 
@@ -85,8 +86,7 @@ class Fleet:
         self._start_timeout_s = 0.0
         self._workers = [_Worker(index=index, handle=create(index)) for index in range(count)]
         self._waiting: deque[_Job] = deque()
-        self._planned = False
-        self._lost_in_a_row = 0
+        self._planned, self._lost_in_a_row = False, 0
         self._broken: RemoteError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -117,7 +117,8 @@ class Fleet:
         job = _Job(item=item, cost=cost, avoid=avoid, done=asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._plan()
-        return await job.done
+        with waiting(f"{self._name}s", each="responses"):
+            return await job.done
 
     async def check(self) -> list[Any]:
         """Returns what `check` of each worker returns; a worker that cannot answer is replaced.
@@ -127,7 +128,8 @@ class Fleet:
         """
         if self._broken is not None:
             raise self._broken
-        results = await asyncio.gather(*[self._check(worker) for worker in self._workers if worker.up])
+        with waiting(f"{self._name}s to score the known answers"):
+            results = await asyncio.gather(*[self._check(worker) for worker in self._workers if worker.up])
         if self._broken is not None:
             raise self._broken
         return [result for result in results if result is not None]

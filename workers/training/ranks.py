@@ -6,11 +6,13 @@ changed (`workers.training.unanimous`); else `ActorsLost`, and from then on for 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 
 from dapo.pools import ActorsLost
+from dapo.report.watchdog import Member
 from workers.remote import FAILURE_GRACE_S, RemoteError, wait
 from workers.training.processes import RankProcess, end_all
 from workers.training.unanimous import Unanimous
@@ -18,6 +20,8 @@ from workers.training.unanimous import Unanimous
 Submit = Callable[[int, Any], Any]  # (rank, its actor) -> Ray's reference to the answer
 FATAL = ("OutOfMemoryError", "AcceleratorError")  # of torch: no rank is whole after one
 END_S = 60.0
+PULSE_S = 1.0  # between two signs of life
+SILENT_S = 60.0  # a rank with nothing to do that answers nothing for so long stands still
 
 
 class Ranks:
@@ -30,6 +34,7 @@ class Ranks:
         self.workers = make()
         self.lost = ""  # why only a restart helps
         self.restarts = 0
+        self._busy = 0  # calls under way
 
     async def call(
         self,
@@ -54,13 +59,17 @@ class Ranks:
         if self.lost:
             raise ActorsLost(f"the actors cannot be used for {what}, because they were lost before: {self.lost}")
         refs = [submit(rank, worker) for rank, worker in enumerate(self.workers)]
-        waits = [wait([ref], timeout_s, f"actor rank {k} ({what})", key) for k, ref in enumerate(refs)]
+        members = [Member(role="actor rank", number=k, count=len(refs), act=f"({what})") for k in range(len(refs))]
+        waits = [wait([ref], timeout_s, member, key) for member, ref in zip(members, refs, strict=True)]
+        self._busy += 1
         try:
             outcomes = await _outcomes([asyncio.ensure_future(one) for one in waits])
         except BaseException as error:
             if changes:
                 self.lost = f"nobody waited for the end of {what} ({type(error).__name__})"
             raise
+        finally:
+            self._busy -= 1
         errors = [outcome for outcome in outcomes if isinstance(outcome, RemoteError)]
         if not errors and None not in outcomes:
             return [result for (result,) in outcomes]
@@ -73,6 +82,17 @@ class Ranks:
         self.lost = message
         raise ActorsLost(message) from errors[0]
 
+    async def until_lost(self, timeout_s: float, key: str) -> str:
+        """Returns why the ranks are lost, as soon as they are: while nobody speaks to them they are asked for a sign of
+        life, for which they have at most `timeout_s`. A call under way finds out by itself."""
+        timeout_s = min(timeout_s, SILENT_S)
+        while not self.lost:
+            await asyncio.sleep(PULSE_S)
+            if not self._busy:
+                with suppress(ActorsLost):
+                    await self.call(lambda _, worker: worker.process.remote(), timeout_s, "a sign of life", key)
+        return self.lost
+
     async def find_processes(self, timeout_s: float, key: str) -> None:
         """Asks every rank for its process, which `restart` must know."""
         what = "starting the ranks' processes"
@@ -83,6 +103,7 @@ class Ranks:
 
         Raises:
             ActorsLost: a process does not end.
+            RuntimeError: there is no place for new ones.
         """
         self.lost = self.lost or "they are being restarted"
         self.kill()
@@ -91,7 +112,7 @@ class Ranks:
         except RemoteError as error:
             raise ActorsLost(str(error)) from error
         self._processes = []
-        self.workers = self._make()
+        self.workers = await asyncio.to_thread(self._make)  # it may wait for a node
         self.lost = ""
         self.restarts += 1
 

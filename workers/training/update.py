@@ -170,6 +170,8 @@ class Updater:
             (result.loss * self._mesh.world_size * broken).backward()
             rows.append(row_of(correction, batch.staleness, result))
         grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
+        if fault_point("actor.gradient") == "nan":
+            grads[0].fill_(math.nan)
         return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
 
     def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:

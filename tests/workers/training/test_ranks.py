@@ -1,6 +1,7 @@
 """Which failures of ranks leave them usable, without Ray: each rank's answer is a future of the test's."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,7 @@ def answers(monkeypatch):
 
     monkeypatch.setattr(module, "wait", wait)
     monkeypatch.setattr(module, "FAILURE_GRACE_S", 0.1)
+    monkeypatch.setattr(module, "PULSE_S", 0.01)
 
 
 def ask(*answers, timeout_s=0.3, ranks=None, **how):
@@ -129,3 +131,53 @@ def test_who_stops_waiting_for_an_update_loses_the_actors(changes):
             ask((0, 1), (0, 1), ranks=ranks)
     else:
         assert ask((0, 1), (0, 1), ranks=ranks)[0] == [1, 1]
+
+
+class Idle:
+    """Ranks of which the second gives no sign of life from question number `after` on, but `answer`."""
+
+    def __init__(self, after: int, answer: object) -> None:
+        self.asked, self._after, self._answer = 0, after, answer
+        first = SimpleNamespace(process=SimpleNamespace(remote=lambda: (0, "there")))
+        second = SimpleNamespace(process=SimpleNamespace(remote=self._second))
+        self.ranks = Ranks(lambda: [first, second])
+
+    def _second(self) -> tuple[float, object]:
+        self.asked += 1
+        return 0, "there" if self.asked < self._after else self._answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        pytest.param(DEAD, "ActorDiedError", id="dead"),
+        pytest.param(SILENT, r"waited 0.2 s for actor rank 1 \(a sign of life\); raise `key`", id="silent"),
+    ],
+)
+def test_a_rank_that_is_lost_while_nothing_is_asked_of_it_is_noticed(answer, match):
+    idle = Idle(3, answer)
+    why = asyncio.run(asyncio.wait_for(idle.ranks.until_lost(0.2, "key"), 5))
+    assert idle.asked == 3 and idle.ranks.lost == why
+    with pytest.raises(ActorsLost, match=match):
+        ask((0, 1), (0, 1), ranks=idle.ranks)
+
+
+def test_a_silent_rank_has_no_more_time_than_any_idle_one_needs(monkeypatch):
+    monkeypatch.setattr(module, "SILENT_S", 0.1)
+    assert "waited 0.1 s" in asyncio.run(asyncio.wait_for(Idle(1, SILENT).ranks.until_lost(3600, "key"), 5))
+
+
+def test_ranks_at_work_are_asked_for_no_sign_of_life_and_tell_of_their_loss_all_the_same():
+    """A sign of life would queue behind the work, and its time would run out."""
+    idle = Idle(10**9, None)
+
+    async def both():
+        watch = asyncio.create_task(idle.ranks.until_lost(0.05, "key"))
+        work = [(0.3, 1), (0.3, 1)]
+        assert await idle.ranks.call(lambda rank, _: work[rank], 1, "the update", "key") == [1, 1]
+        assert idle.asked <= 1 and not watch.done()
+        with pytest.raises(ActorsLost):
+            await idle.ranks.call(lambda rank, _: (0, DEAD), 1, "the weight sync", "key")
+        return await asyncio.wait_for(watch, 5)
+
+    assert "ActorDiedError" in asyncio.run(both())

@@ -1,0 +1,112 @@
+"""A whole run on several nodes, of which two are lost: it waits for another one or goes on with what is left."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo import run
+from dapo.config.compose import compose
+from dapo.state.run_dir import claim_output_dir
+from tests.support.nodes import Node, OnNodes
+from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.runs import SMALL, TINY
+from workers.training import processes
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+
+ENGINES, RANKS = 2, 2
+WAIT_S = 600.0
+
+
+@pytest.fixture
+def nodes(ray_cluster: None) -> Iterator[list[Node]]:
+    """One with room for an engine, and one for all engines and ranks, which Ray fills first."""
+    made = [Node(gpus=1), Node(gpus=ENGINES + RANKS + 1)]
+    yield made
+    for node in made:
+        node.stop()
+
+
+class Losses(threading.Thread):
+    """Kills nodes beside a run, and adds one. told: what the run warned of, with the time."""
+
+    def __init__(self, nodes: list[Node], output_dir: Path) -> None:
+        super().__init__(daemon=True)
+        self.nodes = nodes
+        self.placement: OnNodes | None = None
+        self.told: list[tuple[float, str]] = []
+        self.failure: BaseException | None = None
+        self._log = output_dir / "metrics.jsonl"
+
+    def warn(self, line: str) -> None:
+        self.told.append((time.monotonic(), line))
+        print(f"{time.monotonic():.1f} {line}", flush=True)
+
+    def run(self) -> None:
+        try:
+            self._kill_and_add()
+        except BaseException as error:
+            self.failure = error
+
+    def _kill_and_add(self) -> None:
+        first, second = self.nodes
+        self._until(lambda: self._steps() >= 1)
+        assert self.placement is not None
+        assert self.placement.node_of_ranks() == {second.id}
+        self.warn("second node killed")
+        second.kill()
+        self._until(lambda: any("a node is gone" in line for _, line in self.told))
+        self.nodes.append(Node(gpus=ENGINES - 1 + RANKS))
+        self.warn("third node joined")
+        self._until(lambda: self._steps() >= 2)
+        self.warn("first node killed")
+        first.kill()
+
+    def _steps(self) -> int:
+        return self._log.read_text().count("actor/loss") if self._log.exists() else 0
+
+    def _until(self, condition: Any) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.told
+            time.sleep(0.1)
+
+
+def test_the_loss_of_nodes_costs_time_and_nothing_else(
+    undisturbed: tuple[str, list[dict[str, Any]]],
+    nodes: list[Node],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second node takes along all engines, ranks and reward workers; for one engine there is room on the first, the
+    rest waits for a third. Then the first node takes along its engine, for which there is no room any more."""
+    losses = Losses(nodes, tmp_path / "run")
+
+    def place(cfg: Any, device: str, **how: Any) -> OnNodes:
+        losses.placement = OnNodes(cfg, device, nodes[1].id, **how)
+        return losses.placement
+
+    monkeypatch.setattr(processes, "_own_space", lambda: "of another machine")
+    monkeypatch.setattr(run, "Placement", place)
+    monkeypatch.setattr(run, "warn", losses.warn)
+    monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
+    losses.start()
+    found = tmp_path / "run"
+    own = (f"trainer.output_dir={found}", "data.val_files=[]", f"rollout.num_engines={ENGINES}", "trainer.device=cpu")
+    cfg = compose([*SMALL, *RUN, *own], TINY)
+    with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+        asyncio.run(run.train(cfg, run_dir, run_dir.store))
+    losses.join(timeout=WAIT_S)
+    assert losses.failure is None and not losses.is_alive()
+    assert outcome(found) == undisturbed
+    last = last_line(found)
+    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_reward_workers"] >= 1
+    assert last["perf/restarted_engines"] >= ENGINES
+    assert_all_draws_are_accounted_for(found)

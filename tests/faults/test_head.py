@@ -1,0 +1,80 @@
+"""A block ends when nothing answers at an address any more, whatever it was doing; a real server is what answers."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from dapo.faults import head
+from dapo.faults.head import HeadLost, while_reachable
+
+GRACE_S = 0.3
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "EVERY_S", 0.05)
+
+
+async def beside_a_server(body: Callable[[asyncio.Server, str], object]) -> object:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        return await asyncio.wait_for(body(server, f"127.0.0.1:{port}"), 30)
+    finally:
+        server.close()
+
+
+def test_a_block_is_cut_short_saves_and_tells_why() -> None:
+    saved = []
+
+    async def body(server: asyncio.Server, address: str) -> None:
+        with pytest.raises(HeadLost, match=f"at {address} has not answered for 0.3 s.*the same command continues"):
+            async with while_reachable(address, GRACE_S):
+                server.close()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0.05)
+                    saved.append(True)
+
+    asyncio.run(beside_a_server(body))
+    assert saved == [True]
+
+
+def test_a_block_whose_head_is_there_ends_as_it_does() -> None:
+    async def body(server: asyncio.Server, address: str) -> str:
+        async with while_reachable(address, GRACE_S):
+            await asyncio.sleep(3 * GRACE_S)
+        with pytest.raises(ValueError, match="its own"):
+            async with while_reachable(address, GRACE_S):
+                raise ValueError("its own")
+        assert len(asyncio.all_tasks()) <= 2  # this one and the one that waits for it
+        return "ended"
+
+    assert asyncio.run(beside_a_server(body)) == "ended"
+
+
+@pytest.mark.parametrize(("misses", "lost"), [(5, False), (6, True)])
+def test_only_misses_in_a_row_count(monkeypatch: pytest.MonkeyPatch, misses: int, lost: bool) -> None:
+    """GRACE_S is six of them. A process that stood still itself, for as long, missed one."""
+    answers = [*[False] * 5, True, *[False] * misses, *[True] * 3]
+    done = asyncio.Event()
+
+    async def scripted(address: str) -> bool:
+        if not answers:
+            done.set()
+            return True
+        return answers.pop(0)
+
+    monkeypatch.setattr(head, "_answers", scripted)
+
+    async def body() -> None:
+        async with while_reachable("host:1", GRACE_S):
+            await done.wait()
+
+    if lost:
+        with pytest.raises(HeadLost):
+            asyncio.run(body())
+    else:
+        asyncio.run(body())

@@ -1,0 +1,82 @@
+"""Further nodes of a test's Ray cluster: raylets of their own on this machine, with GPUs that are not there."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import ray
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dapo.config.schema import Config
+from workers.cluster import RANKS, Placement
+
+JOINED_S = 120.0
+OBJECT_STORE_BYTES = 100 << 20
+
+
+class Node:
+    """A node that has joined the cluster of this process. id: Ray's."""
+
+    def __init__(self, gpus: int) -> None:
+        name = uuid4().hex
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+                *(f"--address={ray.get_runtime_context().gcs_address}", f"--node-name={name}"),
+                *("--num-cpus=8", f"--num-gpus={gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + JOINED_S
+        while not (found := [each for each in ray.nodes() if each["NodeName"] == name and each["Alive"]]):
+            assert time.monotonic() < deadline and self._process.poll() is None, "the node did not join"
+            time.sleep(0.2)
+        self.id: str = found[0]["NodeID"]
+
+    def kill(self) -> None:
+        """Ends its raylet, and with it whatever runs there, as a machine that loses power."""
+        [raylet] = [each for each in psutil.Process(self._process.pid).children() if each.name() == "raylet"]
+        raylet.kill()
+
+    def stop(self) -> None:
+        """Ends all of it."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=JOINED_S)
+        finally:
+            self._process.kill()
+
+
+class OnNodes(Placement):
+    """Places engines and ranks by GPUs that are not there, and lets them compute on the CPU. rewards_on: the node of
+    the reward workers while it is there."""
+
+    def __init__(self, cfg: Config, device: str, rewards_on: str, **how: Any) -> None:
+        super().__init__(replace(cfg, model=replace(cfg.model, dtype="bfloat16")), "cuda", **how)
+        self._on_cpu = Placement(cfg, device)
+        self._rewards_on = rewards_on
+
+    def node_of_ranks(self) -> set[str]:
+        """Ids of the nodes of the ranks' bundles."""
+        return set(placement_group_table(self._groups[RANKS])["bundles_to_node_id"].values())
+
+    def rollout(self) -> list[dict[str, Any]]:
+        return _merged(self._on_cpu.rollout(), super().rollout())
+
+    def actors(self) -> list[dict[str, Any]]:
+        return _merged(self._on_cpu.actors(), super().actors())
+
+    def rewards(self) -> dict[str, Any]:
+        there = NodeAffinitySchedulingStrategy(node_id=self._rewards_on, soft=True)
+        return super().rewards() | {"scheduling_strategy": there}
+
+
+def _merged(on_cpu: list[dict[str, Any]], placed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [there | {"runtime_env": here["runtime_env"]} for here, there in zip(on_cpu, placed, strict=True)]

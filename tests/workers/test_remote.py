@@ -1,0 +1,26 @@
+"""Which failures of a remote call say that its worker is lost, for good or as far as one knows."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RaySystemError
+
+from workers.remote import RemoteError, WorkerLost, wait
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        pytest.param(ActorDiedError(), True, id="its process ended"),
+        pytest.param(ActorUnavailableError("gone", b"a" * 16), True, id="its node does not answer"),
+        pytest.param(ObjectLostError("a" * 56, None, ""), True, id="its answer went with its node"),
+        pytest.param(RaySystemError("who knows"), False, id="Ray failed"),
+    ],
+)
+def test_a_worker_is_lost(error: RayError, lost: bool) -> None:
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(RemoteError, match=f"while waiting for engine 3: {type(error).__name__}: ") as raised:
+        asyncio.run(wait([fail()], 60.0, "engine 3", "rollout.timeout_s"))
+    assert isinstance(raised.value, WorkerLost) == lost

@@ -1,0 +1,161 @@
+"""Every long wait of a run is one that the watchdog can tell of; what is waited for is the test's own."""
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dapo.config.sampling import RolloutConfig
+from dapo.report.watchdog import Member, Watchdog
+from dapo.state.checkpoint import CheckpointStore
+from tests.support.fakes import FakeRewards, make_prompt
+from tests.support.faulty_pools import EndlessRollouts, StubbornRollouts, evaluated, make_stream, some_mixed, turns
+from workers.engines.life import Pulse
+from workers.engines.slot import EngineSlot
+from workers.remote import wait
+from workers.scoring.fleet import Fleet
+from workers.training.ranks import Ranks
+
+
+def lines() -> list[str]:
+    """What would be told now if every wait were 100 s older, with # for seconds that count."""
+    told = Watchdog(60.0).due(time.monotonic() + 100)
+    return [re.sub(r"\b1\d\d s\b", "# s", line) for line in told]
+
+
+def during(work: Awaitable[object], until: Callable[[list[str]], bool] = bool) -> list[str]:
+    """The lines as soon as they are as wanted, while `work` runs, which never ends by itself."""
+
+    async def whole() -> list[str]:
+        task = asyncio.ensure_future(work)
+        try:
+            async with asyncio.timeout(30):
+                while not until(found := lines()):
+                    assert not task.done(), task
+                    await asyncio.sleep(0.001)
+            return found
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await turns(5)
+            assert lines() == [], "it is not waited for any more"
+
+    return asyncio.run(whole())
+
+
+async def forever(*arguments: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_remote_call() -> None:
+    member = Member(role="engine", number=3, count=8, act="to start")
+    assert during(wait([forever()], 3600, "the answer", "key")) == ["waiting # s for the answer"]
+    assert during(wait([forever()], 3600, member, "key")) == ["waiting # s for engine 3 to start"]
+
+
+def test_ranks_that_have_not_answered() -> None:
+    async def answer(rank: int) -> None:
+        if rank in (1, 3):
+            await forever()
+
+    ranks = Ranks(lambda: [None] * 4)
+    asked = ranks.call(lambda rank, _: answer(rank), 3600, "the update from policy version 17", "key", changes=True)
+    found = during(asked, until=lambda lines: "2 of 4" in "".join(lines))
+    assert found == ["waiting # s for 2 of 4 actor ranks (the update from policy version 17): 1, 3"]
+
+
+def test_responses_with_reward_workers() -> None:
+    handle = SimpleNamespace(
+        score=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda items: parts())),
+        check=SimpleNamespace(remote=forever),
+    )
+
+    async def parts():
+        await forever()
+        yield
+
+    fleet = Fleet(
+        lambda index: handle, forever, name="reward worker", count=1, window=64, timeout_s=3600, timeout_key="key"
+    )
+
+    async def scored() -> None:
+        fleet._workers[0].up = True
+        await asyncio.gather(fleet.score("a"), fleet.score("b"), fleet.check())
+
+    assert sorted(during(scored(), until=lambda lines: len(lines) == 2)) == [
+        "waiting # s for reward workers to score the known answers",
+        "waiting # s for reward workers: 2 responses, the oldest # s",
+    ]
+
+
+def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineSlot, "_make", lambda self: None)
+    slot = EngineSlot(3, {}, RolloutConfig(num_engines=8))
+    pulses = [Pulse(requests=4, silent_s=s, idle_s=i) for s, i in ((0.0, 0.25), (80.0, 95.0), (97.0, 0.0))]
+
+    async def pulse() -> Pulse:
+        return pulses.pop(0)
+
+    slot.worker = SimpleNamespace(pulse=SimpleNamespace(remote=pulse))
+    slot.version = 17
+    assert asyncio.run(slot.stands_still(1.0, 120.0)) == "" and slot.silent() == 0.0, "it has nothing to do"
+    slot.load = 4
+    assert 0.25 <= slot.silent() < 60
+    assert asyncio.run(slot.stands_still(1.0, 120.0)) == ""
+    assert re.fullmatch(r"4 requests, version 17, last token (9[5-9]|1\d\d) s ago", slot.doing())
+    assert asyncio.run(slot.stands_still(1.0, 120.0)) == "" and slot.silent() >= 97.0
+    assert str(slot.member("to pause")) == "engine 3 to pause" and slot.member().count == 8
+
+
+def test_the_batch_of_a_step_with_its_progress() -> None:
+    class Some(StubbornRollouts, EndlessRollouts):
+        first = 3
+
+    stream = make_stream(Some(), FakeRewards(some_mixed))
+
+    async def collect() -> None:
+        stream.buffer.serving(6)
+        stream._ended = 99  # of the step before
+        try:
+            await stream.collect()
+        finally:
+            stream._rollouts._stop.update(stream._running)
+            await stream.close()
+
+    found = during(collect(), until=lambda lines: ": 2 usable" in "".join(lines))
+    assert len(found) == 1
+    assert re.fullmatch(
+        r"waiting # s for the batch of step 7: 2 usable groups of 4, 1 to be dropped, \d+ groups in flight, "
+        r"12 responses ended so far",
+        found[0],
+    )
+
+
+def test_an_evaluation_with_its_progress() -> None:
+    class Some(EndlessRollouts):
+        async def generate(self, key, prompt, sampling, seeds):
+            name = f"eval-d{key.partition('-')[2]}"
+            async for each in super().generate(name, prompt, sampling, seeds):
+                yield each
+
+    rollouts = Some()
+    rollouts.first = 2
+    work = evaluated(rollouts, FakeRewards(some_mixed), [make_prompt(number) for number in range(5)], 2)
+    found = during(work, until=lambda lines: "2 of" in "".join(lines))
+    assert found == ["waiting # s for the evaluation: 2 of 5 prompts"]
+
+
+def test_a_checkpoint_that_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    store = CheckpointStore(tmp_path, keep=0, record=lambda directory: found.extend(lines()))
+
+    async def save() -> None:
+        async with store.writing(3) as directory:
+            (directory / "weights").touch()
+
+    asyncio.run(save())
+    assert found == ["waiting # s for the checkpoint of step 3 to be hashed and moved into its place"]
