@@ -107,6 +107,15 @@ class ActorPool(Protocol):
 
     async def export_hf(self, directory: str) -> None: ...
 
+    async def stage(self, version: int, *, export: bool) -> None:
+        """Copies the state of policy `version`, which the ranks must be at, for one `write_staged`; with `export` also
+        the model for `export_hf`."""
+        ...
+
+    async def write_staged(self, directory: str, export: str) -> None:
+        """Writes what was staged as `save` and `export_hf` do, the latter into `export`; updates may run meanwhile."""
+        ...
+
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RuntimeError unless all ranks read `content` in the file at `path`."""
         ...

@@ -3,6 +3,9 @@
 In: actors, buffer and stream of draws of a run. Out: directories of `dapo.state.checkpoint` that hold `actor/` (ranks),
 `hf/` (the exported model), `driver.json` and `groups.parquet` (`dapo.sampling.saved`); and between two of them a
 journal of the groups that finished since (`dapo.sampling.journaled`).
+
+    capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
+    the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
 """
 
 import asyncio
@@ -12,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo.config.schema import CheckpointConfig, Config
+from dapo.faults.limit import TimeLimit
 from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost, RewardPool
 from dapo.report.console import warn
@@ -49,11 +53,21 @@ class Resumed:
         return " and ".join([str(part) for part in (self.directory, journal) if part])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Captured:
+    """Holds what the driver adds to a checkpoint, all of one moment. held: groups, each with the policy version at its
+    start. names: (draw, that version) of each."""
+
+    state: DriverState
+    held: list[tuple[Group, int]]
+    names: set[tuple[int, int]]
+
+
 class Saver:
-    """Saves one run, and knows what the last checkpoint holds.
+    """Saves one run, one checkpoint at a time, and knows what the last one holds.
 
     owes_evaluation: the policy of now is still to be evaluated, so that a run which goes on from a checkpoint of it
-    does that first; set by the trainer.
+    does that first; set by the trainer. journal: of the groups since the last save that has begun.
     """
 
     def __init__(
@@ -64,77 +78,150 @@ class Saver:
         buffer: OversamplingBuffer,
         journal: Journal,
         logger: MetricsLogger,
+        limit: TimeLimit,
     ) -> None:
-        """Makes one for an unused buffer."""
+        """Makes one for an unused buffer. limit: is told how long a save takes."""
         self.owes_evaluation = False
         self._cfg = cfg
         self._store = store
         self._actors = actors
         self._buffer = buffer
-        self._journal = journal
+        self.journal = journal
         self._logger = logger
+        self._limit = limit
         self._version = 0
         self._groups: set[tuple[int, int]] = set()  # (draw, policy version at its start)
         self._failed = 0  # saves in a row
         self._tried_at = time.monotonic()
+        self._running: asyncio.Task[None] | None = None  # a save that the run does not wait for
+        self._copied = asyncio.Event()  # it needs the actors' state no more
         if cfg.journal:
             buffer.on_scored = lambda group, started: note(journal, group, started)
 
     @classmethod
     def of(
-        cls, cfg: Config, store: CheckpointStore, actors: ActorPool, buffer: OversamplingBuffer, logger: MetricsLogger
+        cls,
+        cfg: Config,
+        store: CheckpointStore,
+        actors: ActorPool,
+        buffer: OversamplingBuffer,
+        logger: MetricsLogger,
+        limit: TimeLimit,
     ) -> "Saver":
         """Makes one with its journal next to the metrics."""
         sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
         settings = f"{cfg.model.path} {sampling} {cfg.trainer.seed}"
         journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
-        return cls(cfg.checkpoint, store, actors, buffer, journal, logger)
+        return cls(cfg.checkpoint, store, actors, buffer, journal, logger, limit)
+
+    @property
+    def acts(self) -> tuple[str, ...]:
+        """Returns what must still be done before the run may end, for its time limit: a save, after one that runs."""
+        return ("save", "save") if self._is_running() else ("save",)
+
+    def _is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
 
     def is_behind(self, version: int) -> bool:
-        """Returns whether policy `version`, or a group that the buffer holds, is in no checkpoint."""
+        """Returns whether policy `version`, or a group that the buffer holds, is in no checkpoint that is whole."""
         return version > self._version or not self._held() <= self._groups
 
     def is_due(self, version: int) -> bool:
         """Returns whether policy `version` is to be saved by the number of its step, or by the time since the last
-        save."""
+        save has ended."""
         every, every_s = self._cfg.every, self._cfg.every_s
-        by_time = every_s > 0 and time.monotonic() - self._tried_at >= every_s
+        by_time = every_s > 0 and not self._is_running() and time.monotonic() - self._tried_at >= every_s
         return version > self._version and (by_time or (every > 0 and version % every == 0))
 
     def _held(self) -> set[tuple[int, int]]:
         return {(group.draw.index, started) for group, started in self._buffer.held()}
 
-    async def save_or_go_on(self, version: int) -> bool:
-        """Saves as `save` does and returns whether it did; a failure is told, and raised where
-        `checkpoint.max_failed_saves` in a row came before it."""
+    async def save_or_go_on(self, version: int) -> None:
+        """Saves policy `version` when the save before it has ended; with `checkpoint.async_save` returns when this one
+        has begun. What fails is told, and the run goes on.
+
+        Raises:
+            SaveFailed: more saves in a row have failed than `checkpoint.max_failed_saves`; of one that was not waited
+                for, the next call raises it.
+            ActorsLost: see `dapo.pools.ActorPool`; likewise.
+        """
+        await self._ended()
+        saving = self._write_or_tell(self._capture(version))
+        if not self._cfg.async_save:
+            await saving
+            return
+        self._copied.clear()
+        self._running = asyncio.create_task(saving)
+
+    async def copied(self) -> None:
+        """Returns when the save that runs, if any, needs the actors' state no more: before it changes."""
+        if self._is_running():
+            await self._copied.wait()
+
+    async def save(self, version: int) -> None:
+        """Writes a checkpoint of policy `version` as the last act of a run, unless one that was running still is all
+        that was to be done.
+
+        Raises as `save_or_go_on` does, and SaveFailed at the first failure.
+        """
         try:
-            await self.save(version)
+            waited = await self._ended()
+        except SaveFailed as error:
+            warn(f"{error}; it is tried once more")
+            waited = False
+        if not waited or self.is_behind(version):
+            await self._write(self._capture(version), at_once=True)
+
+    async def _ended(self) -> bool:
+        """Waits for the save that runs, which has deadlines of its own. Returns whether there was one, raises what it
+        raised."""
+        if (running := self._running) is None:
+            return False
+        await asyncio.wait([running])
+        self._running = None
+        running.result()
+        return True
+
+    async def abandon(self) -> None:
+        """Gives up the save that runs: the ranks that write it are lost. One whose files are all there is kept."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.wait([running])
+            if not running.cancelled() and (error := running.exception()):
+                warn(str(error))
+
+    def _capture(self, version: int) -> _Captured:
+        """Returns the driver's part of a checkpoint, and begins the next segment of the journal at the same moment."""
+        due = Due(evaluate=self.owes_evaluation, lines=self._logger.unwritten())
+        state = DriverState(version=version, buffer=self._buffer.state(), due=due)
+        captured = _Captured(state=state, held=self._buffer.held(), names=self._held())
+        if self._cfg.journal:
+            self.journal.begin(version)
+        return captured
+
+    async def _write_or_tell(self, captured: _Captured) -> None:
+        try:
+            await self._write(captured, at_once=not self._cfg.async_save)
         except SaveFailed as error:
             if self._failed > self._cfg.max_failed_saves:
                 raise
             warn(f"{error} (failure {self._failed} of {self._cfg.max_failed_saves} that the run may have in a row)")
-            return False
-        return True
 
-    async def save(self, version: int) -> None:
-        """Writes a checkpoint of policy `version`, while generation may go on.
+    async def _write(self, captured: _Captured, *, at_once: bool) -> None:
+        """Writes a checkpoint. at_once: straight from the actors, which do nothing else meanwhile.
 
         Raises:
             SaveFailed: the disk, or all ranks alike, refused; nothing of it is left, and the run may go on.
             ActorsLost: see `dapo.pools.ActorPool`.
         """
-        held, groups = self._buffer.held(), self._held()
-        due = Due(evaluate=self.owes_evaluation, lines=self._logger.unwritten())
-        state = DriverState(version=version, buffer=self._buffer.state(), due=due)
-        if self._cfg.journal:
-            self._journal.begin(version)
+        version = captured.state.version
         try:
-            async with self._store.writing(version) as directory:
-                await self._actors.save(str(directory / "actor"), version)
-                if self._cfg.hf_export:
-                    await self._actors.export_hf(str(directory / "hf"))
-                await asyncio.to_thread(write_groups, directory, held)
-                state.write(directory)
+            with self._limit.measuring("save"):
+                async with self._store.writing(version) as directory:
+                    await self._write_actors(directory, version, at_once=at_once)
+                    await asyncio.to_thread(write_groups, directory, captured.held)
+                    captured.state.write(directory)
         except (ActorsLost, LeaseLost):
             raise
         except (OSError, RuntimeError) as error:
@@ -145,9 +232,21 @@ class Saver:
                 "the checkpoint before this one stays"
             ) from error
         finally:
+            self._copied.set()  # also where it never came to that
             self._tried_at = time.monotonic()
-        self._version, self._groups, self._failed = version, groups, 0
-        self._journal.prune(min(self._store.steps(), default=version))
+        self._version, self._groups, self._failed = version, captured.names, 0
+        self.journal.prune(min(self._store.steps(), default=version))
+
+    async def _write_actors(self, directory: Path, version: int, *, at_once: bool) -> None:
+        actor, export = str(directory / "actor"), str(directory / "hf")
+        if not at_once:
+            await self._actors.stage(version, export=self._cfg.hf_export)
+            self._copied.set()
+            await self._actors.write_staged(actor, export)
+            return
+        await self._actors.save(actor, version)
+        if self._cfg.hf_export:
+            await self._actors.export_hf(export)
 
     async def resume(self, draw: Callable[[int], Draw], rewards: RewardPool) -> Resumed:
         """Loads the newest checkpoint into actors and buffer, and the groups of the journal that finished after it;
@@ -164,7 +263,7 @@ class Saver:
             await self._actors.load(str(directory / "actor"), state.version)
             held = await asyncio.to_thread(read_groups, directory, draw)
         if not self._store.keeps_groups:  # they mean something else by now: their draws start again
-            self._journal.remove()
+            self.journal.remove()
             state, held = state.without([group.draw.index for group, _ in held]), []
         # To its end, also when cancelled: `close` must not meet a journal that is being opened.
         with waiting("the groups of the journal to be read"):
@@ -180,13 +279,13 @@ class Saver:
 
     def _recover(self, state: DriverState, held: int, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
         if self._cfg.journal:
-            return recover(self._journal, state.buffer, held, draw, version=state.version)
-        self._journal.remove()  # a later run must not take it for its own
+            return recover(self.journal, state.buffer, held, draw, version=state.version)
+        self.journal.remove()  # a later run must not take it for its own
         return []
 
     def close(self) -> None:
         """Ends the journal, with all its groups on disk; may be called twice."""
-        self._journal.close()
+        self.journal.close()
 
 
 async def _scored_anew(group: Group, rewards: RewardPool) -> Group:

@@ -55,7 +55,7 @@ class Trainer:
         self._say = say
         self._limit = limit or TimeLimit()
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
-        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger)
+        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger, self._limit)
         self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self.stream = GroupStream(
@@ -85,13 +85,13 @@ class Trainer:
         """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
         the actors refuse is set aside, and there are none."""
         self.clock.lap()
-        async with self._limit.leaving("save"):
+        async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(self.stream.collect(), self._pools.actors)
         if self._cfg.algorithm.kl.reward_coeff:
             with self.clock("reference"):
                 collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
         batch = build_batch(collected.groups, self._cfg, version=self.version)
-        self._limit.check("update", "save")
+        self._limit.check("update", *self.saver.acts)
         try:
             metrics = await finish(self._update(collected, batch))
         except BatchRefused as error:
@@ -101,13 +101,13 @@ class Trainer:
         if self.saver.owes_evaluation:
             await self._evaluate()
         if self.version < self._cfg.trainer.total_steps and self.saver.is_due(self.version):
-            with self._limit.measuring("save"):
-                await finish(self.saver.save_or_go_on(self.version))
+            await finish(self.saver.save_or_go_on(self.version))
         return metrics
 
     async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:
             fault_point("driver.collected")
+            await self.saver.copied()
             with self._limit.measuring("update"), self.clock("update"):
                 updated = await self._pools.actors.update(batch)
             fault_point("driver.updated")

@@ -48,6 +48,7 @@ RUN_BY = {
     r"python -m dapo\.bench[. ](actor )?update\b": "tests/bench/test_commands.py::test_update",
     r"python -m dapo\.bench[. ]sync\b": "tests/bench/test_commands.py::test_sync",
     r"python -m dapo\.bench[. ]overlap\b": "tests/bench/test_commands.py::test_overlap",
+    r"python -m dapo\.bench[. ]save\b": "tests/bench/test_commands.py::test_save",
     r"python -m dapo\.bench[. ]driver\b": "tests/bench/test_commands.py::test_driver",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
 }

@@ -3,7 +3,6 @@
 In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh, state
+from workers.training.checkpoints import THREAD, Checkpoints
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, own_process, read_file
 from workers.training.ranks import Ranks, Submit
@@ -72,6 +72,7 @@ class ActorWorker:
         self._mesh = mesh.arrange(
             self._device,
             timeout_s=cfg.actor.timeout_s,
+            files_timeout_s=cfg.checkpoint.timeout_s,
             fsdp_size=cfg.actor.fsdp_size,
             sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,
         )
@@ -140,6 +141,21 @@ class ActorWorker:
         self._standing.check("a checkpoint", version)
         state.save_state(self._policy, self._optimizer, self._mesh, directory)
 
+    def stage(self, version: int, *, export: bool) -> None:
+        """Copies to host memory what `save` and, where it is wanted, `export_hf` write; raises as `save` does."""
+        fault_point("actor.save")
+        self._standing.check("a checkpoint", version)
+        dtype = getattr(torch, self._cfg.model.dtype) if export else None
+        self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
+        self._staged = state.take_snapshot(self._policy, self._optimizer, self._mesh, export=dtype)
+
+    def write_staged(self, directory: str, export: str) -> None:
+        """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
+        fault_point("actor.write")
+        snapshot, self._staged = self._staged, None
+        assert snapshot is not None, "stage comes first"
+        state.write_snapshot(snapshot, self._policy, self._mesh, self._cfg.model, directory, export)
+
     def load(self, directory: str, version: int) -> None:
         """Reads what `save` wrote, on this or another number of ranks, and is then of policy `version`."""
         with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
@@ -152,7 +168,7 @@ class ActorWorker:
         state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
 
 
-class ActorPool:
+class ActorPool(Checkpoints):
     """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it.
 
     Every method raises RemoteError where all ranks raised alike, with nothing changed and able to go on; and ActorsLost
@@ -161,9 +177,9 @@ class ActorPool:
 
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.cluster.Placement`)."""
-        self._cfg = cfg
-        remote: Any = ray.remote(ActorWorker)
-        self._ranks = Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()])
+        # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
+        remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
+        super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._bounds = (
             cfg.actor.num_workers // self._sequence_parallel,
@@ -196,15 +212,6 @@ class ActorPool:
     async def until_lost(self) -> str:
         """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
         return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")
-
-    async def check_shared(self, path: str, content: str) -> None:
-        """Raises RemoteError unless all ranks read `content` in the file at `path`, which the driver has written."""
-        answers = await self._checkpoint(lambda _, worker: worker.read_file.remote(path), f"reading {path}")
-        if others := {f"{host} ({text[:200]})": None for host, text in answers if text != content}:
-            raise RemoteError(
-                f"`trainer.output_dir`: actor ranks on {', '.join(others)} do not see {path} as the driver has written "
-                "it; give a directory on a file system that all nodes share"
-            )
 
     async def update(self, batch: TrainBatch) -> Updated:
         """Trains on a batch, one optimizer step per entry of its order; returns metrics over all ranks and steps.
@@ -265,27 +272,6 @@ class ActorPool:
         """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
         return (await self._weights(lambda _, worker: worker.gather_bucket.remote(index), f"gathering {what}"))[0]
 
-    async def save(self, directory: str, version: int) -> None:
-        """Writes the state of policy `version` into `directory`, which all ranks must see.
-
-        Raises RemoteError also where the weights are of another version, or what some rank has written is not in the
-        driver's directory; ActorsLost also where copies have drifted apart."""
-        what = f"saving {directory}"
-        await self._checkpoint(lambda _, worker: worker.save.remote(directory, version), what)
-        if missing := await asyncio.to_thread(state.missing_shards, directory):
-            raise RemoteError(
-                f"{what}: {', '.join(missing[:4])} ({len(missing)} in all) of the actors' files are not there, or cut "
-                "off; give a `trainer.output_dir` on a file system that all nodes share"
-            )
-
-    async def load(self, directory: str, version: int) -> None:
-        """Reads what `save` wrote, also by another number of ranks, which are then at policy `version`."""
-        await self._checkpoint(lambda _, worker: worker.load.remote(directory, version), f"loading {directory}")
-
-    async def export_hf(self, directory: str) -> None:
-        """Writes the model as transformers and vLLM load it."""
-        await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
-
     def close(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""
         self._ranks.kill()
@@ -295,6 +281,3 @@ class ActorPool:
         # Less than the sync has, which cannot tell a rank that stands still from an engine that does.
         timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
         return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)
-
-    async def _checkpoint(self, submit: Submit, what: str) -> list[Any]:
-        return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")

@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     overlap.add_argument("shape", nargs="?", choices=LENGTHS, default="long", help="lengths of the responses")
     overlap.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of a round")
     overlap.add_argument("rounds", nargs="?", type=positive, default=3, help="rounds at either staleness")
+    save = command("save", "save", "run", "what journal and checkpoints cost the steps")
+    save.add_argument("rounds", nargs="?", type=positive, default=25, help="measured steps of each kind")
     driver = command("driver", "driver", "run", "the driver's own work in one step", overrides=False)
     driver.add_argument("groups", nargs="?", type=positive, default=512, help="groups trained on")
     driver.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")

@@ -2,7 +2,7 @@
 trainer."""
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import ray
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from dapo.faults.limit import TimeLimit
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
@@ -59,13 +60,26 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
             yield pools, prompts
 
 
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
 @asynccontextmanager
-async def trainer(cfg: Config, pools: Pools, prompts: Sequence[Prompt], directory: Path) -> AsyncIterator[Trainer]:
-    """Yields a trainer that says nothing and writes to `directory`, which is made; at the end nothing generates."""
+async def trainer(
+    cfg: Config,
+    pools: Pools,
+    prompts: Sequence[Prompt],
+    directory: Path,
+    *,
+    say: Callable[[str], None] = silent,
+    limit: TimeLimit | None = None,
+) -> AsyncIterator[Trainer]:
+    """Yields a trainer that writes to `directory`, which is made; at the end nothing generates. say: takes the line
+    that ends each step. limit: is told how long updates and saves take."""
     directory.mkdir()
     logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
-    training = Trainer(cfg, pools, prompts, [], store, logger, say=lambda line: None)
+    training = Trainer(cfg, pools, prompts, [], store, logger, say=say, limit=limit)
     try:
         yield training
     finally:

@@ -102,6 +102,12 @@ class RecordingActors:
     async def export_hf(self, directory: str) -> None:
         await self._pool.export_hf(directory)
 
+    async def stage(self, version: int, *, export: bool) -> None:
+        await self._pool.stage(version, export=export)
+
+    async def write_staged(self, directory: str, export: str) -> None:
+        await self._pool.write_staged(directory, export)
+
 
 def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
     """Runs on an engine's actor, in a thread next to its event loop: returns the seconds for these groups at once."""

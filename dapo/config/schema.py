@@ -49,6 +49,13 @@ class CheckpointConfig:
         0, 3, "newest checkpoints kept; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
     )
     hf_export: bool = key(True, "also write the model in Hugging Face's format, under `hf/`")
+    async_save: bool = key(
+        False,
+        "write a checkpoint while training goes on, from a copy in the memory of the ranks' hosts, as much again as "
+        "parameters, optimizer and export (`python -m dapo.plan` says how much, and whether it fits); without it the "
+        "next update waits",
+        verl="actor_rollout_ref.actor.checkpoint.async_save",
+    )
     timeout_s: float = positive(1800.0, "longest checkpoint in seconds")
     max_failed_saves: int = at_least(
         0, 3, "saves in a row that may fail, for lack of space for example, before the run stops"

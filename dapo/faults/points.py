@@ -2,18 +2,20 @@
 
 In: environment variables, which Ray's workers get from the driver. Out: nothing where they are not set. N counts how
 often a process passes the point, from 1; with `DAPO_FAULT_ONCE=DIRECTORY` the first process that gets there is the only
-one. Actions: `kill`, `stop` and `term` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk);
-any other is returned, and what it means stands at the point.
+one. Actions: `kill`, `stop` and `term` (signals to itself), `raise` (RuntimeError), `full` (OSError of a full disk),
+`sleep` (`SLEEP_S`); any other is returned, and what it means stands at the point.
 """
 
 import errno
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
 VARIABLE, ONCE = "DAPO_FAULT", "DAPO_FAULT_ONCE"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+SLEEP_S = 20.0  # longer than a step of the tiny experiment
 
 _passed: Counter[str] = Counter()
 
@@ -53,6 +55,8 @@ def _do(action: str, point: str) -> str:
         os.kill(os.getpid(), SIGNALS[action])
     elif action == "raise":
         raise RuntimeError(f"{VARIABLE} asked for this failure at {point}")
+    elif action == "sleep":
+        time.sleep(SLEEP_S)
     elif action == "full":
         raise OSError(errno.ENOSPC, f"{VARIABLE} asked for a full disk at {point}")
     return action

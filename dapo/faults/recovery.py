@@ -29,6 +29,7 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
             await trainer.run()
             return
         except ActorsLost as error:
+            await trainer.saver.abandon()
             trainer.saver.close()
             await _restart(actors, error, restarts)
         except BaseException:

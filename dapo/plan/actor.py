@@ -103,6 +103,22 @@ class ActorMemory:
         terms = self.state()
         return terms if self.cfg.actor.offload else tuple(t for t in terms if t.name.startswith("reference"))
 
+    def copied(self) -> tuple[Term, ...]:
+        """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,
+        then what rank 0 alone holds."""
+        checkpoint, names = self.cfg.checkpoint, ("copy of parameters and Adam m, v, float32", "copy of the export")
+        if not checkpoint.async_save:
+            return ()
+        export = product(f"{names[1]}, {self.cfg.model.dtype}, rank 0", self.element, self.shape.parameters)
+        own = self._sharded(names[0], 3 * FLOAT32, self.trained)
+        return (own, export) if checkpoint.hf_export else (own,)
+
+    def on_host(self) -> float:
+        """Returns the bytes of host memory that the ranks of one node take, that of rank 0."""
+        ranks = min(self.cfg.plan.gpus_per_node, self.cfg.actor.num_workers)
+        own, *alone = [term.amount for term in self.copied()] or [0.0]
+        return ranks * (own + sum(term.amount for term in self.offloaded())) + sum(alone)
+
     def resident(self) -> tuple[Term, ...]:
         """Returns the part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}

@@ -49,13 +49,16 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
             f"an actor rank needs {size(peak.total)} ({peak.name}), and has {size(room)} (`plan.gpu_memory_bytes` "
             f"{size(cfg.plan.gpu_memory_bytes)}{beside}); {_remedy(cfg, shape)}"
         )
-    host = sum(term.amount for term in ActorMemory(cfg, shape).offloaded())
-    ranks = min(cfg.plan.gpus_per_node, cfg.actor.num_workers)
-    if host * ranks > cfg.plan.host_memory_bytes:
+    host = ActorMemory(cfg, shape).on_host()
+    if device_of(cfg) == "cuda" and host > cfg.plan.host_memory_bytes:
+        ranks = min(cfg.plan.gpus_per_node, cfg.actor.num_workers)
+        copy = (
+            (" and copy for checkpoints", "checkpoint.async_save=false or ") if cfg.checkpoint.async_save else ("", "")
+        )
         yield (
-            f"{ranks} ranks of a node offload {size(host * ranks)} to host memory, and `plan.host_memory_bytes` is "
+            f"{ranks} ranks of a node offload{copy[0]} {size(host)} to host memory, and `plan.host_memory_bytes` is "
             f"{size(cfg.plan.host_memory_bytes)}; shard over more ranks (`actor.num_workers`, `actor.fsdp_size`), or "
-            "set actor.offload=false"
+            f"set {copy[1]}actor.offload=false"
         )
 
 
@@ -148,7 +151,9 @@ def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     """Reports a machine without GPUs whose memory, shared by all processes, is too small."""
     if device_of(cfg) == "cuda":
         return
-    ranks = cfg.actor.num_workers * ActorMemory(cfg, shape).peak().total
+    actor = ActorMemory(cfg, shape)
+    own, *alone = [term.amount for term in actor.copied()] or [0.0]
+    ranks = cfg.actor.num_workers * (actor.peak().total + own) + sum(alone)
     engines = cfg.rollout.num_engines * sum(term.amount for term in engine.terms())
     if ranks + engines > cfg.plan.gpu_memory_bytes:
         yield (

@@ -88,7 +88,12 @@ def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     terms = checkpoint_terms(cfg, shape)
     kept = cfg.checkpoint.keep or cfg.trainer.total_steps
     whole = size(kept * sum(term.amount for term in terms))
-    return ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
+    lines = ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
+    memory = ActorMemory(cfg, shape)
+    if copied := memory.copied():
+        lines += ["in host memory while it is written beside the next steps (checkpoint.async_save):", *table(copied)]
+        lines.append(f"  with all ranks of the node of rank 0, and what they offload: {size(memory.on_host())}")
+    return lines
 
 
 def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def seal(directory: Path) -> None:
     entries = known | hashed
     content = {"format": FORMAT, "files": {name: entries[name] for name in files}}
     write_text(directory / MANIFEST, json.dumps(content | {"sha256": _checksum(content)}, indent=1) + "\n")
+
+
+def leave_digests(paths: Sequence[Path], writer: str) -> None:
+    """Hashes files as they lie on the disk, makes them durable, and leaves the lists of them that `seal` takes over.
+
+    writer: names its lists, one per folder, so that several may write into the same. Raises OSError.
+    """
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        digests = list(threads.map(lambda path: _digest(path, sync=True), paths))
+    of_folder: dict[Path, dict[str, Any]] = {}
+    for path, digest in zip(paths, digests, strict=True):
+        of_folder.setdefault(path.parent, {})[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    for folder, entries in of_folder.items():
+        (folder / DIGESTS.replace("*", writer)).write_text(json.dumps(entries) + "\n", encoding="utf-8")
 
 
 def verify(directory: Path) -> None:

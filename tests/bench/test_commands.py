@@ -10,7 +10,7 @@ import pytest
 from dapo import bench
 from dapo.bench.__main__ import main, parse
 
-COMMANDS = ("step", "overlap", "driver", "rewards", "update", "logprobs", "device", "sync")
+COMMANDS = ("step", "overlap", "save", "driver", "rewards", "update", "logprobs", "device", "sync")
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
@@ -108,6 +108,20 @@ def test_overlap(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     shown = [line for line in text.splitlines() if line.startswith("staleness ")]
     assert [line.split(":")[0] for line in shown] == ["staleness 0", "staleness 1"]
     assert "batch/staleness_mean 0.000" in shown[0]
+
+
+@pytest.mark.ray
+def test_save(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    from dapo.bench.save import KINDS
+
+    main(["save", "1", "actor.num_workers=1", *FEW])
+    [rows] = tables(capsys.readouterr().out)
+    assert [row["kind of step"] for row in rows] == list(KINDS)
+    assert all(float(row["step s"]) > 0 for row in rows)
+    for row in rows[2:]:
+        more, save = float(row["more than without s"].split()[0]), float(row["save s"])
+        assert save > 0 and float(row["delay / save"].rstrip("%")) == pytest.approx(100 * more / save, abs=2)
+    assert [row["save s"] for row in rows[:2]] == ["–", "–"]
 
 
 @pytest.mark.ray

@@ -65,10 +65,11 @@ def test_the_export_loads_and_differs_from_the_base(whole_run):
 
 
 def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val_file, runs: Runs, capsys):
-    """Also the same seed twice, and one engine where the whole run had two: neither may change a single bit, nor what
-    else the engine was used for."""
+    """Also the same seed twice, one engine where the whole run had two, and checkpoints written beside the steps: none
+    may change a single bit, nor what else the engine was used for."""
     output_dir, held_out = tmp_path / "parts", f"data.val_files=[{val_file}]"
-    runs.small(output_dir, held_out, "trainer.total_steps=2", "eval.after_train=true")
+    beside = ("checkpoint.async_save=true", "checkpoint.every=1")  # step 2 generates while step 1 is written
+    runs.small(output_dir, held_out, "trainer.total_steps=2", "eval.after_train=true", *beside)
     assert metrics(output_dir) == [line for line in metrics(whole_run[0]) if line["step"] <= 2]
     assert "resuming from" not in capsys.readouterr().out
     runs.small(output_dir, held_out, "trainer.total_steps=3")

@@ -37,6 +37,9 @@ class Recorded:
     def is_behind(self, version: int) -> bool:
         return self.behind
 
+    async def abandon(self) -> None:
+        self.events.append(f"abandon {self.number}")
+
     def close(self) -> None:
         if f"close {self.number}" not in self.events:  # it may be called twice
             self.events.append(f"close {self.number}")
@@ -84,8 +87,8 @@ def test_a_run_whose_actors_are_lost_goes_on_with_a_new_trainer(capsys):
     events, error = played([lost(1), lost(2), None])
     assert error is None
     assert events == [
-        *("run 0", "close 0", "restart"),
-        *("run 1", "close 1", "restart"),
+        *("run 0", "abandon 0", "close 0", "restart"),
+        *("run 1", "abandon 1", "close 1", "restart"),
         *("run 2", "close 2"),
     ], "the earlier one has left the journal before the next one reads it, and has saved nothing"
     told = capsys.readouterr()
@@ -107,10 +110,10 @@ def test_restarts_are_bounded_and_the_error_says_why_and_what_helps(allowed):
 def test_a_restart_that_fails_counts_and_its_reason_is_told():
     refusals = [RuntimeError("no room on the GPU"), lost(7), RuntimeError("still no room")]
     events, error = played([lost(), None], refusals)
-    assert events == ["run 0", "close 0", *["restart"] * 3]
+    assert events == ["run 0", "abandon 0", "close 0", *["restart"] * 3]
     assert isinstance(error, ActorsLost) and "still no room" in str(error) and "3 times" in str(error)
     events, error = played([lost(), None], refusals[:2])
-    assert error is None and events == ["run 0", "close 0", *["restart"] * 3, "run 1", "close 1"]
+    assert error is None and events == ["run 0", "abandon 0", "close 0", *["restart"] * 3, "run 1", "close 1"]
 
 
 @pytest.mark.parametrize("apart", [3000.0, 3700.0])

@@ -28,7 +28,7 @@ def mesh() -> Iterator[Mesh]:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     join(DEVICE, rank=0, world_size=1, address="127.0.0.1", port=port, timeout_s=60)
-    yield arrange(DEVICE, timeout_s=60, fsdp_size=-1, sequence_parallel_size=1)
+    yield arrange(DEVICE, timeout_s=60, files_timeout_s=60, fsdp_size=-1, sequence_parallel_size=1)
     torch.distributed.destroy_process_group()
 
 

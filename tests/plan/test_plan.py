@@ -77,6 +77,30 @@ def test_state_of_32b_by_hand():
     assert backward.total == sum(one.amount for one in backward.terms)
 
 
+def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded():
+    cfg, shape = planned("actor.offload=true", "checkpoint.async_save=true")
+    memory, parameters = ActorMemory(cfg, shape), shape.parameters
+    assert [term.amount for term in memory.copied()] == [12 * parameters / 64, 2 * parameters]
+    assert memory.on_host() == pytest.approx(8 * (16 + 12) * parameters / 64 + 2 * parameters)
+    assert f"what they offload: {size(memory.on_host())}" in report(cfg, shape)
+    assert problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host()}), shape) == []
+    (message,) = problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host() - 1}), shape)
+    assert "checkpoint.async_save=false" in message and size(memory.on_host()) in message
+    alone = ActorMemory(changed(cfg, {"checkpoint.hf_export": False, "actor.offload": False}), shape)
+    assert alone.on_host() == pytest.approx(8 * 12 * parameters / 64)
+    lora = ActorMemory(changed(cfg, {"model.lora.rank": 8}), shape)
+    assert lora.copied()[0].amount == 12 * lora.trained / 64
+    assert ActorMemory(changed(cfg, {"checkpoint.async_save": False}), shape).copied() == ()
+
+
+def test_a_copy_for_checkpoints_counts_where_all_share_a_machine():
+    cfg, shape = planned("checkpoint.async_save=true", experiment="dapo_tiny")
+    memory, engine = ActorMemory(cfg, shape), EngineMemory(cfg, shape)
+    whole = 2 * memory.peak().total + sum(term.amount for term in engine.terms()) + 16 * shape.parameters
+    assert problems(changed(cfg, {"plan.gpu_memory_bytes": whole * (1 + 1e-9)}), shape) == []
+    assert problems(changed(cfg, {"plan.gpu_memory_bytes": whole - 1}), shape) != []
+
+
 def test_offload_moves_the_state_to_the_host():
     cfg, shape = planned("actor.offload=true")
     off, on = ActorMemory(changed(cfg, {"actor.offload": False}), shape), ActorMemory(cfg, shape)

@@ -153,6 +153,19 @@ class FakeActors:
     async def export_hf(self, directory: str) -> None:
         await self.save(directory, self.version)
 
+    async def stage(self, version: int, *, export: bool) -> None:
+        if version != self.version:
+            raise RuntimeError(f"the ranks refuse a checkpoint of policy version {version}: {self.version}")
+        self.staged = str(len(self.batches)), export
+        await asyncio.sleep(0)
+
+    async def write_staged(self, directory: str, export: str) -> None:
+        text, exports = self.staged
+        for folder in (directory, export) if exports else (directory,):
+            Path(folder).mkdir()
+            (Path(folder) / "weights").write_text(text)
+        self.saved.append(directory)
+
     async def check_shared(self, path: str, content: str) -> None:
         assert Path(path).read_text() == content
 

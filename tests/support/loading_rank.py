@@ -28,7 +28,7 @@ def main(model: str, rank: int, ranks: int, fsdp_size: int, port: int) -> None:
     tiny = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     AutoModelForCausalLM.from_config(tiny)  # imports what loading imports
     join("cpu", rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=200)
-    mesh = arrange("cpu", timeout_s=200, fsdp_size=fsdp_size, sequence_parallel_size=1)
+    mesh = arrange("cpu", timeout_s=200, files_timeout_s=200, fsdp_size=fsdp_size, sequence_parallel_size=1)
     cfg = make_config(Path(model), num_workers=ranks)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

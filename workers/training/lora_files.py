@@ -1,6 +1,6 @@
 """Writes adapters: in peft's format for others, and next to a checkpoint what its adapters belong to.
 
-In: a sharded model with the adapters of `workers.training.lora`. Out: `adapter_config.json` and
+In: a sharded model with the adapters of `workers.training.lora`. Out: `adapter_config.json` and the tensors of
 `adapter_model.safetensors`; and `lora.json`, by which a checkpoint refuses another rank, alpha, choice of layers or
 base model.
 """
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from workers.training.fsdp import shard_sums
@@ -23,43 +22,34 @@ from workers.training.unanimous import OwnWork
 IDENTITY_FILE = "lora.json"
 
 
-def save_adapters(model: Any, gather: Gather, base: str, directory: Path) -> None:
-    """Writes the adapters alone in peft's format, for `PeftModel.from_pretrained`. A collective. base: `model.path`.
-
-    Raises FilesError if rank 0 cannot write.
-    """
+def gather_adapters(model: nn.Module, gather: Gather) -> dict[str, Tensor]:
+    """Returns, on rank 0, copies of the adapters under their names in peft's format. A collective."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             full = gather(parameter)
             if dist.get_rank() == 0:
-                tensors[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"] = full.cpu().contiguous()
-    own = OwnWork()
-    with own:
-        if dist.get_rank() == 0:
-            config = copy.copy(model.peft_config[ADAPTER])
-            config.base_model_name_or_path, config.inference_mode = base, True
-            config.save_pretrained(directory)
-            save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    own.meet(f"the adapters could not be exported to {directory}")
+                name_there = f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+                tensors[name_there] = full.to("cpu", copy=True).contiguous()
+    return tensors
 
 
-def save_identity(model: nn.Module, directory: Path) -> None:
-    """Notes next to a checkpoint, whose only weights are adapters, what these belong to. A collective.
+def save_adapter_config(model: Any, base: str, directory: Path) -> None:
+    """Writes what `PeftModel.from_pretrained` needs next to the adapters. base: `model.path`."""
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(directory)
 
-    Raises FilesError if rank 0 cannot write.
-    """
-    identity, own = _identity(model), OwnWork()
-    with own:
-        if dist.get_rank() == 0:
-            (directory / IDENTITY_FILE).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
-    own.meet(f"{directory / IDENTITY_FILE} could not be written")
+
+def save_identity(found: dict[str, Any], directory: Path) -> None:
+    """Notes next to a checkpoint, whose only weights are adapters, what these belong to (`identity`)."""
+    (directory / IDENTITY_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def check_identity(model: nn.Module, directory: Path) -> None:
     """Raises FilesError unless a checkpoint has the adapters that the model has, on the same base. A collective."""
     own = OwnWork()
-    found = _identity(model) if has_adapters(model) else {}
+    found = identity(model)
     with own:
         _compare(found, directory)
     own.meet(f"{directory} cannot be loaded")
@@ -89,8 +79,11 @@ def _shown(value: Any) -> str:
     return ", ".join(dict.fromkeys(str(v).rpartition(".")[2] for v in value)) if isinstance(value, list) else str(value)
 
 
-def _identity(model: nn.Module) -> dict[str, Any]:
-    """Returns per key of the configuration what must be equal; of `model.path` a digest of the base weights."""
+def identity(model: nn.Module) -> dict[str, Any]:
+    """Returns per key of the configuration what must be equal; of `model.path` a digest of the base weights. Empty
+    without adapters. A collective."""
+    if not has_adapters(model):
+        return {}
     layers = [name.removesuffix(DOWN) for name, _ in model.named_parameters() if name.endswith(DOWN)]
     first = peft_layer(model, layers[0])
     return {

@@ -25,14 +25,16 @@ class SequenceParallel:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Holds the process groups of one rank. device: `cpu` or `cuda`. device: `cpu` or `cuda`. fsdp: for `fully_shard`,
-    1-D ("shard") or, with copies side by side (HSDP), 2-D ("replicate", "shard")."""
+    """Holds the process groups of one rank. device: `cpu` or `cuda`. fsdp: for `fully_shard`, 1-D ("shard") or, with
+    copies side by side (HSDP), 2-D ("replicate", "shard"). files: all ranks, over CPUs, for what they agree on while
+    they write files, which may be beside an update."""
 
     device: str
     rank: int
     world_size: int
     fsdp: DeviceMesh
     sequence_parallel: SequenceParallel
+    files: dist.ProcessGroup
 
     @property
     def num_copies(self) -> int:
@@ -53,8 +55,11 @@ def join(device: str, *, rank: int, world_size: int, address: str, port: int, ti
     )
 
 
-def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
-    """Arranges all ranks that have joined in groups; a collective. `timeout_s` bounds each of theirs.
+def arrange(
+    device: str, *, timeout_s: float, files_timeout_s: float, fsdp_size: int, sequence_parallel_size: int
+) -> Mesh:
+    """Arranges all ranks that have joined in groups; a collective. `timeout_s` bounds each of theirs, and
+    `files_timeout_s` those about files.
 
     fsdp_size: `actor.fsdp_size`. sequence_parallel_size: `actor.ulysses_sequence_parallel_size`. Both divide the number
     of ranks (`dapo.config.model_checks` has checked).
@@ -64,7 +69,9 @@ def arrange(device: str, *, timeout_s: float, fsdp_size: int, sequence_parallel_
     size = world_size if fsdp_size == -1 else fsdp_size
     group = _group(_blocks(world_size, sequence_parallel_size), timeout) if sequence_parallel_size > 1 else None
     sequence_parallel = SequenceParallel(rank % sequence_parallel_size, sequence_parallel_size, group)
-    return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence_parallel)
+    files = dist.new_group(backend="gloo", timeout=timedelta(seconds=files_timeout_s))
+    assert isinstance(files, dist.ProcessGroup)
+    return Mesh(device, rank, world_size, _fsdp_mesh(device, world_size, size, timeout), sequence_parallel, files)
 
 
 def _fsdp_mesh(device: str, world_size: int, size: int, timeout: timedelta) -> DeviceMesh:

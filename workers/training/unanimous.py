@@ -30,8 +30,10 @@ class OwnWork:
     would fail as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Begins with none. group: all ranks, where `meet` must keep out of the way of other collectives."""
         self._error = ""
+        self._group = group
 
     @property
     def failed(self) -> bool:
@@ -56,7 +58,7 @@ class OwnWork:
             FilesError: some rank's has, on all ranks alike.
         """
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
+        dist.all_gather_object(errors, self._error, group=self._group)
         if found := _by_rank(dict(enumerate(errors))):
             raise FilesError(f"{what}: {found}")
 

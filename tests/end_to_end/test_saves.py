@@ -1,0 +1,105 @@
+"""Whole runs whose checkpoints are written beside the steps, or cannot be written: real ranks, real file systems."""
+
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from dapo.faults import points as faults
+from dapo.faults.points import ONCE, VARIABLE
+from dapo.saving import SaveFailed
+from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.runs import START_S, Runs, command, metrics
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+
+BESIDE = "checkpoint.async_save=true"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """The outcome of a run whose steps wait for their checkpoints."""
+    return outcome(runs.small(tmp_path_factory.mktemp("undisturbed") / "run", *RUN))
+
+
+def test_a_rank_lost_while_it_writes_beside_a_step_costs_time_and_nothing_else(
+    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once").mkdir()
+    monkeypatch.setattr(faults, "_passed", Counter())
+    monkeypatch.setenv(VARIABLE, "actor.write:kill@2")
+    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
+    found = runs.small(tmp_path / "run", *RUN, BESIDE)
+    assert list((tmp_path / "once").iterdir()), "the point was not reached"
+    assert outcome(found) == undisturbed
+    assert last_line(found)["perf/restarted_actors"] == 1
+    assert_all_draws_are_accounted_for(found)
+
+
+def test_a_driver_killed_while_ranks_write_beside_a_step_goes_on_with_the_same_command(
+    ray_cluster: None, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """They still write step 2 when step 3 has its batch."""
+    address = ray.get_runtime_context().gcs_address
+    line = command(tmp_path / "run", "", *RUN, BESIDE, f"trainer.ray_address={address}")
+    (tmp_path / "once").mkdir()
+    env = os.environ | {VARIABLE: "actor.write:sleep@2,driver.collected:kill@3", ONCE: str(tmp_path / "once")}
+    killed = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert any(name.startswith("step_000002.") for name in left) and "step_000001" in left, left
+    again = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
+    assert again.returncode == 0, again.stderr
+    assert outcome(tmp_path / "run") == undisturbed
+    assert_all_draws_are_accounted_for(tmp_path / "run")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, with room for a run."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "none", str(root)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def test_a_run_outlives_a_disk_that_refuses_its_checkpoints_and_goes_on_with_room(
+    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 2 is not saved, which the run may bear, nor step 3, which ends it: step 1 stays, and nothing else is left.
+    The same command with room ends as if nothing had happened."""
+    found, checkpoints = disk / "run", disk / "run" / "checkpoints"
+    settings = (*RUN, "logging.tensorboard=false", "checkpoint.max_failed_saves=1")
+    runs.small(found, *settings, "trainer.total_steps=1")
+
+    def refused(why: str, *overrides: str) -> None:
+        capsys.readouterr()
+        with pytest.raises(SaveFailed, match=f"step {STEPS} could not be saved in .*{why}"):
+            runs.small(found, *settings, *overrides)
+        assert "step 2 could not be saved" in (told := capsys.readouterr().err) and "failure 1 of 1" in told
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["LATEST", "step_000001"]
+        assert [line["step"] for line in metrics(found)] == list(range(1, STEPS + 1)), "steps and metrics go on"
+
+    mount("--bind", checkpoints, checkpoints)
+    try:
+        mount("-o", "remount,bind,ro", checkpoints)
+        refused("Read-only file system")
+    finally:
+        subprocess.run(["umount", str(checkpoints)], check=True)
+    mount("-o", "remount,size=24m", disk)  # for one checkpoint with its export, 15 MB, and not for two
+    refused("No space left on device", BESIDE)
+    mount("-o", "remount,size=200m", disk)
+    runs.small(found, *settings, BESIDE)
+    assert outcome(found) == undisturbed

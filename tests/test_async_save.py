@@ -1,0 +1,375 @@
+"""Saves that the run does not wait for: what they hold, what waits for them, and how they end with the run."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from dapo.batch import build_batch
+from dapo.faults.recovery import run_to_end
+from dapo.pools import ActorsLost
+from dapo.sampling.driver_state import DRIVER_STATE, DriverState
+from dapo.sampling.saved import FILE, write_groups
+from dapo.saving import SaveFailed
+from dapo.state.checkpoint import CheckpointStore
+from tests.sampling.test_stream import make_trainer, tiny_config
+from tests.support.fakes import FakeActors
+from tests.support.faulty_pools import turns
+from tests.test_saving import FULL, seen, tokens
+
+
+class SlowDisk(FakeActors):
+    """Makes a copy when `copying` is set, writes it when `gate` is, and then raises the next one of `errors`. log: what
+    it does, in order."""
+
+    def __init__(self, *errors: Exception | None, opened: bool = False) -> None:
+        super().__init__()
+        self.errors, self.gate, self.log = list(errors), asyncio.Event(), []
+        self.copying = asyncio.Event()
+        self.copying.set()
+        if opened:
+            self.gate.set()
+
+    async def update(self, batch):
+        self.log.append(f"update {batch.version}")
+        return await super().update(batch)
+
+    async def stage(self, version: int, *, export: bool) -> None:
+        await turns(3)
+        await self.copying.wait()
+        await super().stage(version, export=export)
+        self.log.append(f"staged {version}")
+
+    async def write_staged(self, directory: str, export: str) -> None:
+        self.log.append("writes")
+        await self.gate.wait()
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            Path(directory).mkdir()
+            raise error
+        await super().write_staged(directory, export)
+        self.log.append("written")
+
+
+def saving_config(total_steps: int = 9, every: int = 1):
+    cfg = tiny_config(total_steps=total_steps)
+    cfg.checkpoint.async_save, cfg.checkpoint.every, cfg.eval.every = True, every, 0
+    return cfg
+
+
+async def taken(trainer, count: int) -> None:
+    for _ in range(count):
+        await trainer.step()
+
+
+def left(path) -> list[str]:
+    return sorted(each.name for each in (path / "checkpoints").glob("step_*"))
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in ("LATEST", "manifest.json")
+    }
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path, staleness):
+    """What the buffer holds at the moment of a save depends on timing at staleness 1, and is what is saved."""
+    cfg = saving_config(total_steps=5)
+    cfg.filter_groups.max_staleness = staleness
+    trainer, actors = make_trainer(tmp_path / "async", cfg, actors=SlowDisk(opened=True))
+    capture = trainer.saver._capture
+
+    def noted(version):
+        (there := tmp_path / str(version)).mkdir()
+        write_groups(there, trainer._buffer.held())
+        DriverState(version=version, buffer=trainer._buffer.state()).write(there)
+        return capture(version)
+
+    trainer.saver._capture = noted
+    asyncio.run(trainer.run())
+    trainer.saver.close()
+    assert left(tmp_path / "async") == [f"step_{version:06d}" for version in range(1, 6)]
+    for version in range(1, 6):
+        directory = tmp_path / "async" / "checkpoints" / f"step_{version:06d}"
+        assert (directory / "actor" / "weights").read_text() == str(version)
+        for name in (DRIVER_STATE, FILE):
+            assert (directory / name).read_bytes() == (tmp_path / str(version) / name).read_bytes()
+    if staleness == 0:
+        cfg.checkpoint.async_save = False
+        waited, wanted = make_trainer(tmp_path / "waited", cfg)
+        asyncio.run(waited.run())
+        waited.saver.close()
+        assert tokens(actors) == tokens(wanted)
+        assert files(tmp_path / "async" / "checkpoints") == files(tmp_path / "waited" / "checkpoints")
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_when_it_was_due(tmp_path):
+    cfg = saving_config(every=2)
+    cfg.filter_groups.max_staleness = 1
+    trainer, actors = make_trainer(tmp_path, cfg, actors=SlowDisk())
+    saver = trainer.saver
+
+    async def run() -> None:
+        await taken(trainer, 2)
+        state, held = trainer._buffer.state(), trainer._buffer.held()
+        await taken(trainer, 1)
+        assert actors.log[-3:] == ["staged 2", "writes", "update 2"], "copied before it changes"
+        assert state != trainer._buffer.state() and left(tmp_path)[0].endswith(".tmp")
+        assert not (tmp_path / "checkpoints" / "LATEST").exists() and saver.is_behind(2)
+        actors.gate.set()
+        await saver._ended()
+        assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_000002\n" and not saver.is_due(2)
+        assert (tmp_path / "checkpoints" / "step_000002" / "actor" / "weights").read_text() == "2"
+        assert saver._groups == {(group.draw.index, started) for group, started in held}
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    saver.close()
+    again, loaded = make_trainer(tmp_path, cfg)
+    asyncio.run(again._resume())
+    assert again.version == 2 and loaded.version == 2
+    again.saver.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_update_waits_for_the_copy_and_generation_does_not(tmp_path, refused):
+    """Where the copy fails, the update goes on."""
+    cfg = saving_config(every=2)
+    trainer, actors = make_trainer(tmp_path, cfg, actors=SlowDisk(opened=True))
+
+    async def run() -> None:
+        await taken(trainer, 2)
+        actors.copying.clear()
+        third = asyncio.create_task(trainer.step())
+        await turns(300)
+        assert "staged 2" not in actors.log and "update 2" not in actors.log and not third.done()
+        assert any(name.startswith("v2-") for name in seen(trainer)), "the engines work"
+        if refused:
+            actors.version = -1
+        actors.copying.set()
+        while trainer.saver._copied.is_set() is False:
+            await asyncio.sleep(0)
+        actors.version = 2
+        await third
+        assert ("staged 2" in actors.log) != refused and trainer.version == 3
+        await trainer.saver._ended()
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    trainer.saver.close()
+    assert left(tmp_path) == ([] if refused else ["step_000002"])
+
+
+def test_a_save_that_is_due_waits_for_the_one_before(tmp_path):
+    trainer, actors = make_trainer(tmp_path, saving_config(), actors=SlowDisk())
+
+    async def run() -> None:
+        await taken(trainer, 1)
+        second = asyncio.create_task(trainer.step())
+        await turns(200)
+        assert actors.log == ["update 0", "staged 1", "writes", "update 1"] and not second.done()
+        assert trainer.saver.acts == ("save", "save")
+        actors.gate.set()
+        await second
+        assert actors.log[4:] == ["written"] and not trainer.saver._copied.is_set(), "begun, not waited for"
+        await trainer.saver._ended()
+        assert trainer.saver.acts == ("save",)
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    trainer.saver.close()
+    assert actors.log.count("writes") == actors.log.count("written") == 2
+
+
+def test_the_time_since_the_last_save_begins_at_its_end(tmp_path):
+    """Else a save that takes longer than `checkpoint.every_s` would hold up every step."""
+    cfg = saving_config(every=0)
+    cfg.checkpoint.every_s = 1e-6
+    trainer, actors = make_trainer(tmp_path, cfg, actors=SlowDisk())
+
+    async def run() -> None:
+        await taken(trainer, 4)
+        assert actors.log.count("writes") == 1
+        actors.gate.set()
+        await trainer.saver._running
+        await taken(trainer, 1)
+        assert actors.log.count("staged 5") == 0
+        await trainer.saver._ended()
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    trainer.saver.close()
+    assert left(tmp_path) == ["step_000001", "step_000005"]
+
+
+@pytest.mark.parametrize("error", [FULL, RuntimeError("while waiting for actor rank 0: OSError: no space")])
+def test_a_save_that_fails_beside_the_run_is_told_and_counts(tmp_path, error, capsys):
+    cfg = saving_config()
+    cfg.checkpoint.max_failed_saves = 2
+    trainer, actors = make_trainer(
+        tmp_path, cfg, actors=SlowDisk(None, error, error, None, error, error, error, opened=True)
+    )
+
+    async def run() -> None:
+        await taken(trainer, 5)
+        assert left(tmp_path)[:1] == ["step_000001"] and trainer.saver._failed == 0
+        await taken(trainer, 2)
+        with pytest.raises(SaveFailed, match=r"step 7 could not be saved in `trainer.output_dir`.*space"):
+            await taken(trainer, 1)
+        await trainer.saver.abandon()
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    trainer.saver.close()
+    told = capsys.readouterr().err
+    assert told.count("failure 1 of 2") == 2 and told.count("failure 2 of 2") == 2
+    assert left(tmp_path) == ["step_000001", "step_000004"], "no directory of a failed save is left"
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir())[0] == "after_000001.log"
+
+
+def test_a_run_whose_last_save_but_one_failed_tries_once_more(tmp_path, capsys):
+    cfg = saving_config(total_steps=3)
+    cfg.checkpoint.max_failed_saves = 0
+    trainer, actors = make_trainer(tmp_path, cfg, actors=SlowDisk(None, FULL, opened=True))
+    asyncio.run(run_to_end(lambda: trainer, actors, 0))
+    assert left(tmp_path) == ["step_000001", "step_000003"]
+    assert "step 2 could not be saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(1, ["written"]), (2, ["written"])])
+def test_a_signal_waits_for_the_save_that_runs(tmp_path, steps, saved):
+    """And saves again where a step was trained meanwhile."""
+    cfg = saving_config(every=1 if steps == 1 else 9)
+    cfg.checkpoint.every_s = 0.0 if steps == 1 else 1e-6
+    trainer, actors = make_trainer(tmp_path, cfg, actors=SlowDisk())
+
+    async def run() -> None:
+        running = asyncio.create_task(run_to_end(lambda: trainer, actors, 0))
+        while f"update {steps - 1}" not in actors.log or "writes" not in actors.log:
+            await asyncio.sleep(0)
+        running.cancel()
+        await turns(50)
+        assert not running.done() and "written" not in actors.log
+        actors.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(run())
+    assert left(tmp_path)[0] == "step_000001" and [each for each in actors.log if each == "written"] == saved
+    assert left(tmp_path)[-1] == f"step_{trainer.version:06d}"
+    assert (tmp_path / "checkpoints" / "LATEST").read_text().strip() == left(tmp_path)[-1]
+
+
+def test_a_save_that_ran_and_holds_all_is_not_made_again(tmp_path):
+    trainer, actors = make_trainer(tmp_path, saving_config(), actors=SlowDisk(opened=True))
+
+    async def run() -> None:
+        await trainer.saver.save_or_go_on(0)
+        await trainer.save()
+        assert len(actors.saved) == 1
+        await trainer.save()
+        assert len(actors.saved) == 2, "none ran"
+
+    asyncio.run(run())
+    trainer.saver.close()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_ranks_that_are_lost_beside_a_save_end_it(tmp_path, sealed, monkeypatch):
+    """Where all files are written the checkpoint is kept, and the run goes on from it."""
+    cfg = saving_config(total_steps=4, every=2)
+    sealing, may_seal = threading.Event(), threading.Event()
+    seal = CheckpointStore._seal_and_commit
+
+    def slowly(store, step, temporary):
+        if step == 2 and not sealing.is_set():
+            sealing.set()
+            assert may_seal.wait(30)
+        seal(store, step, temporary)
+
+    monkeypatch.setattr(CheckpointStore, "_seal_and_commit", slowly)
+
+    class Lost(SlowDisk):
+        async def update(self, batch):
+            if batch.version == 2 and not self.restarted:
+                while sealed and not sealing.is_set():
+                    await asyncio.sleep(0.001)
+                asyncio.get_running_loop().call_later(0.05, may_seal.set)
+                raise ActorsLost("rank 1 is gone")
+            return await super().update(batch)
+
+        async def restart(self) -> None:
+            await super().restart()
+            self.gate.set()
+
+    actors = Lost(opened=sealed)
+    made = []
+
+    def make():
+        made.append(make_trainer(tmp_path, cfg, actors=actors)[0])
+        return made[-1]
+
+    may_seal.set() if not sealed else None
+    asyncio.run(run_to_end(make, actors, 1))
+    assert [len(made), actors.restarted] == [2, 1] and made[-1].version == 4
+    assert bool(actors.loaded) == sealed and left(tmp_path) == ["step_000002", "step_000004"]
+    straight, wanted = make_trainer(tmp_path / "straight", cfg)
+    asyncio.run(straight.run())
+    straight.saver.close()
+    assert tokens(actors)[-len(tokens(wanted)) + 2 * sealed :] == tokens(wanted)[2 * sealed :]
+
+
+def test_ranks_that_are_lost_in_a_save_are_found_at_the_next_one(tmp_path):
+    trainer, actors = make_trainer(
+        tmp_path, saving_config(), actors=SlowDisk(ActorsLost("rank 1 is gone"), opened=True)
+    )
+
+    async def run() -> None:
+        await taken(trainer, 1)
+        with pytest.raises(ActorsLost, match="rank 1"):
+            await trainer.step()
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    trainer.saver.close()
+    assert trainer.saver._failed == 0 and left(tmp_path) == []
+
+
+@pytest.mark.parametrize("crash", [0, 12, 40])
+def test_after_a_crash_beside_a_save_the_run_is_the_same_and_generates_less(tmp_path, crash):
+    """The process dies while checkpoint 4 is written: it goes on from 2, with the journal's groups of policy 2."""
+    cfg = saving_config(total_steps=7, every=2)
+    straight, wanted = make_trainer(tmp_path / "straight", cfg)
+    asyncio.run(straight.run())
+    straight.saver.close()
+    first, actors = make_trainer(tmp_path / "crashed", cfg, actors=SlowDisk(opened=True))
+    third: set[str] = set()
+
+    async def until_it_dies() -> None:
+        await first._resume()
+        await taken(first, 2)
+        await first.saver._running
+        actors.gate.clear()
+        collected = await first.stream.collect()
+        third.update(f"v2-d{group.draw.index}" for group in collected.drawn)
+        await first._update(collected, build_batch(collected.groups, cfg, version=2))
+        await taken(first, 1)
+        running = asyncio.create_task(first.step())
+        await turns(crash)
+        first.saver.journal.close()
+        running.cancel()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    asyncio.run(until_it_dies())
+    assert actors.log.count("written") == 1
+    assert left(tmp_path / "crashed")[0] == "step_000002"
+    second, found = make_trainer(tmp_path / "crashed", cfg)
+    asyncio.run(second.run())
+    second.saver.close()
+    assert tokens(found) == tokens(wanted)[2:], "it goes on from checkpoint 2"
+    assert found.loaded and third and not third & set(seen(second)), "the journal outlives the save of step 4"

@@ -1,0 +1,192 @@
+"""What ranks write beside their updates, and what they say of the files that they have written."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo.pools import ActorsLost, Updated
+from dapo.state import manifest
+from dapo.state.manifest import BrokenCheckpoint, seal, verify
+from dapo.types import TrainSequence
+from tests.support.plain_reference import (
+    LENGTHS,
+    checksum,
+    make_config,
+    make_model,
+    make_sequences,
+    on_all,
+    start_own_pool,
+    start_pool,
+    train_batch,
+    version_of,
+)
+from workers.actor import ActorPool
+from workers.remote import RemoteError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def sequences(model_dir: Path) -> tuple[TrainSequence, ...]:
+    return make_sequences(model_dir, LENGTHS)
+
+
+def updated(pool: ActorPool, version: int, sequences: tuple[TrainSequence, ...]) -> Coroutine[Any, Any, Updated]:
+    """An update on tokens of another policy, which the ranks do not compare with their own."""
+    stale = [replace(s, staleness=np.ones_like(s.staleness)) for s in sequences]
+    return pool.update(train_batch(version, tuple(stale)))
+
+
+def pool_of(model_dir: Path, ranks: int, rank: int = 0) -> ActorPool:
+    """Ranks in their first state. rank: of LoRA's adapters."""
+    cfg = make_config(model_dir, num_workers=ranks)
+    cfg.model.lora.rank = rank
+    return start_pool(cfg)
+
+
+def save(pool: ActorPool, directory: Path, version: int) -> None:
+    """A whole checkpoint of the ranks, which do nothing else meanwhile."""
+    asyncio.run(pool.save(str(directory / "actor"), version))
+    asyncio.run(pool.export_hf(str(directory / "hf")))
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Sums of all files but DCP's table, which two saves write differently."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ".metadata"]
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if not path.match(manifest.DIGESTS)
+    }
+
+
+@pytest.mark.parametrize(("ranks", "lora"), [(1, 0), (2, 0), (2, 4)])
+def test_what_is_written_beside_updates_is_what_was_copied(
+    model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path, ranks: int, lora: int
+) -> None:
+    """And the updates are what they are without it. On one rank a full tensor is the shard itself."""
+    pool = pool_of(model_dir, ranks, lora)
+    asyncio.run(updated(pool, 0, sequences))
+    save(pool, tmp_path / "first", 1)
+    asyncio.run(updated(pool, 1, sequences))
+    asyncio.run(updated(pool, 2, sequences))
+    trained = checksum(pool)
+    asyncio.run(pool.load(str(tmp_path / "first" / "actor"), 1))  # but for the learning rate, which is set anew
+    save(pool, tmp_path / "wanted", 1)
+    at_one = checksum(pool)
+
+    async def beside() -> None:
+        directory = tmp_path / "found"
+        directory.mkdir()
+        await pool.stage(1, export=True)
+        await updated(pool, 1, sequences)
+        writing = pool.write_staged(str(directory / "actor"), str(directory / "hf"))
+        await asyncio.gather(writing, updated(pool, 2, sequences))
+
+    asyncio.run(beside())
+    assert checksum(pool) == trained != at_one and on_all(pool, version_of) == [3] * ranks
+    found = digests(tmp_path / "found")
+    assert found == digests(tmp_path / "wanted") and len(found) >= ranks + 3
+    assert ("actor/lora.json" in found) == ("hf/adapter/adapter_config.json" in found) == bool(lora)
+    asyncio.run(pool.load(str(tmp_path / "found" / "actor"), 1))
+    assert checksum(pool) == at_one
+    asyncio.run(updated(pool, 1, sequences))
+    asyncio.run(updated(pool, 2, sequences))
+    assert checksum(pool) == trained, "the optimizer is that of version 1 too"
+
+
+def test_ranks_hash_what_they_write_and_sealing_reads_none_of_it_back(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(pool_of(model_dir, 2), tmp_path, 0)
+    lists = {path.name: json.loads(path.read_text()) for path in tmp_path.rglob(manifest.DIGESTS)}
+    assert {name: sorted(entries) for name, entries in lists.items() if name.startswith("rank")} == {
+        "rank_00000.sha256.json": [".metadata", "__0_0.distcp"],
+        "rank_00001.sha256.json": ["__1_0.distcp"],
+    }
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path, data in written.items():
+        if not path.match(manifest.DIGESTS):
+            [entry] = [entries[path.name] for entries in lists.values() if path.name in entries]
+            assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}, path
+    (tmp_path / "driver.json").write_text("{}")
+    read: list[str] = []
+    digest = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path, **how: read.append(path.name) or digest(path, **how))
+    seal(tmp_path)
+    assert read == ["driver.json"] and not list(tmp_path.rglob(manifest.DIGESTS))
+    verify(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["before it is sealed", "later"])
+@pytest.mark.parametrize("name", ["actor/__1_0.distcp", "actor/.metadata", "hf/model.safetensors"])
+def test_a_bit_that_flips_after_it_was_written_is_found(
+    model_dir: Path, tmp_path: Path, name: str, moment: str
+) -> None:
+    save(pool_of(model_dir, 2), tmp_path, 0)
+
+    def flip() -> None:
+        data = bytearray((tmp_path / name).read_bytes())
+        data[len(data) // 2] ^= 16
+        (tmp_path / name).write_bytes(data)
+
+    if moment == "later":
+        seal(tmp_path)
+        verify(tmp_path)
+    flip()
+    if moment != "later":
+        seal(tmp_path)
+    with pytest.raises(BrokenCheckpoint, match=rf"{name} has other content than was written \(sha256 differs\)"):
+        verify(tmp_path)
+
+
+def test_ranks_that_cannot_write_beside_updates_go_on(
+    model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path
+) -> None:
+    pool = pool_of(model_dir, 2)
+    (tmp_path / "file").write_text("no directory")
+    for _ in range(2):
+        asyncio.run(pool.stage(0, export=False))
+        with pytest.raises(RemoteError, match=r"FilesError: .*(NotADirectoryError|FileExistsError): "):
+            asyncio.run(pool.write_staged(str(tmp_path / "file" / "actor"), ""))
+    with pytest.raises(RemoteError, match=r"a checkpoint of policy version 1: they are at version 0"):
+        asyncio.run(pool.stage(1, export=False))
+    asyncio.run(updated(pool, 0, sequences))
+    save(pool, tmp_path / "one", 1)
+
+
+def test_nothing_is_kept_in_memory_once_it_is_written(model_dir: Path, tmp_path: Path) -> None:
+    pool = pool_of(model_dir, 2)
+    asyncio.run(pool.stage(0, export=True))
+    assert on_all(pool, lambda worker: worker._staged is None) == [False, False]
+    asyncio.run(pool.write_staged(str(tmp_path / "actor"), str(tmp_path / "hf")))
+    assert on_all(pool, lambda worker: worker._staged is None) == [True, True]
+
+
+def test_a_rank_that_dies_beside_a_save_loses_the_actors(model_dir: Path, tmp_path: Path) -> None:
+    pool = start_own_pool(make_config(model_dir, num_workers=2))
+    try:
+        asyncio.run(pool.stage(0, export=False))
+
+        async def write() -> None:
+            writing = asyncio.create_task(pool.write_staged(str(tmp_path / "actor"), ""))
+            pool._workers[1].__ray_call__.remote(lambda worker: __import__("os")._exit(1))
+            await writing
+
+        asyncio.run(pool.stage(0, export=False))
+        with pytest.raises(ActorsLost, match="rank 1"):
+            asyncio.run(write())
+    finally:
+        pool.close()
