@@ -134,6 +134,7 @@ class Saver:
                 if self._cfg.hf_export:
                     await self._actors.export_hf(str(directory / "hf"))
                 await asyncio.to_thread(write_groups, directory, held)
+                await asyncio.to_thread(self._logger.flush)
                 state.write(directory)
         except (ActorsLost, LeaseLost):
             raise
@@ -147,6 +148,7 @@ class Saver:
         finally:
             self._tried_at = time.monotonic()
         self._version, self._groups, self._failed = version, groups, 0
+        self._logger.event("save", f"step {version}")
         self._journal.prune(min(self._store.steps(), default=version))
 
     async def resume(self, draw: Callable[[int], Draw], rewards: RewardPool) -> Resumed:
