@@ -6,7 +6,7 @@ so that two evaluations differ by the policy alone.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,8 +25,16 @@ def evaluates_after(version: int, cfg: Config) -> bool:
     return cfg.eval.after_train if version >= cfg.trainer.total_steps else every > 0 and version % every == 0
 
 
-async def evaluate(prompts: Sequence[Prompt], pools: Pools, cfg: Config, *, clock: PhaseClock) -> dict[str, float]:
-    """Returns `eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`."""
+async def evaluate(
+    prompts: Sequence[Prompt],
+    pools: Pools,
+    cfg: Config,
+    *,
+    clock: PhaseClock,
+    keep: Callable[[Sequence[Group]], None] = lambda groups: None,
+) -> dict[str, float]:
+    """Returns `eval/accuracy` over all prompts and, with several data sources, `eval/SOURCE/accuracy`. keep: takes the
+    groups that they are computed from."""
     rollouts, rewards, seed = pools.rollouts, pools.rewards, cfg.trainer.seed
     sampling = sampling_of(cfg.eval, cfg.data.max_response_length)
     at_once = asyncio.Semaphore(max(1, 2 * rollouts.capacity // sampling.n))
@@ -47,6 +55,7 @@ async def evaluate(prompts: Sequence[Prompt], pools: Pools, cfg: Config, *, cloc
 
     with waiting("the evaluation", lambda: f"{ended} of {len(prompts)} prompts"):
         groups = await asyncio.gather(*[one(prompt) for prompt in prompts])
+    keep(groups)
     return summarize(groups)
 
 

@@ -27,12 +27,13 @@ from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
 from dapo.pools import Pools
 from dapo.preflight import preflight
-from dapo.report.console import end_at_once, say, warn
+from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import sinks_of
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
+from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
 from dapo.types import Prompt
 from workers.actor import ActorPool
@@ -96,16 +97,19 @@ async def train(
         store.keeps_groups = not run_dir.accepted
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
-            logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path))
+            samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
+            samples.begin(asdict(cfg))
+            logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path), samples)
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
-                    await run_to_end(
-                        lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
-                        pools.actors,
-                        cfg.actor.max_restarts,
-                    )
+                    with hearing_warnings(lambda line: logger.event("warning", line)):
+                        await run_to_end(
+                            lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
+                            pools.actors,
+                            cfg.actor.max_restarts,
+                        )
             except HeadLost as error:
                 logger.close()
                 run_dir.release()

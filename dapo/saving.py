@@ -221,6 +221,7 @@ class Saver:
                 async with self._store.writing(version) as directory:
                     await self._write_actors(directory, version, at_once=at_once)
                     await asyncio.to_thread(write_groups, directory, captured.held)
+                    await asyncio.to_thread(self._logger.flush)
                     captured.state.write(directory)
         except (ActorsLost, LeaseLost):
             raise
@@ -235,6 +236,7 @@ class Saver:
             self._copied.set()  # also where it never came to that
             self._tried_at = time.monotonic()
         self._version, self._groups, self._failed = version, captured.names, 0
+        self._logger.event("save", f"step {version}")
         self.journal.prune(min(self._store.steps(), default=version))
 
     async def _write_actors(self, directory: Path, version: int, *, at_once: bool) -> None:

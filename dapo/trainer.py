@@ -9,6 +9,7 @@ policy version is the number of completed updates; it names checkpoints and labe
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from dapo.batch import build_batch, has_signal
 from dapo.clock import PhaseClock
@@ -133,7 +134,8 @@ class Trainer:
     async def _evaluate(self) -> None:
         self.saver.owes_evaluation = bool(self._held_out)
         if self._held_out:
-            work = evaluate(self._held_out, self._pools, self._cfg, clock=self.clock)
+            keep = partial(self._logger.evaluation, self.version, "eval")
+            work = evaluate(self._held_out, self._pools, self._cfg, clock=self.clock, keep=keep)
             metrics = await unless_lost(work, self._pools.actors)
             self._logger.log(self.version, metrics)
             self.saver.owes_evaluation = False

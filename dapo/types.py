@@ -75,6 +75,8 @@ class Response:
 
     token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
     finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off.
+    engine: its number. seconds: from the request to the last token, waits included. Of a response that was read from a
+    checkpoint or journal they are -1 and NaN: another fleet made it.
     """
 
     token_ids: Int32Array
@@ -82,6 +84,8 @@ class Response:
     text: str
     finish_reason: str
     policy_versions: tuple[VersionSpan, ...]
+    engine: int
+    seconds: float
 
     @property
     def truncated(self) -> bool:
@@ -156,16 +160,19 @@ class Cut:
 class Collected:
     """Holds what a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
-    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order.
-    outcomes: of the drawn ones. returned: draws in flight or finished that go back to the stream, which ends those that
-    still run. unfinished: those of them whose responses were not all there. lost: groups of returned draws, as far as
-    they were generated; the stream adds the unfinished ones. lost_tokens: of all returned draws.
+    groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order. fates: how
+    each of them ends, "trained" or why it is dropped. outcomes: of the drawn ones, by accuracy. returned: draws in
+    flight or finished that go back to the stream, which ends those that still run; why_returned: the one reason.
+    unfinished: those of them whose responses were not all there. lost: groups of returned draws, as far as they were
+    generated; the stream adds the unfinished ones. lost_tokens: of all returned draws.
     """
 
     drawn: tuple[Group, ...]
     groups: tuple[Group, ...]
+    fates: tuple[str, ...]
     outcomes: Counter[str]
     returned: tuple[int, ...]
+    why_returned: str
     unfinished: frozenset[int]
     lost: tuple[Group | Cut, ...] = ()
     lost_tokens: int = 0

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
 PARTS = ("workers.scoring", "workers.training", "workers.weights")
-TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench")
+TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect")
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
@@ -126,11 +126,12 @@ LOADS = {
     "entry": (["dapo.main_ppo"], HEAVY | {"pyarrow", "tensorboard", "dapo.run"}),
     "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
     "parts": (
-        modules_in("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report"),
+        modules_in("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
         HEAVY | {"dapo.run", "tensorboard"},
     ),
     "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),
     "simulate": (modules_in("dapo.simulate"), HEAVY | {"dapo.run", "dapo.trainer"}),
+    "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }
 PROGRAM = (

@@ -10,6 +10,7 @@ import pytest
 
 from dapo.ablation import __main__ as ablation
 from dapo.config.compose import compose
+from dapo.inspect import __main__ as inspect
 from dapo.simulate import __main__ as simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,12 +51,16 @@ RUN_BY = {
     r"python -m dapo\.bench[. ]overlap\b": "tests/bench/test_commands.py::test_overlap",
     r"python -m dapo\.bench[. ]save\b": "tests/bench/test_commands.py::test_save",
     r"python -m dapo\.bench[. ]driver\b": "tests/bench/test_commands.py::test_driver",
+    r"python -m dapo\.bench[. ]store\b": "tests/bench/test_commands.py::test_store",
+    r"python -m dapo\.store\b": "tests/store/test_schema.py::test_the_reference_is_current",
+    r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
 }
 # What reads the arguments of a program, where that needs no more than the arguments.
 PARSERS = {
     "python -m dapo.simulate ": lambda words: simulate.parser().parse_args(words),
     "python -m dapo.ablation ": ablation.parse,
+    "python -m dapo.inspect ": lambda words: inspect.parser().parse_args(words),
 }
 
 

@@ -138,7 +138,7 @@ class RolloutPool:
                     for _, response in part:
                         self._fleet.observe(len(prompt), len(response.token_ids))
                     for place, response in part:
-                        yield numbers[place], response
+                        yield numbers[place], replace(response, engine=home.number)
         finally:
             home.load -= running
 

@@ -7,6 +7,7 @@ when it runs. `python -m dapo.bench short|long|both [steps]` is another spelling
 import argparse
 import pkgutil
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from dapo.bench.shapes import H200_PEAK_FLOPS, LENGTHS, MODELS, SYNC_SHAPES
@@ -43,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     driver = command("driver", "driver", "run", "the driver's own work in one step", overrides=False)
     driver.add_argument("groups", nargs="?", type=positive, default=512, help="groups trained on")
     driver.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")
+    store = command("store", "store", "run", "the sample store, which a thread writes", overrides=False)
+    store.add_argument("responses", nargs="?", type=positive, default=8192, help="of a step")
+    store.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")
+    store.add_argument("--steps", type=positive, default=3)
+    store.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     rewards = command("rewards", "rewards", "run", "throughput and latency of scoring", overrides=False)
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")

@@ -38,6 +38,8 @@ def make_group(index: int, rng: np.random.Generator, n: int, tokens: int) -> Gro
             text=" " * (4 * tokens) + str(sample),
             finish_reason="stop",
             policy_versions=(VersionSpan(version=0, start=0, end=tokens),),
+            engine=0,
+            seconds=0.0,
         )
         for sample in range(n)
     )

@@ -67,7 +67,8 @@ class CheckpointConfig:
 
 @dataclass(slots=True)
 class LoggingConfig:
-    """Metrics always go to `metrics.jsonl` in the output directory; here is what comes on top."""
+    """Metrics always go to `metrics.jsonl` in the output directory, groups to `samples.sqlite`; here is what comes on
+    top."""
 
     tensorboard: bool = key(
         True, "scalars and sample texts under `tensorboard/`", verl="trainer.logger", trl="report_to"
@@ -90,6 +91,15 @@ class LoggingConfig:
         60.0,
         "seconds after which a wait, or a step that has printed nothing, is told with what is waited for, and after as "
         "many again",
+    )
+    sample_fraction: float = key(
+        1.0,
+        "share of the groups whose texts are kept in `samples.sqlite`; the rest of every group is",
+        values="from 0 to 1",
+        holds=lambda value: 0 <= value <= 1,
+    )
+    max_text_bytes: int = at_least(
+        0, 32_768, "longest text kept there; of a longer one the beginning and the end; 0: no texts"
     )
     worker_logs: bool = key(
         False,

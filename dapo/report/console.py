@@ -7,6 +7,8 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 import psutil
@@ -18,6 +20,9 @@ EXIT_RESUMABLE = 85  # SIGTERM or SIGUSR1 (Slurm, spot machines): saved, to be c
 _printed_at = -float("inf")
 
 
+_listeners: list[Callable[[str], None]] = []
+
+
 def say(line: str) -> None:
     """Prints one line at once, also where the output is a file."""
     _print(line, sys.stdout)
@@ -26,6 +31,8 @@ def say(line: str) -> None:
 def warn(message: str) -> None:
     """Prints one line about what went wrong and did not stop the run."""
     _print(message, sys.stderr)
+    for listener in _listeners:
+        listener(message)
 
 
 def printed_at() -> float:
@@ -46,6 +53,16 @@ def end_at_once(message: str) -> NoReturn:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     os._exit(EXIT_FAILED)
+
+
+@contextmanager
+def hearing_warnings(listener: Callable[[str], None]) -> Iterator[None]:
+    """Has `listener` told of every warning until the block ends."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def end(message: str, code: int = EXIT_FAILED) -> NoReturn:

@@ -1,8 +1,9 @@
-"""Writes what a run reports: `metrics.jsonl`, its sinks, and the progress line.
+"""Writes what a run reports: `metrics.jsonl`, its sinks, the sample store, and the progress line.
 
 In: a step and its metrics under "/"-separated names. Out: one JSON object per call in OUTPUT_DIR/metrics.jsonl, the
-same for every sink, one line of text. Continuing a run drops what lies beyond the resumed step. What happens to these
-files ends no run: lines that cannot be written wait until they can, sinks miss the time between.
+same for every sink, rows in the store (`dapo.store`), one line of text. Continuing a run drops what lies beyond the
+resumed step. What happens to these files ends no run: lines that cannot be written wait until they can, sinks and store
+miss the time between.
 """
 
 import json
@@ -15,6 +16,8 @@ from typing import IO, Any
 from dapo.report.console import warn
 from dapo.report.sinks import Guarded, Sink
 from dapo.state.durable import write_text
+from dapo.store.samples import SampleStore
+from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
 MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
@@ -23,8 +26,8 @@ MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
 class MetricsLogger:
     """Appends metrics; what a call writes is in the files when it returns, so that a killed run has all its lines."""
 
-    def __init__(self, output_dir: Path, sinks: Sequence[Sink] = ()) -> None:
-        """Opens the file in output_dir, which must exist."""
+    def __init__(self, output_dir: Path, sinks: Sequence[Sink] = (), store: SampleStore | None = None) -> None:
+        """Opens the file in output_dir, which must exist. store: where groups and events go, and a copy of the rest."""
         self.output_dir = output_dir
         self._path = output_dir / METRICS
         self._file: IO[bytes] | None = self._path.open("ab", buffering=0)
@@ -32,6 +35,7 @@ class MetricsLogger:
         self._torn = 0  # bytes of the first of them that are
         self._told = False  # of lines that wait
         self._sinks = [Guarded(sink) for sink in sinks]
+        self._store = store
 
     def resume(self, step: int, due: Sequence[str] = ()) -> None:
         """Forgets every line after `step`, the step that the run continues from; at 0, all of them. Call before `log`.
@@ -57,6 +61,8 @@ class MetricsLogger:
                 self._append(line)
         for sink in self._sinks:
             sink.begin(step)
+        if self._store is not None:
+            self._store.resume(step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line, and one scalar per value. What is not finite becomes null, for JSON has no word for it."""
@@ -66,6 +72,8 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.next_line()
             sink.give(step, lambda sink: sink.scalars(step, numbers))
+        if self._store is not None:
+            self._store.metrics(step, record)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
         """Gives the sinks a sample of numbers, if there are any."""
@@ -78,6 +86,26 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.give(step, lambda sink: sink.text(step, tag, text))
 
+    def groups(self, step: int, collected: Collected) -> None:
+        """Keeps what a step used up."""
+        if self._store is not None:
+            self._store.step(step, collected)
+
+    def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
+        """Keeps the answers to the held-out set `name`."""
+        if self._store is not None:
+            self._store.evaluation(step, name, groups)
+
+    def event(self, kind: str, message: str) -> None:
+        """Keeps what happened; kinds: see the table `events` in `dapo.store.schema`."""
+        if self._store is not None:
+            self._store.event(kind, message)
+
+    def flush(self) -> None:
+        """Waits a bounded time for the groups of the steps so far to be on disk, as a checkpoint takes them to be."""
+        if self._store is not None:
+            self._store.flush()
+
     def unwritten(self) -> tuple[str, ...]:
         """Returns the lines that could not be written yet."""
         return tuple(self._waiting)
@@ -87,6 +115,8 @@ class MetricsLogger:
         self._close_file()
         for sink in self._sinks:
             sink.close()
+        if self._store is not None:
+            self._store.close()
 
     def _append(self, line: str) -> None:
         """Writes the lines that wait and this one, as far as that is possible."""

@@ -144,9 +144,10 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def report_step(
     logger: MetricsLogger, step: int, metrics: dict[str, float], collected: Collected, *, samples: int
 ) -> None:
-    """Logs a step: its metrics; the lengths of all responses drawn and the pass rates of all groups as histograms; the
-    text of the first responses of `samples` groups."""
+    """Logs a step: its metrics; its groups; the lengths of all responses drawn and the pass rates of all groups as
+    histograms; the text of the first responses of `samples` groups."""
     logger.log(step, metrics)
+    logger.groups(step, collected)
     logger.histogram(step, "rollout/lengths", [length for group in collected.drawn for length in group.lengths])
     rates = [float(np.mean(group.accuracies)) for group in collected.drawn if group.accuracies]
     logger.histogram(step, "rollout/pass_rates", rates)

@@ -195,8 +195,10 @@ class OversamplingBuffer:
         collected = Collected(
             drawn=tuple(group for group, _ in drawn),
             groups=tuple(group for group, fate in drawn if fate == TRAINED),
+            fates=tuple(fate for _, fate in drawn),
             outcomes=Counter(draw.outcome for draw in used),
             returned=tuple(late),
+            why_returned=self._why_back,
             unfinished=frozenset(index for index, draw in late.items() if draw.state is State.IN_GENERATION),
             lost=tuple(draw.group for draw in late.values() if draw.group is not None),
             lost_tokens=sum(draw.tokens for draw in late.values()),

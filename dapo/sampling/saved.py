@@ -7,6 +7,7 @@ bytes, for the journal. Prompts are not written but found again by their draw.
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -110,6 +111,8 @@ def _groups(table: pa.Table, draw: Callable[[int], Draw]) -> list[tuple[Group, i
                 text=row["text"],
                 finish_reason=row["finish_reason"],
                 policy_versions=spans,
+                engine=-1,
+                seconds=math.nan,
             )
         )
         scores.append(Score(**json.loads(row["score"])))

@@ -10,7 +10,7 @@ import pytest
 from dapo import bench
 from dapo.bench.__main__ import main, parse
 
-COMMANDS = ("step", "overlap", "save", "driver", "rewards", "update", "logprobs", "device", "sync")
+COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "sync")
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
@@ -83,6 +83,15 @@ def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
     assert head.splitlines()[0].endswith(" draws of 16 responses of 20 tokens, 8 groups trained on")
     stages = [float(row[name]) for name in ("buffer s", "advantages and batch s", "metrics s")]
     assert float(row["together s"]) == pytest.approx(sum(stages), abs=0.02)
+
+
+def test_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["store", "32", "20", "--steps", "2", "--folder", str(tmp_path)])
+    head = capsys.readouterr().out
+    assert head.startswith(f"32 responses of 20 tokens a step, under {tmp_path}\n")
+    [rows] = tables(head)
+    assert [row["step"] for row in rows] == ["1", "2"] and not list(tmp_path.iterdir())
+    assert all(float(row["on disk after s"]) > 0 for row in rows)
 
 
 @pytest.mark.ray

@@ -1,6 +1,8 @@
 """The real program, every component real: three steps, resume, the same seed twice. How it ends: test_endings."""
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.paths import resolve_path
-from tests.support.runs import Runs, checkpoint, metrics, run_program
+from tests.support.runs import Runs, checkpoint, metrics, run_program, samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -50,6 +52,16 @@ def test_three_steps_report_evaluate_and_save(whole_run):
     assert max(penalties[1:]) < penalties[0]
     assert checkpoint(output_dir).name == "step_000003"
     assert list((output_dir / "tensorboard").iterdir())
+    assert samples(output_dir)
+    with closing(sqlite3.connect(output_dir / "samples.sqlite")) as store:
+        assert store.execute("SELECT DISTINCT engine FROM responses ORDER BY engine").fetchall() == [(0,), (1,)]
+        assert store.execute("SELECT min(seconds) > 0, max(seconds) < 600 FROM responses").fetchall() == [(1, 1)]
+        kept = store.execute("SELECT step, count(*), count(text) FROM evaluations GROUP BY step ORDER BY step")
+        assert kept.fetchall() == [(0, 32, 32), (2, 32, 32), (3, 32, 32)]
+        assert store.execute("SELECT count(*) FROM events WHERE kind = 'save'").fetchall() == [(2,)]
+        assert store.execute("SELECT ended > began, json_extract(config, '$.rollout.n') FROM runs").fetchall() == [
+            (1, 4)
+        ]
     recorded = (output_dir / "metrics.jsonl").read_text()
     assert recorded.count('"perf/restarted_reward_workers": 0.0') == 3
     assert recorded.count('"perf/restarted_reward_children": 0.0') == 3
@@ -75,6 +87,7 @@ def test_a_stopped_and_resumed_run_equals_the_whole_one(whole_run, tmp_path, val
     runs.small(output_dir, held_out, "trainer.total_steps=3")
     assert "resuming from" in capsys.readouterr().out
     assert metrics(output_dir) == metrics(whole_run[0])
+    assert samples(output_dir) == samples(whole_run[0])
     first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], output_dir))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

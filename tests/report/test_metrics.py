@@ -182,8 +182,10 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
     collected = Collected(
         drawn=tuple(drawn),
         groups=tuple(trained),
+        fates=("",) * len(drawn),
         outcomes=Counter(classify(group) for group in drawn),
         returned=(7, 8, 9),
+        why_returned="",
         unfinished=frozenset({8}),
         lost=(Cut(lengths=cut_off.lengths),),
         lost_tokens=sum(lost),
@@ -199,6 +201,19 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
     assert all(type(value) is float for value in metrics.values())
 
 
+def whole_batch(groups) -> Collected:
+    """A step that trains on all that it drew."""
+    return Collected(
+        drawn=groups,
+        groups=groups,
+        fates=("trained",) * len(groups),
+        outcomes=Counter(),
+        returned=(),
+        why_returned="",
+        unfinished=frozenset(),
+    )
+
+
 @pytest.mark.parametrize("unscorable", [False, True])
 def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     """Nothing scored, and every response filtered: NaN, no error and no zero that looks like a result."""
@@ -208,7 +223,7 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     group = dataclasses.replace(group, responses=responses, scores=scores if unscorable else group.scores)
     cfg = Config()
     cfg.reward.overlong_filtering.enable = True
-    collected = Collected(drawn=(group,), groups=(group,), outcomes=Counter(), returned=(), unfinished=frozenset())
+    collected = whole_batch((group,))
     metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, make_buffer().metrics())
     assert math.isnan(metrics["rollout/accuracy"]) is unscorable
     assert math.isnan(metrics["batch/reward_mean"]) is unscorable
@@ -224,7 +239,7 @@ def test_a_sample_shows_what_was_asked_answered_and_read(prediction):
     group = dataclasses.replace(group, responses=(response, group.responses[1]), scores=(score, group.scores[1]))
     others = [make_group(index, [1.0, 0.0]) for index in range(4)]
     groups = (*others, group)
-    collected = Collected(drawn=groups, groups=groups, outcomes=Counter(), returned=(), unfinished=frozenset())
+    collected = whole_batch(groups)
     text = sample_text(collected, 9)
     assert text.startswith("**prompt**\n```\n4\n```") and text.count("```") == 4 and "!" * 1000 in text
     assert len(text) < 2300

@@ -135,7 +135,7 @@ def tiny_config(**trainer) -> Config:
     return cfg
 
 
-def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None, actors=None):
+def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None, actors=None, samples=None):
     rollouts, actors = rollouts or FakeRollouts(), actors or FakeActors()
     tmp_path.mkdir(exist_ok=True)
 
@@ -146,7 +146,7 @@ def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=Non
 
     pools = Pools(rollouts=rollouts, rewards=FakeRewards(verdict), actors=actors, sync_weights=sync)
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
-    logger = MetricsLogger(tmp_path)
+    logger = MetricsLogger(tmp_path, store=samples)
     trainer = Trainer(cfg, pools, PROMPTS, PROMPTS[:5], store, logger, say=lambda line: None)
     return trainer, actors
 

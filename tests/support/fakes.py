@@ -40,6 +40,8 @@ def make_response(length: int = 4, finish_reason: str = "stop", text: str = "", 
         text=text,
         finish_reason=finish_reason,
         policy_versions=(VersionSpan(version=version, start=0, end=length),),
+        engine=0,
+        seconds=0.0,
     )
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import checkpoint, metrics
+from tests.support.runs import checkpoint, metrics, samples
 
 STEPS = 3
 RUN = (
@@ -16,9 +16,9 @@ IDENTITY = ("in_generation", "in_reward", "buffered", "to_retry", "trained", "al
 
 
 def outcome(output_dir: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What must not depend on faults: the trained weights, and the metrics without times."""
+    """What must not depend on faults: the trained weights and what was sampled, and the metrics without times."""
     weights = checkpoint(output_dir) / "hf" / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest(), metrics(output_dir)
+    return hashlib.sha256(weights.read_bytes()).hexdigest() + samples(output_dir), metrics(output_dir)
 
 
 def last_line(output_dir: Path) -> dict[str, Any]:

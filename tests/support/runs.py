@@ -1,13 +1,15 @@
 """Small runs of the tiny experiment: as a program, and in the test's own process on engines that outlive a run."""
 
 import asyncio
+import hashlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import psutil
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.report.names import undocumented
+from dapo.sampling.draws import DROPPED, TRAINED
 from dapo.state.run_dir import claim_output_dir
+from dapo.store.schema import DATABASE
 
 STOP_S = 120  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
 START_S = 600  # 30 s on a quiet machine; a slow one must not fail for that
@@ -145,3 +149,21 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(name for line in lines for name in line) == [], "add it to dapo/report/names.py"
     return [{key: value for key, value in line.items() if not key.startswith(("perf/", "ledger/"))} for line in lines]
+
+
+def samples(output_dir: Path) -> str:
+    """A digest of the groups and answers in the sample store, which must be whole and hold what the ledger counts;
+    without what depends on timing."""
+    ledger = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in ledger if "ledger/drawn" in line][-1]
+    with closing(sqlite3.connect(output_dir / DATABASE)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        fates = dict(connection.execute("SELECT fate, count(*) FROM groups GROUP BY fate"))
+        assert fates == {fate: count for fate in (TRAINED, *DROPPED) if (count := last[f"ledger/draws_{fate}"])}
+        counts = "SELECT (SELECT count(*) FROM responses), (SELECT sum(responses) FROM groups)"
+        [(answers, expected)] = connection.execute(counts)
+        assert answers == expected > 0
+        groups = connection.execute("SELECT * FROM groups ORDER BY draw").fetchall()
+        columns = "draw, sample, tokens, finish_reason, policy_versions, accuracy, reward, parts, prediction, text"
+        responses = connection.execute(f"SELECT {columns} FROM responses ORDER BY draw, sample").fetchall()
+    return hashlib.sha256(repr((groups, responses)).encode()).hexdigest()

@@ -5,6 +5,7 @@ Each response is one engine request with its own seed: a result depends on neith
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -92,6 +93,7 @@ class RolloutWorker:
             detokenize=False,  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        began = time.monotonic()
         try:
             async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
                 completion = output.outputs[0]
@@ -106,6 +108,8 @@ class RolloutWorker:
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in completion.weight_versions or ()
             ),
+            engine=-1,  # the driver numbers the engines
+            seconds=time.monotonic() - began,
         )
 
     async def abort(self, keys: list[str]) -> None:

@@ -96,6 +96,8 @@ def _response(model: Any, prompt: Any, ids: Any, truncated: bool, rng: np.random
         text="",
         finish_reason="length" if truncated else "stop",
         policy_versions=(VersionSpan(version=0, start=0, end=len(ids)),),
+        engine=0,
+        seconds=0.0,
     )
 
 

@@ -1,0 +1,176 @@
+"""Runs the command line: `python -m dapo.inspect RUN [QUESTION]`.
+
+It reads the sample store of a run (`dapo.store`), also while the run goes on, and starts neither Ray nor torch.
+"""
+
+import argparse
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.inspect.findings import agreements, why, why_slow
+from dapo.inspect.show import around, beginning, block, cell, ending, table
+from dapo.store.reader import WHERE, Reader
+
+ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
+
+CLOCK = "%Y-%m-%d %H:%M:%S"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser; `given.show` is the function that answers."""
+    program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
+    program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
+    program.set_defaults(show=steps, last=20, slowest=False)
+    questions = program.add_subparsers(metavar="QUESTION", help="default: steps")
+
+    def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
+        added = questions.add_parser(name, help=what, description=f"Shows {what}.")
+        added.set_defaults(show=show)
+        return added
+
+    one = question("steps", steps, "a line per step: groups, answers, seconds by phase")
+    one.add_argument("--last", type=int, default=20, help="newest steps (20)")
+    one.add_argument("--slowest", action="store_true", help="the slowest of all first, and why")
+    for name, show, what in (
+        ("step", step, "the groups of a step, and why each was trained on or dropped"),
+        ("prompt", prompt, "a prompt, and every visit to it"),
+        ("draw", draw, "the prompt and all answers of one group"),
+    ):
+        question(name, show, what).add_argument("number", type=int)
+    for kind in WHERE:
+        one = question(kind, answers, f"{kind} answers")
+        one.set_defaults(kind=kind)
+        _bounds(one)
+    one = question("search", search, "answers that hold a text")
+    one.add_argument("text")
+    _bounds(one)
+    one = question("rewards", rewards, "reward functions, the one that disagrees most with the accuracy first")
+    one.add_argument("--last", type=int, default=50, help="newest steps (50)")
+    one = question("events", events, "faults, restarts, saves and resumes, the newest last")
+    one.add_argument("--last", type=int, default=30, help="newest events (30)")
+    return program
+
+
+def _bounds(question: argparse.ArgumentParser) -> None:
+    question.add_argument("--step", type=int, help="of this step; default: of all")
+    question.add_argument("--limit", type=int, default=10, help="answers (10)")
+
+
+def steps(store: Reader, given: argparse.Namespace) -> None:
+    """Prints the newest steps, or the slowest with what took so long."""
+    every = store.steps()
+    numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
+    rest = ("all_correct", "all_wrong", "unscorable", "overlong", "accuracy", "length", "truncated")
+    if not given.slowest:
+        rows = [[row[name] for name in (*numbers, *rest)] for row in every[-given.last :]]
+        table(f"{len(every)} steps", (*numbers, *rest), rows, numbers=14)
+        return
+    slowest = sorted(every, key=lambda row: -(row["seconds"] or 0.0))[: given.last]
+    rows = [
+        [*[row[name] for name in numbers], row["longest"], why_slow(row, every, store.warnings(row["step"]))]
+        for row in slowest
+    ]
+    table("slowest steps", (*numbers, "longest", "why"), rows, numbers=8)
+
+
+def step(store: Reader, given: argparse.Namespace) -> None:
+    """Prints the groups of a step."""
+    found = store.groups(given.number)
+    if not found:
+        raise ValueError(f"{store.path} has no step {given.number}")
+    names = ("draw", "prompt", "accuracy", "variance", "tokens", "truncated")
+    rows = [[*[row[name] for name in names], why(row), beginning(row["question"])] for row in found]
+    table(f"step {given.number}: {len(found)} groups", (*names, "why", "prompt"), rows, numbers=6)
+
+
+def prompt(store: Reader, given: argparse.Namespace) -> None:
+    """Prints a prompt and its visits."""
+    found = store.prompt(given.number)
+    if found is None:
+        raise ValueError(
+            f"{store.path} has no prompt {given.number}: it was not drawn, or the number is of another set"
+        )
+    block(f"prompt {given.number}, {found['source']}", found["text"])
+    block("ground truth", found["ground_truth"])
+    names = ("step", "draw", "accuracy", "variance", "tokens", "longest", "truncated", "version")
+    rows = [[*[row[name] for name in names], why(row)] for row in store.visits(given.number)]
+    title = f"{found['visits']} visits, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
+    table(title, (*names, "why"), rows, numbers=8)
+
+
+def draw(store: Reader, given: argparse.Namespace) -> None:
+    """Prints all answers of a group, right ones first."""
+    found = sorted(store.group(given.number), key=lambda row: (-(row["accuracy"] or 0.0), row["sample"]))
+    if not found:
+        raise ValueError(f"{store.path} has no group of draw {given.number}: it went back to the stream, or runs still")
+    first = found[0]
+    block(f"draw {given.number}, step {first['step']}, prompt {first['prompt']}: {first['fate']}", first["question"])
+    block("ground truth", first["ground_truth"])
+    for row in found:
+        verdict = f"accuracy {cell(row['accuracy'])}, reward {cell(row['reward'])}"
+        about = f"{row['tokens']} tokens, {row['finish_reason']}, engine {row['engine']}"
+        read = f", read as {row['prediction']!r}" if row["prediction"] else ""
+        failure = f", {row['failure']}" if row["failure"] else ""
+        block(f"sample {row['sample']}: {verdict}{failure}{read}, {about}", row["text"] or "(not kept)")
+
+
+def answers(store: Reader, given: argparse.Namespace) -> None:
+    """Prints answers of one kind."""
+    found = store.answers(given.kind, given.limit, given.step)
+    rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
+    names = (*ANSWER, "group", "truth", "end of the answer")
+    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER))
+
+
+def _fate(answer: dict[str, Any]) -> str:
+    """Returns what became of the group of an answer, and why the answer has no verdict of the functions."""
+    return f"{answer['fate']}, {answer['failure']}" if answer["failure"] else str(answer["fate"])
+
+
+def search(store: Reader, given: argparse.Namespace) -> None:
+    """Prints answers that hold a text."""
+    found = store.search(given.text, given.limit, given.step)
+    rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
+    table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
+
+
+def rewards(store: Reader, given: argparse.Namespace) -> None:
+    """Prints how far each reward function agrees with the accuracy."""
+    found = agreements(store.rewards(given.last))
+    rows = [[one.disagreement, one.pairs, one.mean(True), one.mean(False), one.worst_draw, one.name] for one in found]
+    title = "share of pairs of answers, one better than the other, that the function orders the other way (even: half)"
+    names = ("disagrees", "pairs", "mean, right", "mean, wrong", "worst draw", "function")
+    table(title, names, rows, numbers=5)
+
+
+def events(store: Reader, given: argparse.Namespace) -> None:
+    """Prints what happened."""
+    rows = [
+        [
+            row["run"],
+            row["step"],
+            time.strftime(CLOCK, time.localtime(row["at"])),
+            row["kind"],
+            row["message"],
+        ]
+        for row in store.events(given.last)
+    ]
+    table("events", ("start", "step", "at", "kind", "message"), rows, numbers=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answers one question."""
+    given = parser().parse_args(arguments)
+    try:
+        with Reader(given.run) as store:
+            given.show(store, given)
+    except (ValueError, sqlite3.Error) as error:
+        sys.exit(f"dapo.inspect: {error}")
+
+
+if __name__ == "__main__":
+    main()

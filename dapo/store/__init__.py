@@ -1,0 +1,1 @@
+"""Keeps what a run sampled, and why each group was trained on or dropped, in one SQLite database per run."""

@@ -1,0 +1,141 @@
+"""Answers questions to the sample store of a run, whether the run goes on or not.
+
+In: an output directory, or the database itself. Out: rows, whose columns have the names that the tables give them.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dapo.store.schema import DATABASE, TRAIN, VERSION
+
+Rows = list[dict[str, Any]]
+PHASES = ("generation", "reward", "reference", "update", "sync", "driver")  # of `perf/PHASE_s`; they overlap
+WHERE = {  # kinds of answers: which they are, and their order
+    "best": ("reward IS NOT NULL", "accuracy DESC, reward DESC, step DESC"),
+    "worst": ("reward IS NOT NULL", "accuracy, reward, step DESC"),
+    "longest": ("1", "tokens DESC, step DESC"),
+    "truncated": ("finish_reason = 'length'", "step DESC, draw DESC, sample"),
+    "unscorable": ("accuracy IS NULL", "step DESC, draw DESC, sample"),
+}
+
+
+class Reader:
+    """Reads one database; close it with `close`, or use it as a context."""
+
+    def __init__(self, run: Path) -> None:
+        """Opens it. run: the output directory, or the database.
+
+        Raises ValueError where there is none, or one of another version.
+        """
+        self.path = run / DATABASE if run.is_dir() else run
+        if not self.path.is_file():
+            raise ValueError(f"{self.path} is not there; give the `trainer.output_dir` of a run, or its {DATABASE}")
+        try:
+            self._connection = sqlite3.connect(f"file:{quote(str(self.path.absolute()))}?mode=ro", uri=True, timeout=10)
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{self.path} cannot be read ({error}); where its folder cannot be written to or is on another host, "
+                f"copy it and {DATABASE}-wal, and read the copy"
+            ) from error
+        if version != VERSION:
+            self.close()
+            raise ValueError(f"{self.path} is of version {version}, and this dapo reads version {VERSION}")
+        self._connection.row_factory = sqlite3.Row
+
+    def close(self) -> None:
+        """Closes the database."""
+        self._connection.close()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def steps(self) -> Rows:
+        """Returns a row per step, oldest first: its table's columns, how its groups ended, their answers, seconds by
+        phase; NULL for a number that was not logged."""
+        phases = ", ".join(f"max(value) FILTER (WHERE name = 'perf/{phase}_s') AS [{phase}]" for phase in PHASES)
+        return self._all(
+            "SELECT steps.*, accuracy, length, longest, truncated, all_correct, all_wrong, unscorable, overlong, "
+            "times.* "
+            "FROM steps LEFT JOIN (SELECT step, avg(accuracy) AS accuracy, "
+            "sum(tokens) * 1.0 / sum(responses) AS length, max(longest) AS longest, "
+            "sum(truncated) * 1.0 / sum(responses) AS truncated, "
+            "sum(fate = 'all_correct') AS all_correct, sum(fate = 'all_wrong') AS all_wrong, "
+            "sum(fate = 'unscorable') AS unscorable, sum(fate = 'overlong') AS overlong FROM groups GROUP BY step) "
+            "AS found USING (step) LEFT JOIN (SELECT step AS of_step, "
+            f"max(value) FILTER (WHERE name = 'perf/step_s') AS seconds, {phases} "
+            "FROM metrics WHERE name LIKE 'perf/%' GROUP BY step) AS times ON of_step = step ORDER BY step"
+        )
+
+    def groups(self, step: int) -> Rows:
+        """Returns the groups that a step used up, in draw order, with source and text of the prompt as `question`."""
+        return self._all(f"{GROUPS} WHERE step = ? ORDER BY draw", step)
+
+    def visits(self, prompt: int) -> Rows:
+        """Returns the groups of a training prompt, oldest first."""
+        return self._all(f"{GROUPS} WHERE groups.prompt = ? ORDER BY draw", prompt)
+
+    def prompt(self, prompt: int) -> dict[str, Any] | None:
+        """Returns a training prompt with its text and its columns of `prompt_history`; None: it was not drawn."""
+        found = self._all(
+            "SELECT prompt_history.*, text, ground_truth FROM prompt_history JOIN prompts USING (prompt) "
+            f"WHERE split = '{TRAIN}' AND prompt = ?",
+            prompt,
+        )
+        return found[0] if found else None
+
+    def group(self, draw: int) -> Rows:
+        """Returns all answers of a group, as in the view `answers`."""
+        return self._all("SELECT * FROM answers WHERE draw = ? ORDER BY sample", draw)
+
+    def answers(self, kind: str, limit: int, step: int | None = None) -> Rows:
+        """Returns at most `limit` answers of one kind of `WHERE`, of one step or of all, as in the view `answers`."""
+        which, order = WHERE[kind]
+        return self._all(
+            f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
+        )
+
+    def search(self, text: str, limit: int, step: int | None = None) -> Rows:
+        """Returns at most `limit` answers, newest first, that hold `text`, whatever the case of ASCII letters."""
+        pattern = "%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in text) + "%"
+        return self._all(
+            "SELECT * FROM answers WHERE text LIKE ? ESCAPE '\\' AND step = coalesce(?, step) "
+            "ORDER BY step DESC, draw DESC, sample LIMIT ?",
+            pattern,
+            step,
+            limit,
+        )
+
+    def rewards(self, last: int) -> Iterator[tuple[int, float | None, dict[str, float | None]]]:
+        """Yields draw, accuracy and reward by function of every response of the newest `last` steps, group by group."""
+        query = (
+            "SELECT draw, responses.accuracy, parts FROM responses JOIN groups USING (draw) "
+            "WHERE step > (SELECT max(step) FROM steps) - ? ORDER BY draw"
+        )
+        for draw, accuracy, parts in self._connection.execute(query, (last,)):
+            yield draw, accuracy, json.loads(parts)
+
+    def events(self, last: int) -> Rows:
+        """Returns the newest `last` events, oldest first."""
+        return self._all("SELECT * FROM (SELECT * FROM events ORDER BY event DESC LIMIT ?) ORDER BY event", last)
+
+    def warnings(self, step: int) -> list[str]:
+        """Returns what was told of faults while the step was collected and trained on."""
+        found = self._all("SELECT message FROM events WHERE kind = 'warning' AND step = ? ORDER BY event", step - 1)
+        return [row["message"] for row in found]
+
+    def _all(self, query: str, *values: object) -> Rows:
+        return [dict(row) for row in self._connection.execute(query, values)]
+
+
+GROUPS = (
+    "SELECT groups.*, source, text AS question, ground_truth FROM groups "
+    f"JOIN prompts ON prompts.prompt = groups.prompt AND split = '{TRAIN}'"
+)

@@ -1,0 +1,155 @@
+"""Puts a run into its sample store: what a step used up, evaluations, metrics, events.
+
+In: groups as they end, lines of metrics, what is told to a person. Out: rows, written by a thread (`writer.py`). A run
+that goes back to a checkpoint forgets the steps after it first, so that nothing is counted twice.
+"""
+
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.config.schema import LoggingConfig
+from dapo.sampling.draws import TRAINED
+from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
+from dapo.store.schema import DATABASE, TABLES, TRAIN
+from dapo.store.writer import Write, Writer
+from dapo.types import Collected, Group
+
+FLUSH_S = 10.0  # that a checkpoint waits for the store
+CLOSE_S = 10.0
+BYTES_PER_TOKEN = 8  # of a response's arrays
+PLACES = {table.name: ", ".join("?" * len(table.columns)) for table in TABLES}
+
+
+class SampleStore:
+    """Writes the store of one run directory. Every call returns at once, and none raises."""
+
+    def __init__(
+        self,
+        directory: Path,
+        cfg: LoggingConfig,
+        *,
+        warn: Callable[[str], None],
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens nothing before the first call. warn, guard: as in `Writer`."""
+        self._cfg = cfg
+        self._writer = Writer(directory / DATABASE, warn=warn, guard=guard)
+        self._writer.on_missing = lambda message: self._event("missing", message)
+        self._run = 0  # this start's number; known to the thread
+        self._step = 0  # the last one that was reported
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Notes that the program has started. config: the resolved configuration."""
+        row = (time.time(), None, socket.gethostname(), os.getpid(), json.dumps(config, default=str))
+
+        def write(connection: sqlite3.Connection) -> None:
+            self._run = connection.execute(f"INSERT INTO runs VALUES ({PLACES['runs']})", (None, *row)).lastrowid or 0
+
+        self._writer.put(write, owed=True)
+
+    def resume(self, step: int) -> None:
+        """Forgets what was written of later steps, and of all steps at 0, for the run goes on from there."""
+        self._step = step
+
+        def write(connection: sqlite3.Connection) -> None:
+            after = step if step else -1
+            draws = "SELECT draw FROM groups WHERE step > ?"
+            connection.execute(f"DELETE FROM responses WHERE draw IN ({draws})", (after,))
+            for table in ("groups", "steps", "returned", "evaluations", "metrics"):
+                connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
+
+        self._writer.put(write, owed=True)
+        self.event("resume", f"goes on from step {step}" if step else "begins")
+
+    def step(self, step: int, collected: Collected) -> None:
+        """Keeps what a step used up, trained on or dropped, and the draws that went back."""
+        self._step = step
+        at = time.time()
+        trained = {group.draw.index: group for group in collected.groups}  # with rewards that a penalty has changed
+        groups = [
+            (trained.get(group.draw.index, group), fate)
+            for group, fate in zip(collected.drawn, collected.fates, strict=True)
+        ]
+        sums = (*_sums(groups), len(collected.returned), collected.lost_tokens)
+
+        def write(connection: sqlite3.Connection) -> None:
+            _insert(connection, "steps", [(step, self._run, at, *sums)])
+            _insert(
+                connection,
+                "prompts",
+                [prompt_row(TRAIN, group.draw.prompt) for group, _ in groups],
+            )
+            _insert(connection, "groups", [group_row(step, group, fate) for group, fate in groups])
+            reason = collected.why_returned
+            _insert(connection, "returned", [(step, draw, reason) for draw in collected.returned])
+            for group, _ in groups:
+                draw = group.draw.index
+                _insert(connection, "responses", answer_rows((draw,), group, self._text_bytes(draw)))
+
+        self._put(write, [group for group, _ in groups])
+
+    def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
+        """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id. An evaluation that is
+        done again replaces the former."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM evaluations WHERE step = ? AND name = ?", (step, name))
+            _insert(
+                connection,
+                "prompts",
+                [prompt_row(name, group.draw.prompt) for group in groups],
+            )
+            for group in groups:
+                prompt = group.draw.prompt.id
+                _insert(connection, "evaluations", answer_rows((step, name, prompt), group, self._text_bytes(prompt)))
+
+        self._put(write, groups)
+
+    def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Keeps one line of metrics."""
+        rows = [(step, name, value) for name, value in values.items()]
+        self._writer.put(lambda connection: _insert(connection, "metrics", rows))
+
+    def event(self, kind: str, message: str) -> None:
+        """Keeps what happened."""
+        self._writer.put(self._event(kind, message))
+
+    def flush(self) -> None:
+        """Waits, at most `FLUSH_S`, until what was handed over is on disk."""
+        self._writer.flush(FLUSH_S)
+
+    def close(self) -> None:
+        """Notes that the program ends, and writes what was handed over; may be called twice."""
+        ended = time.time()
+        update = "UPDATE runs SET ended = ? WHERE run = ?"
+        self._writer.put(lambda connection: connection.execute(update, (ended, self._run)))
+        self._writer.close(CLOSE_S)
+
+    def _event(self, kind: str, message: str) -> Write:
+        step, at, told = self._step, time.time(), clean(message)
+        return lambda connection: _insert(connection, "events", [(None, self._run, step, at, kind, told)])
+
+    def _text_bytes(self, number: int) -> int:
+        return self._cfg.max_text_bytes if keeps_text(number, self._cfg.sample_fraction) else 0
+
+    def _put(self, write: Write, groups: Sequence[Group]) -> None:
+        size = sum(len(response.text) for group in groups for response in group.responses)
+        size += BYTES_PER_TOKEN * sum(group.num_tokens for group in groups)
+        self._writer.put(write, responses=sum(len(group.responses) for group in groups), size=size)
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
+    """Writes rows; where one has the key of a row that is there, it takes its place."""
+    connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({PLACES[table]})", rows)
+
+
+def _sums(groups: Sequence[tuple[Group, str]]) -> tuple[int, ...]:
+    """Returns `drawn`, `trained`, `tokens` and `trained_tokens` of a step."""
+    trained = [group.num_tokens for group, fate in groups if fate == TRAINED]
+    return len(groups), len(trained), sum(group.num_tokens for group, _ in groups), sum(trained)

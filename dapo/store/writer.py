@@ -1,0 +1,237 @@
+"""Writes into the database from one thread, so that nobody who puts something down waits for a disk.
+
+    put ─▶ queue, bounded ─▶ thread: a transaction each ─▶ samples.sqlite (write-ahead log)
+
+In: functions that write, each on an open connection. Out: a database that holds each of them whole or not at all, also
+after kill -9. What cannot be written is left out, told and counted; nothing here raises for what happens to the file.
+"""
+
+import contextlib
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dapo.store.schema import VERSION, statements
+
+Write = Callable[[sqlite3.Connection], object]
+
+MAX_WAITING_BYTES = 1 << 30  # held by what waits; the groups of a step of 512 x 16 responses of 5k tokens are half
+MAX_WAITING = 10_000
+BUSY_S = 10.0  # for a lock that another program holds on the database
+LOG_BYTES = 1 << 26  # that the write-ahead log keeps on disk after a large transaction
+CACHE_KIB = 16 << 10
+TELL_S = 600.0  # between two warnings
+SIDE_FILES = ("", "-wal", "-shm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Holds one transaction. responses: that it brings. size: bytes that it keeps in memory. owed: it is done before
+    anything later is, if not now. done: set when it was dealt with."""
+
+    write: Write
+    responses: int = 0
+    size: int = 0
+    owed: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Writer:
+    """Holds the thread, and its connection."""
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None], guard: Callable[[], None]) -> None:
+        """Starts nothing before the first `put`. warn: takes one line. guard: raises when this process must not write
+        any more."""
+        self._path = path
+        self._warn = warn
+        self._guard = guard
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None: the end
+        self._lock = threading.Lock()  # over what follows
+        self._size = 0  # bytes that wait
+        self._missing = self._missing_responses = 0  # transactions that were left out
+        self._told = self._noted = 0  # as many when a person was told, and when it was written down
+        self._told_at: float | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._connection: sqlite3.Connection | None = None
+        self._owed: list[Item] = []
+        self.on_missing: Callable[[str], Write] = lambda message: lambda connection: None  # makes a note of it
+
+    def put(self, write: Write, *, responses: int = 0, size: int = 0, owed: bool = False) -> Item:
+        """Has `write` called in a transaction; see `Item`. Where too much waits it is left out, unless it is owed; and
+        so is everything after `close`."""
+        item = Item(write=write, responses=responses, size=size, owed=owed)
+        with self._lock:
+            too_much = bool(self._size) and self._size + size > MAX_WAITING_BYTES or self._queue.qsize() >= MAX_WAITING
+            taken = not self._closed and (owed or not too_much)
+            self._size += size if taken else 0
+        if taken:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+                self._thread.start()
+            self._queue.put(item)
+        else:
+            item.done.set()
+            if not self._closed:
+                self._left_out(item, "the disk is too far behind")
+        return item
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until what was put down so far is on disk. Returns False where that takes longer than `timeout_s`."""
+        return self._thread is None or self.put(_to_disk, owed=True).done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what was put down, and ends the thread; may be called twice."""
+        self._closed = True
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._queue.put(None)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            self._warn(f"{self._path} was not written to its end within {timeout_s:g} s")
+
+    def _run(self) -> None:
+        """Runs in the thread, until the end."""
+        while self._take():
+            pass  # with nothing in hand: groups of a step are not kept until the next one comes
+        if self._told != self._missing:
+            self._warn(f"{self._path}: {self._lacks()}")
+        self._drop_connection()
+
+    def _take(self) -> bool:
+        """Deals with the next item. Returns False where that is the end."""
+        item = self._queue.get()
+        if item is None:
+            return False
+        try:
+            self._write(item)
+        except Exception as error:  # the run goes on without, whatever it is
+            self._drop_connection()
+            if item.write is not _to_disk:
+                self._left_out(item, f"{type(error).__name__}: {error}")
+                self._owed += [item] if item.owed else []
+        finally:
+            with self._lock:
+                self._size -= item.size
+            item.done.set()
+        return True
+
+    def _write(self, item: Item) -> None:
+        self._guard()
+        try:
+            self._transact_all(item)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # its subclasses tell of a disk, a lock or a mistake
+                raise
+            self._drop_connection()
+            self._warn(f"{self._path} is damaged ({error}); it is now {set_aside(self._path, 'damaged')}")
+            self._transact_all(item)
+        if item.write is not _to_disk:
+            self._note_missing()
+
+    def _transact_all(self, item: Item) -> None:
+        """Writes what is owed, and the item."""
+        while self._owed:
+            self._transact(self._owed[0].write)
+            del self._owed[0]
+        self._transact(item.write)
+
+    def _transact(self, write: Write) -> None:
+        if self._connection is None:
+            self._connection = opened(self._path, self._warn)
+        if write is _to_disk:
+            write(self._connection)
+            return
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            write(self._connection)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _left_out(self, item: Item, why: str) -> None:
+        """Counts a transaction that is not in the database and will not be, unless it is owed; told now and then."""
+        now = time.monotonic()
+        with self._lock:
+            self._missing += not item.owed
+            self._missing_responses += item.responses
+            tell = self._told_at is None or now - self._told_at >= TELL_S
+            if tell:
+                self._told, self._told_at = self._missing, now
+        if tell:
+            self._warn(f"{self._path} cannot be written to ({why}); the run goes on, {self._lacks()} so far")
+
+    def _note_missing(self) -> None:
+        """Writes down how much was left out, once something was written again."""
+        if self._noted != self._missing:
+            missing = self._missing
+            self._transact(self.on_missing(self._lacks()))
+            self._noted = missing
+
+    def _lacks(self) -> str:
+        return f"{self._missing} entries with {self._missing_responses} responses are missing"
+
+    def _drop_connection(self) -> None:
+        """Closes the file, so that a log which filled the disk can go; the next transaction opens it again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+
+def _to_disk(connection: sqlite3.Connection) -> None:
+    """Makes what was written durable; a program that reads at the same time is not waited for."""
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
+    """Opens the database to write, makes it where it is not there, and sets one of another version aside.
+
+    Raises sqlite3.Error.
+    """
+    connection = _connected(path)
+    try:
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, VERSION):
+            connection.close()
+            warn(f"{path} is of version {found}, not {VERSION}; it is now {set_aside(path, f'version_{found}')}")
+            connection = _connected(path)
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in statements():
+            connection.execute(statement)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")  # no wait for the disk at each transaction
+        connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a database, its log included, and returns its new name. Raises OSError."""
+    new = path.with_name(f"{path.stem}.{why}{path.suffix}")
+    for side in SIDE_FILES:
+        old = path.with_name(path.name + side)
+        new.with_name(new.name + side).unlink(missing_ok=True)
+        if old.exists():
+            old.rename(new.with_name(new.name + side))
+    return new

@@ -1,0 +1,388 @@
+"""The store of whole runs of the loop, read with plain sqlite3: it holds what the ledger counts, once."""
+
+import asyncio
+import json
+import math
+import sqlite3
+import threading
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dapo.config.schema import LoggingConfig
+from dapo.faults.recovery import run_to_end
+from dapo.pools import ActorsLost, BatchRefused, Updated
+from dapo.report.log import read_metrics
+from dapo.sampling.draws import DROPPED, TRAINED
+from dapo.store.samples import SampleStore
+from dapo.types import Collected, Group, TrainBatch
+from tests.sampling.test_stream import make_trainer, tiny_config
+from tests.support.fakes import FakeActors, FakeRollouts, make_group
+from tests.support.faulty_pools import turns
+from tests.support.stored import collected_of, with_text
+
+KEPT = ("steps", "groups", "responses", "returned", "evaluations", "metrics")
+TIMED = {"at", "run", "seconds", "engine"}  # columns that differ between two runs; a journal knows no engine
+
+
+def rows(directory: Path, query: str, *values: object) -> list[tuple]:
+    with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
+        return connection.execute(query, values).fetchall()
+
+
+def one(directory: Path, query: str, *values: object) -> tuple:
+    [found] = rows(directory, query, *values)
+    return found
+
+
+def store_in(directory: Path, **options) -> SampleStore:
+    directory.mkdir(exist_ok=True)
+    return SampleStore(directory, LoggingConfig(**options), warn=pytest.fail)
+
+
+def kinds(prompt, sample, response) -> float:
+    """Prompts of every outcome, and such as change it from visit to visit."""
+    if prompt.id % 7 == 0:
+        return math.nan
+    if prompt.id % 5 == 0:
+        return float(int(response.text) % 2)
+    return {0: 0.0, 1: 1.0, 2: float(sample % 2)}[prompt.id % 3]
+
+
+class SomeCutOff(FakeRollouts):
+    """Every response of some draws runs into the cap."""
+
+    async def generate(self, key, prompt, sampling, seeds):
+        reason = "length" if int(key.partition("-d")[2] if "-d" in key else 1) % 4 == 0 else "stop"
+        async for sample, response in super().generate(key, prompt, sampling, seeds):
+            yield sample, replace(response, finish_reason=reason, engine=sample % 2, seconds=1.5)
+
+
+def config(**trainer):
+    cfg = tiny_config(**trainer)
+    cfg.reward.overlong_filtering.enable = True
+    cfg.data.gen_batch_size = 24
+    return cfg
+
+
+def whole_run(directory: Path, cfg, *, actors: FakeActors | None = None) -> list[Collected]:
+    """Trains to the end. Returns what its updates used up."""
+    store = store_in(directory)
+    trainer, actors = make_trainer(
+        directory, cfg, verdict=kinds, rollouts=SomeCutOff(seed=1, max_turns=20), actors=actors, samples=store
+    )
+    store.begin({"seed": 0})
+    used: list[Collected] = []
+    keep_what_is_used(trainer, used)
+    asyncio.run(trainer.run())
+    trainer._logger.close()
+    return used
+
+
+def keep_what_is_used(trainer, used: list[Collected]) -> None:
+    report = trainer._report
+
+    def noted(collected, *rest):
+        used.append(collected)
+        return report(collected, *rest)
+
+    trainer._report = noted
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list[Collected]]:
+    directory = tmp_path_factory.mktemp("run")
+    return directory, whole_run(directory, config(total_steps=20))
+
+
+def test_the_store_holds_as_many_responses_and_tokens_as_the_ledger(run):
+    directory, _ = run
+    ledger = [line for line in read_metrics(directory / "metrics.jsonl") if "ledger/drawn" in line][-1]
+    ended = {fate: ledger[f"ledger/draws_{fate}"] for fate in (TRAINED, *DROPPED)}
+    assert all(ended.values()), "a fate that does not occur shows nothing"
+    assert dict(rows(directory, "SELECT fate, count(*) FROM groups GROUP BY fate")) == ended
+    assert one(directory, "SELECT count(*) FROM responses") == (4 * sum(ended.values()),)
+    total = ledger["ledger/tokens_generated"]
+    tokens = rows(directory, "SELECT fate, sum(responses.tokens) FROM responses JOIN groups USING (draw) GROUP BY fate")
+    shares = {fate: ledger["ledger/goodput" if fate == TRAINED else f"ledger/dropped_{fate}"] for fate in ended}
+    assert {fate: count / total for fate, count in tokens} == pytest.approx(shares)
+    lost = one(directory, "SELECT sum(lost_tokens) FROM steps")[0]
+    assert lost / total == pytest.approx(ledger["ledger/wasted_surplus"]) and lost > 0
+
+
+def test_every_draw_has_its_step_and_why_it_was_dropped(run):
+    directory, used = run
+    wanted = [
+        (group.draw.index, step, group.draw.prompt.id, fate, len(group.responses), group.num_tokens)
+        for step, collected in enumerate(used, 1)
+        for group, fate in zip(collected.drawn, collected.fates, strict=True)
+    ]
+    assert rows(directory, "SELECT draw, step, prompt, fate, responses, tokens FROM groups ORDER BY draw") == wanted
+    trained = {group.draw.index for collected in used for group in collected.groups}
+    assert {draw for draw, *_ in rows(directory, "SELECT draw FROM groups WHERE fate = 'trained'")} == trained
+    returned = [(step, draw, "surplus") for step, collected in enumerate(used, 1) for draw in collected.returned]
+    assert rows(directory, "SELECT * FROM returned ORDER BY step, draw") == sorted(returned) != []
+    ends = Counter(draw for _, draw, _ in returned) + Counter(draw for draw, *_ in wanted)
+    assert dict(rows(directory, "SELECT draw, count(*) FROM draws GROUP BY draw")) == ends
+
+
+def test_a_prompts_history_equals_a_recount(run):
+    directory, used = run
+    visits: dict[int, list[tuple[int, Group, str]]] = {}
+    for step, collected in enumerate(used, 1):
+        for group, fate in zip(collected.drawn, collected.fates, strict=True):
+            visits.setdefault(group.draw.prompt.id, []).append((step, group, fate))
+    found = rows(directory, "SELECT * FROM prompt_history ORDER BY prompt")
+    assert [row[0] for row in found] == sorted(visits) and max(map(len, visits.values())) > 2
+    for prompt, source, count, trained, rate, variance, last_step, version, accuracy, last_variance, fate in found:
+        own = visits[prompt]
+        scored = [group.accuracies for _, group, _ in own if group.accuracies]
+        means = [sum(each) / len(each) for each in scored]
+        variances = [sum((a - mean) ** 2 for a in each) / len(each) for each, mean in zip(scored, means, strict=True)]
+        assert (source, count, last_step, fate) == ("test", len(own), own[-1][0], own[-1][2])
+        assert trained == sum(each == TRAINED for _, _, each in own)
+        assert version == own[-1][1].responses[0].policy_versions[0].version == last_step - 1
+        if not means:
+            assert (rate, variance, accuracy, last_variance) == (None,) * 4
+            continue
+        assert (rate, variance) == pytest.approx((sum(means) / len(means), sum(variances) / len(variances)))
+        assert (accuracy, last_variance) == pytest.approx((means[-1], variances[-1]))
+
+
+def test_responses_are_as_they_were_scored(run):
+    directory, used = run
+    found = iter(rows(directory, "SELECT * FROM answers ORDER BY draw, sample"))
+    for step, collected in enumerate(used, 1):
+        for group, fate in zip(collected.drawn, collected.fates, strict=True):
+            prompt = group.draw.prompt
+            for sample, (response, score) in enumerate(zip(group.responses, group.scores, strict=True)):
+                row = next(found)
+                head, (engine, seconds, accuracy, reward, parts), text = row[:12], row[12:17], row[-1]
+                assert head[:6] == (step, prompt.id, prompt.source, prompt.text, prompt.ground_truth, fate)
+                assert head[6:10] == (group.draw.index, sample, len(response.token_ids), response.finish_reason)
+                assert head[10:] == (step - 1, json.dumps([[step - 1, 0, len(response.token_ids)]]))
+                assert (engine, seconds, text) == (sample % 2, 1.5, response.text)
+                scorable = not math.isnan(score.accuracy)
+                assert (accuracy, reward) == ((score.accuracy, score.reward) if scorable else (None, None))
+                assert json.loads(parts) == {"compute_score": score.reward if scorable else None}
+    assert next(found, None) is None
+
+
+def test_steps_metrics_and_evaluations_are_those_of_the_other_files(run):
+    directory, used = run
+    lines = read_metrics(directory / "metrics.jsonl")
+    wanted = {(line["step"], name): value for line in lines for name, value in line.items() if name != "step"}
+    found = {
+        (step, name): math.nan if value is None else value
+        for step, name, value in rows(directory, "SELECT * FROM metrics")
+    }
+    assert found == pytest.approx(wanted, nan_ok=True)
+    assert [row[0] for row in rows(directory, "SELECT step FROM steps ORDER BY step")] == list(range(1, 21))
+    steps = {line["step"]: line for line in lines if "buffer/drawn" in line}
+    for step, drawn, trained, tokens in rows(directory, "SELECT step, drawn, trained, trained_tokens FROM steps"):
+        line = steps[step]
+        assert (drawn, trained, tokens) == (line["buffer/drawn"], line["buffer/trained"], line["buffer/trained_tokens"])
+    evaluated = {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
+    means = dict(rows(directory, "SELECT step, avg(accuracy) FROM evaluations WHERE name = 'eval' GROUP BY step"))
+    assert means == pytest.approx(evaluated) and len(means) == 11
+    assert one(directory, "SELECT count(*), sum(prompt < 5) FROM evaluations") == (110, 110)
+    assert one(directory, "SELECT count(*) FROM prompts WHERE split = 'eval'") == (5,)
+    saves = rows(directory, "SELECT step, message FROM events WHERE kind = 'save' ORDER BY event")
+    assert saves == [(step, f"step {step}") for step in range(2, 21, 2)]
+    assert one(directory, "SELECT config, ended > began FROM runs") == ('{"seed": 0}', 1)
+
+
+def test_pandas_reads_it_as_it_is(run):
+    pandas = pytest.importorskip("pandas")
+    directory, used = run
+    with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
+        frame = pandas.read_sql("SELECT * FROM answers WHERE step = 17", connection)
+    assert len(frame) == 4 * len(used[16].drawn)
+    assert frame.groupby("fate").size().sum() == len(frame) and frame.accuracy.dtype == float
+
+
+def table(directory: Path, name: str) -> set[tuple]:
+    """All rows, without what differs between two runs that are alike."""
+    with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
+        found = connection.execute(f"SELECT * FROM {name}")
+        same = [place for place, (column, *_) in enumerate(found.description) if column not in TIMED]
+        every = [tuple(row[place] for place in same) for row in found]
+    if name == "metrics":
+        every = [row for row in every if not row[1].startswith(("perf/", "ledger/"))]
+    if name == "returned" or name == "steps":  # what else had been started depends on timing
+        every = [row[:5] for row in every] if name == "steps" else []
+    assert len(set(every)) == len(every)
+    return set(every)
+
+
+@pytest.mark.parametrize("crash", [(1, 7), (3, 20), (5, 3), (6, 30)])
+def test_a_run_that_goes_on_counts_nothing_twice(tmp_path, run, crash):
+    """The process dies some turns after a step; what was stored of steps after the checkpoint is taken back."""
+    cfg = config(total_steps=8)
+    whole_run(tmp_path / "straight", cfg)
+    store = store_in(tmp_path / "crashed")
+    first, _ = make_trainer(tmp_path / "crashed", cfg, verdict=kinds, rollouts=SomeCutOff(seed=2), samples=store)
+
+    async def until_it_dies() -> None:
+        await first._resume()
+        await first._evaluate()
+        while first.version < crash[0]:
+            await first.step()
+        running = asyncio.create_task(first.step())
+        await turns(crash[1])
+        running.cancel()
+        first.saver._journal.close()
+
+    asyncio.run(until_it_dies())
+    store._writer.flush(60)  # a killed process leaves what its thread has written
+    assert one(tmp_path / "crashed", "SELECT max(step) FROM steps")[0] >= crash[0]
+    saved = max((int(path.name[5:]) for path in (tmp_path / "crashed" / "checkpoints").glob("step_*")), default=0)
+    whole_run(tmp_path / "crashed", cfg)
+    for name in KEPT:
+        assert table(tmp_path / "crashed", name) == table(tmp_path / "straight", name), name
+    resumed = rows(tmp_path / "crashed", "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
+    assert resumed == [("begins",), (f"goes on from step {saved}" if saved else "begins",)]
+
+
+@pytest.mark.parametrize(("step", "left"), [(0, []), (3, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])])
+def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, left):
+    store = store_in(tmp_path)
+    store.begin({})
+    for each in range(6):
+        groups = [with_text(10 * each + number, "text") for number in range(3)]
+        if each:
+            store.step(each, replace(collected_of(groups), returned=(10 * each + 5,), why_returned="surplus"))
+        store.metrics(each, {"a": 1.0})
+        store.evaluation(each, "eval", groups)
+    store.event("warning", "engine 1 is lost")
+    store.resume(step)
+    store.close()
+    trained = [each for each in left if each]
+    for table_name in ("metrics", "evaluations"):
+        assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in left]
+    for table_name in ("steps", "groups", "returned"):
+        assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in trained]
+    draws = [(10 * each + number,) for each in trained for number in range(3)]
+    assert rows(tmp_path, "SELECT DISTINCT draw FROM responses ORDER BY draw") == draws
+    assert [kind for (kind,) in rows(tmp_path, "SELECT kind FROM events ORDER BY event")] == ["warning", "resume"]
+    assert one(tmp_path, "SELECT count(*) FROM runs") == (1,)
+
+
+def test_a_checkpoint_waits_until_its_steps_are_on_disk(tmp_path):
+    store = store_in(tmp_path)
+    trainer, _ = make_trainer(tmp_path, config(total_steps=9), verdict=kinds, samples=store)
+    go = threading.Event()
+
+    async def run() -> None:
+        await trainer._resume()
+        await trainer.step()
+        store._writer.put(lambda connection: go.wait(60))
+        store.metrics(1, {"last": 1.0})
+        saving = asyncio.create_task(trainer.save())
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+        assert not saving.done() and not trainer.saver._store.steps()
+        go.set()
+        await saving
+        assert trainer.saver._store.steps() == [1]
+        assert rows(tmp_path, "SELECT value FROM metrics WHERE name = 'last'") == [(1.0,)]
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    store.close()
+
+
+class Losing(FakeActors):
+    """Lost in the update from version 3, and refuses the batch of version 5, once each."""
+
+    refused = False
+
+    async def update(self, batch: TrainBatch) -> Updated:
+        if batch.version == 3 and not self.restarted:
+            raise ActorsLost("gone")
+        if batch.version == 5 and not self.refused:
+            self.refused = True
+            raise BatchRefused("parity", "other probabilities")
+        return await super().update(batch)
+
+
+def test_lost_ranks_and_a_refused_batch_leave_the_store_as_it_would_be_without(tmp_path):
+    cfg = config(total_steps=7)
+    whole_run(tmp_path / "straight", cfg)
+    actors, store = Losing(), store_in(tmp_path / "lost")
+
+    def make():
+        trainer, _ = make_trainer(
+            tmp_path / "lost", cfg, verdict=kinds, rollouts=SomeCutOff(seed=3), actors=actors, samples=store
+        )
+        return trainer
+
+    asyncio.run(run_to_end(make, actors, 2))
+    store.close()
+    assert actors.restarted == 1 and actors.refused
+    for name in KEPT:
+        if name != "metrics":  # they count restarts
+            assert table(tmp_path / "lost", name) == table(tmp_path / "straight", name), name
+    resumed = rows(tmp_path / "lost", "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
+    assert resumed == [("begins",), ("goes on from step 2",)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, {"x" * 100: 20}),
+        ({"sample_fraction": 0.25}, {"x" * 100: 4, None: 16}),
+        ({"sample_fraction": 0.0}, {None: 20}),
+        ({"max_text_bytes": 0}, {None: 20}),
+        ({"max_text_bytes": 60}, {"x" * 30 + "\n[... 40 bytes ...]\n" + "x" * 30: 20}),
+    ],
+)
+def test_texts_are_bounded_and_everything_else_is_kept(tmp_path, options, kept):
+    store = store_in(tmp_path, **options)
+    store.step(1, collected_of([with_text(index, "x" * 100) for index in range(10)]))
+    store.close()
+    found = Counter(text for (text,) in rows(tmp_path, "SELECT text FROM responses"))
+    assert found == kept
+    assert one(tmp_path, "SELECT count(*), sum(text_bytes), sum(accuracy) FROM responses") == (20, 2000, 10.0)
+
+
+def test_a_reward_that_a_penalty_has_changed_is_the_one_that_is_kept(tmp_path):
+    store = store_in(tmp_path)
+    group = make_group(3, [1.0, 0.0])
+    penalized = replace(group, scores=tuple(replace(score, reward=score.reward - 0.5) for score in group.scores))
+    dropped = make_group(4, [1.0, 1.0])
+    whole = collected_of([group, dropped])
+    store.step(1, replace(whole, groups=(penalized,), fates=(TRAINED, "all_correct")))
+    store.close()
+    assert rows(tmp_path, "SELECT draw, reward FROM responses ORDER BY draw, sample") == [
+        (3, 0.5),
+        (3, -1.5),
+        (4, 1.0),
+        (4, 1.0),
+    ]
+
+
+def test_an_evaluation_that_is_done_again_replaces_the_former(tmp_path):
+    store = store_in(tmp_path)
+    store.evaluation(4, "aime", [make_group(index, [1.0, 1.0]) for index in range(3)])
+    store.evaluation(4, "math", [make_group(0, [1.0])])
+    store.evaluation(4, "aime", [make_group(index, [0.0]) for index in range(2)])
+    store.close()
+    found = rows(tmp_path, "SELECT name, prompt, sample, accuracy FROM evaluations ORDER BY name, prompt")
+    assert found == [("aime", 0, 0, 0.0), ("aime", 1, 0, 0.0), ("math", 0, 0, 1.0)]
+
+
+def test_warnings_are_events_while_they_are_heard(tmp_path, capsys):
+    from dapo.report.console import hearing_warnings, warn
+
+    store = store_in(tmp_path)
+    warn("before")
+    with hearing_warnings(lambda line: store.event("warning", line)):
+        warn("engine 1 is lost")
+    warn("after")
+    store.close()
+    assert rows(tmp_path, "SELECT kind, message FROM events") == [("warning", "engine 1 is lost")]
+    assert capsys.readouterr().err == "before\nengine 1 is lost\nafter\n"
