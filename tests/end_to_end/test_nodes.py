@@ -85,12 +85,12 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second node takes along all engines, ranks and reward workers; for one engine there is room on the first, the
+    """The second node takes along all engines and ranks; for one engine there is room on the first, the
     rest waits for a third. Then the first node takes along its engine, for which there is no room any more."""
     losses = Losses(nodes, tmp_path / "run")
 
     def place(cfg: Any, device: str, **how: Any) -> OnNodes:
-        losses.placement = OnNodes(cfg, device, nodes[1].id, **how)
+        losses.placement = OnNodes(cfg, device, **how)
         return losses.placement
 
     monkeypatch.setattr(processes, "_own_space", lambda: "of another machine")
@@ -107,6 +107,6 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
     assert losses.failure is None and not losses.is_alive()
     assert outcome(found) == undisturbed
     last = last_line(found)
-    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_reward_workers"] >= 1
+    assert last["perf/restarted_actors"] == 1
     assert last["perf/restarted_engines"] >= ENGINES
     assert_all_draws_are_accounted_for(found)

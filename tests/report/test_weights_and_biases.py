@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dapo.report import weights_and_biases
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import sinks_of
 
+WRITTEN_S = 60.0
 OFFLINE = ("logging.tensorboard=false", "logging.wandb.project=test", "logging.wandb.mode=offline")
 
 
@@ -39,11 +41,14 @@ def records(output_dir: Path) -> Iterator[Any]:
     """What the client wrote to disk, over all starts of the run in their order."""
     from wandb.proto import wandb_internal_pb2 as proto
 
-    for path in sorted(output_dir.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        for data in stored(path.read_bytes()):
-            record = proto.Record()
-            record.ParseFromString(data)
-            yield record
+    deadline = time.monotonic() + WRITTEN_S
+    for path in sorted(output_dir.glob("wandb/offline-run-*/run-*.wandb")):  # the second of its start is in the name
+        found: list[Any] = []
+        while not any(record.WhichOneof("record_type") == "exit" for record in found):  # its process writes on its own
+            assert time.monotonic() < deadline, f"{path} has no end"
+            time.sleep(0.1)
+            found = [proto.Record.FromString(data) for data in stored(path.read_bytes())]
+        yield from found
 
 
 def history(output_dir: Path) -> dict[int, dict[str, Any]]:

@@ -234,7 +234,7 @@ def test_a_run_that_goes_on_counts_nothing_twice(tmp_path, run, crash):
         running = asyncio.create_task(first.step())
         await turns(crash[1])
         running.cancel()
-        first.saver._journal.close()
+        first.saver.journal.close()
 
     asyncio.run(until_it_dies())
     store._writer.flush(60)  # a killed process leaves what its thread has written

@@ -10,7 +10,6 @@ from uuid import uuid4
 import psutil
 import ray
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
 from workers.cluster import RANKS, Placement
@@ -55,13 +54,11 @@ class Node:
 
 
 class OnNodes(Placement):
-    """Places engines and ranks by GPUs that are not there, and lets them compute on the CPU. rewards_on: the node of
-    the reward workers while it is there."""
+    """Places engines and ranks by GPUs that are not there, and lets them compute on the CPU."""
 
-    def __init__(self, cfg: Config, device: str, rewards_on: str, **how: Any) -> None:
+    def __init__(self, cfg: Config, device: str, **how: Any) -> None:
         super().__init__(replace(cfg, model=replace(cfg.model, dtype="bfloat16")), "cuda", **how)
         self._on_cpu = Placement(cfg, device)
-        self._rewards_on = rewards_on
 
     def node_of_ranks(self) -> set[str]:
         """Ids of the nodes of the ranks' bundles."""
@@ -72,10 +69,6 @@ class OnNodes(Placement):
 
     def actors(self) -> list[dict[str, Any]]:
         return _merged(self._on_cpu.actors(), super().actors())
-
-    def rewards(self) -> dict[str, Any]:
-        there = NodeAffinitySchedulingStrategy(node_id=self._rewards_on, soft=True)
-        return super().rewards() | {"scheduling_strategy": there}
 
 
 def _merged(on_cpu: list[dict[str, Any]], placed: list[dict[str, Any]]) -> list[dict[str, Any]]:
