@@ -20,11 +20,22 @@ class RolloutPool(Protocol):
         ...
 
     def room(self, n: int) -> int:
-        """Counts the groups of n responses that may start now without waiting long for an engine."""
+        """Counts the groups of n responses that may start now without waiting long for an engine; what runs in the
+        background takes no room."""
+        ...
+
+    @property
+    def spare(self) -> int:
+        """Counts the responses that may start in the background: in slots that nothing takes now."""
+        ...
+
+    @property
+    def serving(self) -> bool:
+        """Returns whether an engine serves now, or a group would have to wait for one that starts again."""
         ...
 
     def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`."""
         ...

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
@@ -20,7 +20,9 @@ import ray
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.data.prompts import fingerprint, load_prompts
+from dapo.data.held_out import load_held_out
+from dapo.data.prompts import DataReport, fingerprint, load_prompts
+from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
@@ -35,7 +37,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
-from dapo.types import Prompt
+from dapo.types import HeldOut, Prompt
 from workers.actor import ActorPool
 from workers.cluster import Placement, connect, engine_args, head, resolve_device, reward_model_device
 from workers.reward import RewardPool
@@ -126,33 +128,75 @@ def make_paths_absolute(cfg: Config) -> None:
             spec.path = str(Path(spec.path).expanduser().absolute())
 
 
-def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[Prompt], str]:
-    """Loads training and held-out prompts, and the fingerprint of the former.
+def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[HeldOut], str]:
+    """Loads training prompts, held-out sets, and the fingerprint of the former.
 
     today: the date for chat templates that write one; None: the real one. Raises ValueError: see
     `dapo.data.prompts.load_prompts`.
     """
+    tokenizer = _tokenizer(cfg)
+    prompts, report = load_prompts(
+        cfg.data.train_files,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        max_contradictory=cfg.data.max_contradictory,
+        key="data.train_files",
+        today=today,
+    )
+    _tell("data.train_files", report)
+    held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
+    return prompts, held_out, fingerprint(prompts, tokenizer)
+
+
+def _tokenizer(cfg: Config) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    loaded = []
-    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        prompts: list[Prompt] = []
-        if files:
-            prompts, report = load_prompts(
-                files,
-                tokenizer,
-                max_prompt_length=cfg.data.max_prompt_length,
-                max_contradictory=cfg.data.max_contradictory,
-                key=key,
-                today=today,
-            )
-            say(
-                f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
-                f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
-            )
-        loaded.append(prompts)
-    return loaded[0], loaded[1], fingerprint(loaded[0], tokenizer)
+    return AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+
+
+def _tell(key: str, report: DataReport) -> None:
+    say(
+        f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
+        f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
+    )
+
+
+async def evaluate(
+    cfg: Config, begun: Callable[[int], None] = lambda answers: None, answered: Callable[[int], None] = lambda n: None
+) -> Answered:
+    """Answers the held-out prompts with the model at `model.path`: with engines and reward workers, without actors.
+
+    begun: called with the number of answers to come; answered: with the number of those that came. Raises as `train`
+    does, and before anything is started where the input is wrong.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    make_paths_absolute(cfg)
+    preflight(cfg)
+    held_out = load_held_out(cfg, _tokenizer(cfg), told=_tell)
+    cfg.actor.num_workers, cfg.trainer.colocate = 0, False  # neither GPUs nor memory are kept for actors
+    with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
+        Stop(task).install()
+        device = resolve_device(cfg.trainer.device)
+        placement = Placement(cfg, device, warn=warn)
+        engines, rewards = _create_rollouts(cfg, placement), _create_rewards(cfg, placement, device)
+
+        async def rejoin(number: int) -> None:  # an engine that starts again has loaded the weights that all serve
+            engines.admit((number,))
+
+        engines.keeper.rejoin = rejoin
+        evaluation = Evaluation(held_out, engines, rewards, cfg, version=0, answered=answered)
+        try:
+            start = engines.start(cfg.model.path, engine_args(cfg, device))
+            ready, _ = await asyncio.gather(rewards.start(cfg.rollout.start_timeout_s), start)
+            say(ready)
+            begun(sum(sum(one.samples) for one in held_out))
+            evaluation.hurry()
+            return await evaluation.answers()
+        finally:
+            await evaluation.close()
+            rewards.stop()
+            await engines.stop(STOP_GRACE_S)
 
 
 @contextmanager
@@ -179,13 +223,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     placement = Placement(cfg, device, warn=warn)
     engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = ActorPool(cfg, device, placement.actors)
-    rewards = RewardPool(
-        placement.rewards(),
-        cfg.reward,
-        max_response_length=cfg.data.max_response_length,
-        model=_create_reward_model(cfg, placement, device) if cfg.reward.model.path else None,
-        warn=warn,
-    )
+    rewards = _create_rewards(cfg, placement, device)
 
     async def start_engines() -> None:
         if rollouts is None:
@@ -247,6 +285,11 @@ def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
     return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
 
 
-def _create_reward_model(cfg: Config, placement: Placement, device: str) -> RewardModelPool:
-    where = reward_model_device(cfg, device)
-    return RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
+def _create_rewards(cfg: Config, placement: Placement, device: str) -> RewardPool:
+    model = None
+    if cfg.reward.model.path:
+        where = reward_model_device(cfg, device)
+        model = RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
+    return RewardPool(
+        placement.rewards(), cfg.reward, max_response_length=cfg.data.max_response_length, model=model, warn=warn
+    )

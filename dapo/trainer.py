@@ -1,21 +1,21 @@
 """Runs Algorithm 1 of the paper (arXiv 2503.14476): the loop over rollout steps.
 
-    collect ──▶ advantages, weights ──▶ update ──▶ sync weights ──▶ evaluate, log, checkpoint
+    collect ──▶ advantages, weights ──▶ update ──▶ sync weights ──▶ log, checkpoint
     (stream,    (batch: TrainBatch)     (actors)   (engines serve
      buffer)                                        version v + 1)
+       └ ─ ─ ─ ─ evaluation of version v ─ ─ ─┘
 
 The trainer knows three protocols and one `sync_weights` callable, so the loop also runs with in-process fakes. The
 policy version is the number of completed updates; it names checkpoints and labels every generated token.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from dapo.batch import build_batch, has_signal
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
-from dapo.evaluate import evaluate, evaluates_after
+from dapo.evaluate.aside import Evaluations
 from dapo.faults.limit import TimeLimit
 from dapo.faults.losses import unless_lost
 from dapo.faults.points import fault_point
@@ -29,7 +29,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.saving import Saver
 from dapo.state.checkpoint import CheckpointStore
-from dapo.types import Collected, Prompt, TrainBatch
+from dapo.types import Collected, HeldOut, Prompt, TrainBatch
 
 
 class Trainer:
@@ -40,7 +40,7 @@ class Trainer:
         cfg: Config,
         pools: Pools,
         prompts: Sequence[Prompt],
-        held_out: Sequence[Prompt],
+        held_out: Sequence[HeldOut],
         store: CheckpointStore,
         logger: MetricsLogger,
         *,
@@ -51,7 +51,6 @@ class Trainer:
         self.clock = PhaseClock()
         self._cfg = cfg
         self._pools = pools
-        self._held_out = held_out
         self._logger = logger
         self._say = say
         self._limit = limit or TimeLimit()
@@ -68,18 +67,23 @@ class Trainer:
             seed=cfg.trainer.seed,
             clock=self.clock,
         )
+        self.evaluations = Evaluations(
+            held_out, pools, cfg, self.saver, logger, clock=self.clock, limit=self._limit, say=say
+        )
+        self.stream.on_filled = self.evaluations.wake
 
     async def run(self) -> None:
         """Takes all steps up to `trainer.total_steps`, from the newest checkpoint if there is one."""
         try:
             await self._resume()
-            if self.saver.owes_evaluation or (self._cfg.eval.before_train and self.version == 0):
-                await self._evaluate()
+            self.evaluations.begin(self.version)
             while self.version < self._cfg.trainer.total_steps:
                 await self.step()
             if self.saver.is_behind(self.version):
                 await finish(self.save())
+            await self.evaluations.finish()
         finally:
+            await self.evaluations.close()
             await self.stream.close()
 
     async def step(self) -> dict[str, float]:
@@ -94,13 +98,12 @@ class Trainer:
         batch = build_batch(collected.groups, self._cfg, version=self.version)
         self._limit.check("update", *self.saver.acts)
         try:
-            metrics = await finish(self._update(collected, batch))
+            metrics = await finish(self._update(collected, batch), hurry=self.evaluations.give_up)
         except BatchRefused as error:
             self._refusals.refused(collected, error, self.version)
             await self._sync()
             return {}
-        if self.saver.owes_evaluation:
-            await self._evaluate()
+        self.evaluations.begin(self.version)
         if self.version < self._cfg.trainer.total_steps and self.saver.is_due(self.version):
             await finish(self.saver.save_or_go_on(self.version))
         return metrics
@@ -109,13 +112,14 @@ class Trainer:
         async with self._pools.weights:
             fault_point("driver.collected")
             await self.saver.copied()
+            await self.evaluations.before_update()
             with self._limit.measuring("update"), self.clock("update"):
                 updated = await self._pools.actors.update(batch)
             fault_point("driver.updated")
             self.version += 1
             self._buffer.trained()
-            self.saver.owes_evaluation = evaluates_after(self.version, self._cfg)
             try:
+                await self.evaluations.trained(self.version)
                 with self.clock("sync"):
                     await self._pools.sync_weights(self.version)
                 self._buffer.serving(self.version)
@@ -127,19 +131,10 @@ class Trainer:
 
     async def _sync(self) -> None:
         """Gives the engines the weights once more, which may be what a batch was refused for."""
+        await self.evaluations.again()
         async with self._pools.weights:
             with self.clock("sync"):
                 await self._pools.sync_weights(self.version)
-
-    async def _evaluate(self) -> None:
-        self.saver.owes_evaluation = bool(self._held_out)
-        if self._held_out:
-            keep = partial(self._logger.evaluation, self.version, "eval")
-            work = evaluate(self._held_out, self._pools, self._cfg, clock=self.clock, keep=keep)
-            metrics = await unless_lost(work, self._pools.actors)
-            self._logger.log(self.version, metrics)
-            self.saver.owes_evaluation = False
-            self._say(f"eval · step {self.version} · held-out accuracy {metrics['eval/accuracy']:.3f}")
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())

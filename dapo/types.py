@@ -37,6 +37,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """Holds one set of problems that are not trained on. Made by `dapo.data.held_out`, consumed by `dapo.evaluate`.
+
+    name: in `data.val_files`; "" for the set of a plain list. samples: how many answers each prompt gets.
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """Holds one visit of the stream to a prompt. Made by `dapo.data`; `index` counts visits from 0 over the whole run
     (in an evaluation it is the prompt's id)."""

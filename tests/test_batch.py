@@ -11,7 +11,6 @@ from dapo.advantage import group_advantages
 from dapo.batch import advantages_of, build_batch, has_signal
 from dapo.config.algorithm import LOSS_AGG_MODES
 from dapo.config.schema import Config
-from dapo.evaluate import summarize
 from dapo.types import Group, TrainBatch, VersionSpan
 from tests.support.fakes import make_group, make_response
 
@@ -58,13 +57,6 @@ def test_an_unscorable_response_has_no_advantage():
     (minibatch,) = build_batch([group], make_config(1), version=0).minibatches
     assert minibatch[2].advantage == 0.0
     assert minibatch[0].advantage == pytest.approx(-minibatch[1].advantage)
-
-
-def test_evaluation_is_the_mean_over_scored_samples_by_source():
-    metrics = summarize([make_group(0, [1.0, 1.0]), make_group(1, [0.0, float("nan")])])
-    assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
-    assert metrics["eval/samples"] == 4
-    assert "eval/test/accuracy" not in metrics
 
 
 def truncated(group: Group, *samples: int) -> Group:

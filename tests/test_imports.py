@@ -126,7 +126,9 @@ LOADS = {
     "entry": (["dapo.main_ppo"], HEAVY | {"pyarrow", "tensorboard", "dapo.run"}),
     "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
     "parts": (
-        modules_in("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
+        modules_in(
+            *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store", "dapo.evaluate")
+        ),
         HEAVY | {"dapo.run", "tensorboard"},
     ),
     "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo import trainer as trainer_module
+from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from dapo.report.log import read_metrics
@@ -426,14 +426,16 @@ def test_an_evaluation_that_a_signal_cut_short_comes_after_the_restart(tmp_path,
     first, _ = make_trainer(tmp_path, cfg)
     moment = asyncio.Event()
 
-    async def hang(*_, **__):
-        if first.version == version:
+    answers = Evaluation.answers
+
+    async def hang(evaluation):
+        if evaluation.version == version:
             moment.set()
             await asyncio.Event().wait()
-        return {"eval/accuracy": 0.5}
+        return await answers(evaluation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "evaluate", hang)
+        patch.setattr(Evaluation, "answers", hang)
         asyncio.run(cancel_in(first, moment))
     assert version not in evaluations(tmp_path) and version in step_lines(tmp_path)
     directory = tmp_path / "checkpoints" / f"step_{version:06d}"

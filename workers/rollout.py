@@ -43,6 +43,8 @@ class RolloutPool:
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
         self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
+        self._left: dict[str, int] = {}  # responses of each group that have not ended
+        self._background: set[str] = set()
         self._aborted: set[str] = set()
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
         self._fleet = FleetCapacity([])
@@ -70,14 +72,24 @@ class RolloutPool:
 
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
-        waiting."""
-        there = [slot for slot in self._slots if slot.serving]
-        share = (len(there) or 1) / len(self._slots)  # where none serves, one is about to
-        load = sum(slot.load for slot in there) + n * sum(home is None for home in self._homes.values())
-        return max(0, (int(self.capacity * share) + (len(there) or 1) * n - load) // n)
+        waiting; those in the background do not count, before which an engine takes what waits."""
+        there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
+        load = sum(left for key, left in self._left.items() if key not in self._background)
+        return max(0, (self.capacity * there // len(self._slots) + there * n - load) // n)
+
+    @property
+    def spare(self) -> int:
+        """Counts the responses that may start in the background, in slots that nothing takes now."""
+        there = sum(slot.serving for slot in self._slots)
+        return max(0, self.capacity * there // len(self._slots) - sum(self._left.values()))
+
+    @property
+    def serving(self) -> bool:
+        """Returns whether an engine serves now."""
+        return any(slot.serving for slot in self._slots)
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`.
 
@@ -85,6 +97,9 @@ class RolloutPool:
         """
         left = dict(enumerate(seeds))
         self._homes[key] = None
+        self._left[key] = len(left)
+        if background:
+            self._background.add(key)
         self._prompt = prompt
         try:
             while left and key not in self._aborted:
@@ -95,12 +110,14 @@ class RolloutPool:
                     async with aclosing(self._from(home, key, prompt, sampling, left)) as responses:
                         async for number, response in responses:
                             del left[number]
+                            self._left[key] -= 1
                             yield number, response
                 except WorkerLost:
                     home.serving = False  # its watch will find out
                     self._homes[key] = None
         finally:
-            del self._homes[key]
+            del self._homes[key], self._left[key]
+            self._background.discard(key)
             self._aborted.discard(key)
 
     async def _home(self, key: str) -> EngineSlot | None:

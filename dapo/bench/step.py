@@ -51,11 +51,19 @@ class RecordingRollouts:
     def room(self, n: int) -> int:
         return self._pool.room(n)
 
+    @property
+    def spare(self) -> int:
+        return self._pool.spare
+
+    @property
+    def serving(self) -> bool:
+        return self._pool.serving
+
     def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
     ) -> AsyncGenerator[tuple[int, Response]]:
         self.requests[key] = (prompt, sampling, seeds)
-        return self._pool.generate(key, prompt, sampling, seeds)
+        return self._pool.generate(key, prompt, sampling, seeds, background=background)
 
     def restarts(self) -> dict[str, float]:
         return self._pool.restarts()

@@ -77,6 +77,8 @@ def _default(value: Any) -> str:
         return "to be given"
     if isinstance(value, list) and any(dataclasses.is_dataclass(item) for item in value):
         return "the defaults below, once"
+    if value is None:
+        return "empty"
     shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return f"`{shown}`" if shown else "empty"
 

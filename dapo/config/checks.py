@@ -6,7 +6,7 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 from collections.abc import Callable, Iterator
 
 from dapo.config import fields
-from dapo.config.model_checks import actor
+from dapo.config.model_checks import actor, model_directory
 from dapo.config.names import engine_arguments, nearest
 from dapo.config.placement_checks import placement
 from dapo.config.reward_model_checks import reward_model
@@ -24,17 +24,15 @@ OWN_ENGINE_ARGS = {
 }
 
 
-def validate(cfg: Config) -> None:
-    """Raises ValueError with one line per problem."""
+def validate(cfg: Config, *, trains: bool = True) -> None:
+    """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
-        _sampling,
-        _batch_shapes,
+        *([_sampling, _batch_shapes] if trains else []),
         _lengths,
-        _objective,
+        *([_objective] if trains else []),
         _engine_args,
-        actor,
-        placement,
+        *([actor, placement] if trains else [model_directory]),
         _reward_waits,
         reward_model,
     ]

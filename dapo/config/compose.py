@@ -30,6 +30,7 @@ FLAGS = (  # Hydra's; argparse takes their beginnings too
 )
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # then experiments are a person's own
+REPLACED = ("data.val_files",)  # a list or a mapping: OmegaConf merges neither into the other
 TYPES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -43,14 +44,16 @@ TYPES: dict[Any, str] = {
 ConfigStore.instance().store(name="dapo_schema", node=PlannedConfig)
 
 
-def compose(overrides: Sequence[str], experiment: str | None = None, *, plan: bool = False) -> Config:
+def compose(
+    overrides: Sequence[str], experiment: str | None = None, *, plan: bool = False, trains: bool = True
+) -> Config:
     """Returns the checked configuration of a run with these arguments, `+experiment=EXPERIMENT` before them.
 
-    plan: a `PlannedConfig`, whose keys the arguments may set too. Raises ValueError as `checked_overrides` and
-    `to_config` do, and where Hydra refuses a value.
+    plan: a `PlannedConfig`, whose keys the arguments may set too. trains: as for `dapo.config.checks.validate`. Raises
+    ValueError as `checked_overrides` and `to_config` do, and where Hydra refuses a value.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
-    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan)
+    return to_config(_composed(checked_overrides([*chosen, *overrides], plan=plan)), plan=plan, trains=trains)
 
 
 def _composed(overrides: list[str]) -> DictConfig:
@@ -61,7 +64,7 @@ def _composed(overrides: list[str]) -> DictConfig:
         raise ValueError(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from error
 
 
-def to_config(tree: DictConfig, *, plan: bool = False) -> Config:
+def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
     """Returns the typed configuration, checked.
 
     Raises ValueError where a value is missing, has the wrong type, or is one that `dapo.config.checks` refuses.
@@ -77,7 +80,7 @@ def to_config(tree: DictConfig, *, plan: bool = False) -> Config:
         raise ValueError(f"configuration: {error}") from error
     if not plan:
         cfg = Config(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Config)})
-    validate(cfg)
+    validate(cfg, trains=trains)
     return cfg
 
 
@@ -106,6 +109,9 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
                 continue
             argument = _for_hydra(argument, override)
             overrides.append(argument)
+            if override.key_or_group in REPLACED and not override.is_delete():
+                checked.append(f"{override.key_or_group}=null")
+                OmegaConf.update(tree, override.key_or_group, None)
             if override.key_or_group == "experiment":
                 problems += [] if own_configs else _unknown_experiment(str(override.value()))
             elif not override.key_or_group.startswith("hydra"):

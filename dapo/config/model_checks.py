@@ -67,7 +67,8 @@ def _lora(cfg: Config) -> Iterator[str]:
         yield "`model.lora.target_modules` is empty; give names of linear layers, or [all-linear]"
 
 
-def _model(cfg: Config) -> Iterator[str]:
+def model_directory(cfg: Config) -> Iterator[str]:
+    """Reports a `model.path` that holds no model."""
     try:
         path = Path(checked_path(cfg.model.path, key="model.path"))
     except ValueError as error:
@@ -75,7 +76,13 @@ def _model(cfg: Config) -> Iterator[str]:
         return
     if path.is_dir() and not (path / "config.json").is_file():
         yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    if found := [*model_directory(cfg)]:
+        yield from found
         return
+    path = Path(checked_path(cfg.model.path, key="model.path"))
     try:
         config = read_config(cfg.model.path)
     except UnknownShape as error:

@@ -3,6 +3,7 @@
 Lengths are in tokens of the model's tokenizer. The defaults are those of the paper's run (arXiv 2503.14476, section 4).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,20 @@ ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 EVERY_TOKEN = "; 1.0 keeps every token"
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
+MAX_SAMPLES = 1000  # per held-out problem: there are more subsets of more samples than a float can count
+SET_NAME = re.compile(r"[\w.-]+")  # it becomes a part of names of metrics
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(file, str) for file in value)
+
+
+def _are_sets(value: Any) -> bool:
+    """Returns whether the value is a list of files, a mapping from names to a file or a list of files, or nothing."""
+    if not isinstance(value, dict):
+        return value is None or _are_files(value)
+    named = all(isinstance(name, str) and SET_NAME.fullmatch(name) for name in value)
+    return named and all(isinstance(one, str) or (one and _are_files(one)) for one in value.values())
 
 
 @dataclass(slots=True)
@@ -27,7 +42,14 @@ class DataConfig:
         verl="data.train_files",
         trl="dataset_name",
     )
-    val_files: list[str] = key([], "files of held-out prompts; empty: no evaluation", verl="data.val_files")
+    val_files: Any = key(
+        None,  # a list would not give way to a mapping
+        "files of held-out prompts, one set, or several sets with names of their own: "
+        "data.val_files={aime: a.parquet, gsm8k: [b.jsonl]}; empty: no evaluation",
+        values="a list of files, or a mapping from names (letters, digits, `_.-`) to a file or a list of files",
+        holds=_are_sets,
+        verl="data.val_files",
+    )
     train_batch_size: int = at_least(
         1,
         512,
@@ -71,7 +93,14 @@ class SamplingConfig:
     """Training and evaluation sample alike: a new sampling parameter is one more field here. The values are those of
     evaluation, and `RolloutConfig` replaces what training wants otherwise."""
 
-    n: int = at_least(1, 32, "samples per held-out prompt", verl=f"{ROLLOUT}.val_kwargs.n", trl="num_generations_eval")
+    n: int = key(
+        32,
+        "samples per held-out prompt, or as many as it has rows in the files where these are more",
+        values=f"1 to {MAX_SAMPLES}",
+        holds=lambda value: 1 <= value <= MAX_SAMPLES,
+        verl=f"{ROLLOUT}.val_kwargs.n",
+        trl="num_generations_eval",
+    )
     temperature: float = at_least(
         0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
     )
@@ -124,7 +153,8 @@ class RolloutConfig(SamplingConfig):
 
 @dataclass(slots=True)
 class EvalConfig(SamplingConfig):
-    """Held-out prompts are answered `n` times each; the metric is mean@n."""
+    """Held-out prompts are answered `n` times each, at the side of training: while engines are free and while the
+    actors update."""
 
     every: int = at_least(
         0, 5, "steps between evaluations; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"

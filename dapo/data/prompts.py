@@ -40,17 +40,25 @@ class DataReport:
 
 @dataclass(slots=True)
 class _Problem:
-    """Holds a distinct prompt as its first row has it. contradiction: where another ground truth stands, and which."""
+    """Holds a distinct prompt as its first row has it. copies: rows that have it. contradiction: where another ground
+    truth stands, and which."""
 
     where: str
     messages: Messages
     ground_truth: str
     source: str
     extra_info: dict[str, Any]
+    copies: int = 1
     contradiction: str = ""
 
 
-def load_prompts(
+def load_prompts(files: Sequence[str], tokenizer: Any, **options: Any) -> tuple[list[Prompt], DataReport]:
+    """Returns what `load_counted` does, without the counts. options: its own."""
+    counted, report = load_counted(files, tokenizer, **options)
+    return [prompt for prompt, _ in counted], report
+
+
+def load_counted(
     files: Sequence[str],
     tokenizer: Any,
     *,
@@ -58,8 +66,9 @@ def load_prompts(
     max_contradictory: float,
     key: str,
     today: datetime | None = None,
-) -> tuple[list[Prompt], DataReport]:
-    """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template.
+) -> tuple[list[tuple[Prompt, int]], DataReport]:
+    """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template, each with the number
+    of rows that have it.
 
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
     `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
@@ -87,7 +96,8 @@ def load_prompts(
     )
     if not fitting:
         raise ValueError(_nothing_left(report, [len(tokens) for tokens in ids], max_prompt_length, key))
-    return [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)], report
+    prompts = [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)]
+    return [(prompt, problems[i].copies) for prompt, i in zip(prompts, fitting, strict=True)], report
 
 
 def _distinct(files: Sequence[str], key: str) -> tuple[int, list[_Problem]]:
@@ -185,7 +195,9 @@ def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem]) -> N
         first = seen.get(messages)
         if first is None:
             seen[messages] = _Problem(row, messages, truth, *_source_and_extra(chunk.rest(i), row))
-        elif truth != first.ground_truth and not first.contradiction and not _same(truth, first.ground_truth):
+            continue
+        first.copies += 1
+        if truth != first.ground_truth and not first.contradiction and not _same(truth, first.ground_truth):
             first.contradiction = f"{row} says {truth!r}"
 
 

@@ -53,9 +53,13 @@ class TimeLimit:
 
     def check(self, *acts: str) -> None:
         """Raises TimeLimitReached where these acts might not end in time."""
-        at = self.leave_at(*acts)
-        if at is not None and time.monotonic() > at:
+        if self.is_over(*acts):
             raise self.reached()
+
+    def is_over(self, *acts: str) -> bool:
+        """Returns whether these acts might not end in time."""
+        at = self.leave_at(*acts)
+        return at is not None and time.monotonic() > at
 
     def reached(self) -> TimeLimitReached:
         """Returns the error that ends the run."""

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,8 +41,10 @@ class Stop:
             os._exit(128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))
 
 
-async def finish(work: Coroutine[Any, Any, T]) -> T:
+async def finish(work: Coroutine[Any, Any, T], hurry: Callable[[], None] = lambda: None) -> T:
     """Runs `work` to its end even when the run is being cancelled: a half-done update is no state to save.
+
+    hurry: called then, so that `work` leaves out what it need not do.
 
     Raises CancelledError then, also where the work failed: its failure is no reason to recover and go on.
     """
@@ -52,6 +54,7 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             cancelled = True
+            hurry()
     if cancelled:
         raise asyncio.CancelledError from task.exception()
     return task.result()

@@ -66,11 +66,7 @@ def _mismatch(prefix: str, of: str) -> tuple[Metric, ...]:
             f"the greatest{of}",
             "training/rollout_probs_diff_max, sampling/sampling_logp_difference/max" if not prefix else "",
         ),
-        Metric(
-            f"{prefix}ess",
-            "share",
-            f"effective sample size of the importance ratios: (Σ ratio)² / (tokens × Σ ratio²){of}",
-        ),
+        Metric(f"{prefix}ess", "share", f"effective sample size: (Σ ratio)² / (tokens × Σ ratio²){of}"),
         Metric(
             f"{prefix}corrected_share",
             "share",
@@ -200,6 +196,7 @@ PERF = Family(
         Metric("reference_s", "s", "the reference policy's pass", "timing_s/ref"),
         Metric("update_s", "s", "the update", "timing_s/update_actor"),
         Metric("sync_s", "s", "weights to the engines"),
+        Metric("evaluation_s", "s", "in which the step waited for an evaluation to end, where one was under way"),
         Metric("driver_s", "s", "in which nothing else ran"),
         Metric("generation_tokens_per_s", "tokens/s", "tokens generated / `generation_s`"),
         Metric("update_tokens_per_s", "tokens/s", "response tokens trained on / `update_s`"),
@@ -254,14 +251,20 @@ LEDGER = Family(
 
 EVAL = Family(
     "eval",
-    "held-out prompts, `eval.n` responses each; logged with the step whose policy answered",
-    "dapo/evaluate.py",
+    "held-out problems, `eval.n` samples each; logged with the step whose policy gave all of them",
+    "dapo/evaluate/summary.py",
     (
-        Metric("accuracy", "share", "mean accuracy over all prompts (mean@n, avg@n)", "val-core/SOURCE/acc/mean@n"),
+        Metric("accuracy", "share", "avg@n over problems; of named sets, over sets", "val-core/SOURCE/acc/mean@n"),
+        Metric("pass@{k}", "share", "one of k samples is right, for k = 2, 4, 8 ... n (unbiased)"),
+        Metric("best@{k}", "share", "best accuracy of k samples", "val-core/SOURCE/acc/best@n/mean"),
+        Metric("maj@{k}", "share", "accuracy of the answer that most of k give", "val-core/SOURCE/acc/maj@n/mean"),
+        Metric("{estimate}_low", "share", "of accuracy and @n: lower end of the 95 % interval over problems"),
+        Metric("{estimate}_high", "share", "its upper end"),
         Metric("response_length_mean", "tokens", "mean length"),
-        Metric("truncated", "share", "responses cut at the cap"),
-        Metric("samples", "", "responses"),
-        Metric("{source}/accuracy", "share", "the same of one data source, where there are several"),
+        Metric("truncated", "share", "samples cut at the cap"),
+        Metric("unscored", "share", "samples without a verdict, which are left out"),
+        Metric("samples", "", "of all problems"),
+        Metric("{set}/{metric}", "", "each of these, of a named set or a data source"),
     ),
 )
 

@@ -14,7 +14,7 @@ buffer refills at once. What runs concurrently, all on one event loop:
 | `_abort`, at the    | draws that go back     | their `Cut`s, counted     | the unfinished    | the engines, within  |
 | end of `collect`    |                        |                           | ones to end       | `rollout.timeout_s`  |
 
-A response of an evaluation that ends wakes no waiter: the next group of the stream's own, or `collect`, does.
+An evaluation runs beside it, in slots that the pump leaves free (`on_filled`); its responses wake no waiter here.
 """
 
 import asyncio
@@ -117,6 +117,7 @@ class GroupStream:
         self._wake = asyncio.Event()
         buffer.on_serving = self._wake.set  # engines that ran dry may have room for the next version
         self._full = asyncio.Event()
+        self.on_filled: Callable[[], None] = lambda: None  # called when the engines have what they can get
 
     async def collect(self) -> Collected:
         """Returns a full batch for the next update.
@@ -171,6 +172,7 @@ class GroupStream:
             if self.buffer.collecting and self.buffer.full:
                 self._full.set()
             await asyncio.sleep(0)  # what was just started takes its room only now
+            self.on_filled()
             await self._wake.wait()
             self._wake.clear()
             while self._finished:

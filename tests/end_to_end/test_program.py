@@ -107,3 +107,11 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_engines_and_reward_workers(
     whole, found = ([line for line in metrics(path) if line["step"] == 3] for path in (whole_run[0], output_dir))
     for one, other in zip(whole, found, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
+
+
+def test_what_is_trained_is_the_same_without_evaluations(whole_run, tmp_path, runs: Runs):
+    """The whole run has evaluated versions 0, 2 and 3 at its side."""
+    without = runs.small(tmp_path / "without", "trainer.total_steps=3")
+    assert metrics(without) == [line for line in metrics(whole_run[0]) if "actor/loss" in line]
+    first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], without))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -190,7 +190,7 @@ class Failing(FakeActors):
 class Regenerating(FakeRollouts):
     """A group may come again under its name, as with the real engines, where an abort means the one that runs."""
 
-    async def generate(self, key, prompt, sampling, seeds):
+    async def generate(self, key, prompt, sampling, seeds, **how):
         self._stop.discard(key)
         async for each in super().generate(key, prompt, sampling, seeds):
             yield each

@@ -18,7 +18,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, response_seed
 from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
-from dapo.types import Collected, Sampling
+from dapo.types import Collected, HeldOut, Sampling
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
 from tests.support.faulty_pools import collect, turns
 
@@ -147,14 +147,15 @@ def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=Non
     pools = Pools(rollouts=rollouts, rewards=FakeRewards(verdict), actors=actors, sync_weights=sync)
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
     logger = MetricsLogger(tmp_path, store=samples)
-    trainer = Trainer(cfg, pools, PROMPTS, PROMPTS[:5], store, logger, say=lambda line: None)
+    held_out = HeldOut(name="", prompts=tuple(PROMPTS[:5]), samples=(cfg.eval.n,) * 5)
+    trainer = Trainer(cfg, pools, PROMPTS, [held_out], store, logger, say=lambda line: None)
     return trainer, actors
 
 
 class CutOffRollouts(FakeRollouts):
     """Every response of an odd draw runs into the cap."""
 
-    async def generate(self, key, prompt, sampling, seeds):
+    async def generate(self, key, prompt, sampling, seeds, **how):
         reason = "length" if int(key.partition("-d")[2]) % 2 else "stop"
         async for sample, response in super().generate(key, prompt, sampling, seeds):
             yield sample, replace(response, finish_reason=reason)

@@ -21,7 +21,7 @@ class StaircaseRollouts(FakeRollouts):
         self.scored = asyncio.Event()
         self.aborted_responses = aborted
 
-    async def generate(self, key, prompt, sampling, seeds):
+    async def generate(self, key, prompt, sampling, seeds, **how):
         for sample in reversed(range(sampling.n)):
             reason = "abort" if sample < self.aborted_responses else "stop"
             self.scored.clear()
@@ -80,11 +80,11 @@ def test_a_group_that_is_not_wanted_leaves_no_verdict_running():
 def test_an_evaluated_group_that_an_engine_ends_unasked_is_an_error_and_no_metric():
     async def body():
         rollouts = FakeRollouts()
-        rollouts._stop.add("eval-3")
+        rollouts._stop.add("eval-v0-0-3-0")
         held_out = [make_prompt(number) for number in range(5)]
         await evaluated(rollouts, FakeRewards(some_mixed), held_out, SETTINGS.n)
 
-    with pytest.raises(RuntimeError, match="group eval-3 unasked"):
+    with pytest.raises(RuntimeError, match="group eval-v0-0-3-0 unasked"):
         asyncio.run(body())
 
 
@@ -116,7 +116,7 @@ def test_no_batch_is_handed_out_when_known_answers_fail():
 )
 def test_close_ends_everything_whatever_the_engines_raise(error):
     class Failing(FakeRollouts):
-        async def generate(self, key, prompt, sampling, seeds):
+        async def generate(self, key, prompt, sampling, seeds, **how):
             await asyncio.Event().wait()
             yield
 

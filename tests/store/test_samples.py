@@ -228,12 +228,13 @@ def test_a_run_that_goes_on_counts_nothing_twice(tmp_path, run, crash):
 
     async def until_it_dies() -> None:
         await first._resume()
-        await first._evaluate()
+        first.evaluations.begin(first.version)
         while first.version < crash[0]:
             await first.step()
         running = asyncio.create_task(first.step())
         await turns(crash[1])
         running.cancel()
+        await first.evaluations.close()
         first.saver.journal.close()
 
     asyncio.run(until_it_dies())

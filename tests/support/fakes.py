@@ -63,6 +63,7 @@ class FakeRollouts:
     """Answers after a random number of event-loop turns; an aborted group ends as far as it is."""
 
     capacity = 64
+    serving = True
 
     def restarts(self) -> dict[str, float]:
         return {"perf/restarted_engines": 1.0}
@@ -78,8 +79,12 @@ class FakeRollouts:
     def room(self, n: int) -> int:
         return self.capacity
 
+    @property
+    def spare(self) -> int:
+        return self.capacity
+
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
     ) -> AsyncGenerator[tuple[int, Response]]:
         self.seen.append(key)
         responses = None

@@ -8,12 +8,12 @@ from typing import TypeVar
 from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
-from dapo.evaluate import evaluate
-from dapo.pools import Pools
+from dapo.evaluate.evaluation import Evaluation
+from dapo.evaluate.summary import metrics, summaries
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
-from dapo.types import Collected, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
-from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt, make_response
+from dapo.types import Collected, HeldOut, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
+from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
 
 N = 4  # responses of a group
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class BrokenRollouts(FakeRollouts):
         if self.fuse[method] == 0:
             raise RuntimeError(f"{method} broke")
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
         self.count("generate")
         async for each in super().generate(key, prompt, sampling, seeds):
             yield each
@@ -73,7 +73,7 @@ class EndlessRollouts(BrokenRollouts):
 
     first = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
         while int(key.partition("-d")[2]) >= self.first and key not in self._stop:
             await asyncio.sleep(0)
         async for each in super().generate(key, prompt, sampling, seeds):
@@ -88,7 +88,7 @@ class StubbornRollouts(FakeRollouts):
         self.running: list[str] = []
         self.twice = 0
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
         draw = key.partition("-")[2]
         self.twice += draw in self.running
         self.running.append(draw)
@@ -103,7 +103,7 @@ class StubbornRollouts(FakeRollouts):
 class SpanRollouts(FakeRollouts):
     """A token per turn, each of the version that is served then."""
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
         versions: list[int] = []
         for _ in range(self._random.randint(1, self._max_turns)):
             versions.append(self.version)
@@ -129,7 +129,11 @@ class NarrowRollouts(FakeRollouts):
     def room(self, n: int) -> int:
         return max(0, (self.capacity - self.running) // n)
 
-    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds) -> Responses:
+    @property
+    def spare(self) -> int:
+        return self.room(1)
+
+    async def generate(self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Seeds, **how) -> Responses:
         self.running += sampling.n
         self.most = max(self.most, self.running)
         left = sampling.n
@@ -159,13 +163,14 @@ def resumed(stream: GroupStream, rewards, *, version: int, staleness: int) -> Gr
 async def evaluated(rollouts, rewards, held_out: Sequence[Prompt], n: int) -> dict[str, float]:
     """Metrics of an evaluation with n samples per prompt."""
     cfg = Config()
-    cfg.eval.n, cfg.eval.top_p, cfg.data.max_response_length, cfg.trainer.seed = n, 0.7, SETTINGS.max_tokens, SEED
-
-    async def sync(version: int) -> None:
-        raise AssertionError("an evaluation changes no weights")
-
-    pools = Pools(rollouts=rollouts, rewards=rewards, actors=FakeActors(), sync_weights=sync)
-    return await evaluate(held_out, pools, cfg, clock=PhaseClock())
+    cfg.eval.top_p, cfg.data.max_response_length, cfg.trainer.seed = 0.7, SETTINGS.max_tokens, SEED
+    sets = [HeldOut(name="", prompts=tuple(held_out), samples=(n,) * len(held_out))]
+    evaluation = Evaluation(sets, rollouts, rewards, cfg, version=0)
+    try:
+        evaluation.hurry()
+        return metrics(summaries(await evaluation.answers()))
+    finally:
+        await evaluation.close()
 
 
 async def turns(count: int) -> None:

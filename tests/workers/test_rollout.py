@@ -168,6 +168,26 @@ def test_room_shrinks_by_groups_and_grows_as_single_responses_end(engines, loop)
     assert len(set(rooms)) > 4, "responses end one by one"
 
 
+def test_what_runs_in_the_background_leaves_the_room_to_others_and_takes_what_is_spare(engines, loop):
+    pool, _, count = engines
+    empty = pool.room(1)
+
+    async def behind(key: str, first: int) -> int:
+        seeds = range(first, first + 8)
+        return len([each async for each in pool.generate(key, PROMPT, sampling(8), seeds, background=True)])
+
+    async def both():
+        aside = asyncio.ensure_future(behind("aside", 5000))
+        ahead = asyncio.ensure_future(group_of(pool, "ahead", 5100))
+        await asyncio.sleep(0)
+        assert (pool.room(1), pool.spare) == (empty - 4, 64 * count - 12)
+        return await aside, len(await ahead)
+
+    assert (pool.spare, pool.serving) == (64 * count, True)
+    assert loop.run(both()) == (8, 4)
+    assert (pool.room(1), pool.spare) == (empty, 64 * count)
+
+
 def test_an_abort_while_responses_stream_in_returns_all_of_them(engines, loop):
     pool, model, _ = engines
     empty = pool.room(1)

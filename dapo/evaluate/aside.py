@@ -1,0 +1,144 @@
+"""Runs the evaluations of a run at its side: one at a time, over before the engines get other weights.
+
+    sync to v ─▶ begin(v) ─ ─ free slots, while a batch is collected and trained ─ ─▶ trained(v + 1) ─▶ sync to v + 1
+
+In: the versions to evaluate. Out: their metrics. Training draws never wait for it, but the sync does: what it reports
+belongs to exactly one policy version.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from dapo.clock import PhaseClock
+from dapo.config.schema import Config
+from dapo.evaluate.evaluation import Evaluation
+from dapo.evaluate.summary import metrics, summaries
+from dapo.faults.limit import TimeLimit
+from dapo.pools import Pools
+from dapo.report.console import warn
+from dapo.report.log import MetricsLogger
+from dapo.saving import Saver
+from dapo.types import HeldOut
+
+LOOK_S = 0.5  # between two looks at whether an evaluation can still be finished
+
+
+def evaluates_after(version: int, cfg: Config) -> bool:
+    """Returns whether policy `version`, of an update that has just ended, is to be evaluated."""
+    every = cfg.eval.every
+    return cfg.eval.after_train if version >= cfg.trainer.total_steps else every > 0 and version % every == 0
+
+
+class Evaluations:
+    """Holds the evaluation that is under way, if one is, and keeps `saver.owes_evaluation` true to it."""
+
+    def __init__(
+        self,
+        held_out: Sequence[HeldOut],
+        pools: Pools,
+        cfg: Config,
+        saver: Saver,
+        logger: MetricsLogger,
+        *,
+        clock: PhaseClock,
+        limit: TimeLimit,
+        say: Callable[[str], None],
+    ) -> None:
+        """Starts nothing yet. clock: has as `evaluation` the time that a step waits for one."""
+        self._held_out = held_out
+        self._pools = pools
+        self._cfg = cfg
+        self._saver = saver
+        self._logger = logger
+        self._clock = clock
+        self._limit = limit
+        self._say = say
+        self._version = 0  # of the actors
+        self._evaluation: Evaluation | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._given_up = False
+
+    def begin(self, version: int) -> None:
+        """Evaluates `version`, which the engines serve, if it is due: as soon as they have what else they can get."""
+        assert self._evaluation is None, "an evaluation begins before the one before it has ended"
+        self._version = version
+        due = self._saver.owes_evaluation or (version == 0 and self._cfg.eval.before_train)
+        self._saver.owes_evaluation = due and bool(self._held_out)
+        if self._saver.owes_evaluation:
+            pools = self._pools
+            self._evaluation = Evaluation(self._held_out, pools.rollouts, pools.rewards, self._cfg, version=version)
+            if version >= self._cfg.trainer.total_steps or self._saver.is_due(version):
+                self.wake()  # no batch is collected now
+
+    def wake(self) -> None:
+        """Uses the slots that are free now; to be called when the engines have what else they can get."""
+        if self._evaluation is not None:
+            if self._ending is None:
+                self._ending = asyncio.create_task(self._to_its_end(self._evaluation))
+            self._evaluation.wake()
+
+    async def before_update(self) -> None:
+        """Waits for the end where actors and engines share GPUs, and take turns."""
+        if self._cfg.trainer.colocate:
+            await self._finish(self._impossible)
+
+    async def trained(self, version: int) -> None:
+        """Notes that the actors are at `version`, and waits for the end: the engines get other weights next."""
+        self._version = version
+        self._saver.owes_evaluation = bool(self._held_out) and evaluates_after(version, self._cfg)
+        await self._finish(self._impossible)
+
+    async def finish(self) -> None:
+        """Waits until the evaluation under way has ended. Raises what made it fail."""
+        await self._finish(lambda: False)
+
+    def give_up(self) -> None:
+        """Lets nothing wait for it any longer: the run is ending."""
+        self._given_up = True
+
+    async def again(self) -> None:
+        """Lets the evaluation under way begin anew: its engines may not have had the weights that they should have."""
+        if self._evaluation is not None and self._saver.owes_evaluation:
+            await self.close()
+            self.begin(self._version)
+
+    async def close(self) -> None:
+        """Ends the evaluation under way without a result; may be called twice."""
+        evaluation, ending = self._evaluation, self._ending
+        self._evaluation = self._ending = None
+        if ending is not None:
+            ending.cancel()
+            await asyncio.wait([ending])
+        if evaluation is not None:
+            await evaluation.close()
+
+    async def _finish(self, impossible: Callable[[], bool]) -> None:
+        if self._evaluation is None:
+            return
+        with self._clock("evaluation"):
+            self.wake()
+            self._evaluation.hurry()
+            ending, version = self._ending, self._evaluation.version
+            assert ending is not None
+            while not ending.done() and not self._given_up and not impossible():
+                await asyncio.wait([ending], timeout=LOOK_S)
+            if not ending.done():
+                warn(f"the evaluation of step {version} was cut short and has no result: the run goes on without it")
+            failure = ending.exception() if ending.done() else None
+            await self.close()
+        if failure is not None:
+            raise failure
+
+    def _impossible(self) -> bool:
+        """Returns whether there is nothing or no time to finish with, now that the actors have other weights."""
+        return not self._pools.rollouts.serving or self._limit.is_over("save")
+
+    async def _to_its_end(self, evaluation: Evaluation) -> None:
+        answered = await evaluation.answers()
+        values = metrics(await asyncio.to_thread(summaries, answered))
+        self._logger.log(evaluation.version, values)
+        for name, groups in answered.sets.items():
+            self._logger.evaluation(evaluation.version, name or "eval", groups)
+        if evaluation.version == self._version:
+            self._saver.owes_evaluation = False
+        self._say(f"eval · step {evaluation.version} · held-out accuracy {values['eval/accuracy']:.3f}")

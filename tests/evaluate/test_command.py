@@ -1,0 +1,136 @@
+"""`python -m dapo.evaluate`: the real program on an export made here, and what it refuses before anything starts."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.config.paths import resolve_path
+from dapo.evaluate import __main__ as command
+from tests.support.runs import START_S
+
+VAL = "pkg://dapo.tiny/data/val.parquet"
+
+
+@pytest.fixture
+def export(tmp_path):
+    """A Hugging Face directory as any training leaves it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = resolve_path("pkg://dapo.tiny/base")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "export")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "export")
+    return tmp_path / "export"
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path):
+    """Two sets, one of which repeats its problems."""
+    import ray
+
+    rows = pq.read_table(resolve_path(VAL)).slice(0, 12)
+    pq.write_table(rows, tmp_path / "sums.parquet")
+    pq.write_table(rows.slice(0, 3).take([0, 1, 2, 2, 1, 0, 0, 1, 2]), tmp_path / "copies.parquet")
+    sets = f"data.val_files={{sums: {tmp_path}/sums.parquet, copies: [{tmp_path}/copies.parquet]}}"
+    sampling = ("eval.n=2", "eval.top_p=1.0", "data.max_prompt_length=64", "data.max_response_length=128")
+    address = f"trainer.ray_address={ray.get_runtime_context().gcs_address}"
+    small = ("model.dtype=float32", "reward.num_workers=1", "reward.overlong_buffer.len=32", address)
+    line = [sys.executable, "-u", "-m", "dapo.evaluate", f"model.path={export}", sets, *sampling, *small]
+    done = subprocess.run(
+        [*line, f"trainer.output_dir={tmp_path / 'out'}"], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "data.val_files.copies: 9 rows, 6 duplicates" in out and "data.train_files" not in out
+    assert "sums: 12 problems x 2 samples, avg@2 0." in out and "copies: 3 problems x 3 samples, avg@3" in out
+    assert "| k | pass@k | maj@k | best@k |" in out
+    assert "33/33" in done.stderr, "progress to its end"
+    written = json.loads((tmp_path / "out" / "evaluation_001.json").read_text())
+    assert f"written to {tmp_path / 'out' / 'evaluation_001.json'}" in out
+    assert (written["model"], written["sampling"]["n"], written["sampling"]["top_p"]) == (str(export), 2, 1.0)
+    assert [(one["name"], one["problems"], one["answers"]) for one in written["summaries"]] == [
+        ("sums", 12, 24),
+        ("copies", 3, 9),
+    ]
+    sums = [one for one in written["problems"] if one["set"] == "sums"]
+    accuracies = [accuracy for one in sums for accuracy in one["accuracy"]]
+    assert written["summaries"][0]["estimates"]["avg@2"]["value"] == pytest.approx(sum(accuracies) / 24)
+    assert 0 < sum(accuracies) < 24 and all(tokens > 0 for one in sums for tokens in one["tokens"])
+    right = [a == t for one in sums for a, t in zip(one["answer"], [one["ground_truth"]] * 2, strict=True)]
+    assert [bool(accuracy) for accuracy in accuracies] == right
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["model.path=/nowhere/x"], "`model.path` (/nowhere/x) does not exist", id="model"),
+        pytest.param(["model.path={export}", "data.val_files=[]"], "`data.val_files` is empty; give", id="no files"),
+        pytest.param(["model.path={export}", "data.val_files=[no.parquet]"], "(no.parquet) does not exist", id="file"),
+        pytest.param(["model.path={export}", "eval.m=3"], "unknown key `eval.m`", id="key"),
+        pytest.param(["model.path={export}", "eval.n=0"], "`eval.n` (0) must be 1 to 1000", id="value"),
+        pytest.param(["model.path={export}", "reward.functions=[{{path: no}}]"], "`reward.functions[0]", id="reward"),
+        pytest.param(["model.path={export}", "trainer.output_dir={export}/config.json"], "config.json", id="folder"),
+    ],
+)
+def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, message, export, monkeypatch, capsys):
+    from dapo import run
+
+    def started(cfg):
+        raise AssertionError("Ray starts")
+
+    monkeypatch.setattr(run, "ray_cluster", started)
+    given = [f"data.val_files=[{VAL}]", *(argument.format(export=export) for argument in arguments)]
+    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *arguments])
+    command.main()
+    assert "python -m dapo.evaluate" in capsys.readouterr().out
+
+
+def test_nothing_is_asked_for_actors(export, monkeypatch):
+    from contextlib import nullcontext
+
+    from dapo import run
+
+    placed = []
+
+    def place(cfg, device, **how):
+        placed.append((cfg.actor.num_workers, cfg.trainer.colocate))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
+    monkeypatch.setattr(run, "Placement", place)
+    line = [f"model.path={export}", f"data.val_files=[{VAL}]", "trainer.colocate=true", "trainer.device=cpu"]
+    with pytest.raises(RuntimeError, match="far enough"):
+        asyncio.run(run.evaluate(command.configuration(line)))
+    assert placed == [(0, False)]
+
+
+def test_a_model_that_actors_cannot_train_can_be_evaluated(export):
+    """A mixture of experts, and weights that are no safetensors."""
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
+    (export / "model.safetensors").rename(export / "pytorch_model.bin")
+    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]"])
+    assert cfg.model.path == str(export)
+
+
+def test_no_evaluation_overwrites_another(tmp_path, export):
+    from dapo.evaluate.evaluation import Answered
+    from tests.support.fakes import make_group
+
+    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]"])
+    answered = Answered(version=0, sets={"": (make_group(0, [1.0, 0.0]),)})
+    paths = [command.write(tmp_path, cfg, answered) for _ in range(2)]
+    assert [path.name for path in paths] == ["evaluation_001.json", "evaluation_002.json"]
