@@ -27,6 +27,7 @@ from dapo.sampling.journaled import note, recover
 from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import sampling_of
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.durable import free_space
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
 from dapo.types import Draw, Group
@@ -229,8 +230,8 @@ class Saver:
             self._failed += 1
             raise SaveFailed(
                 f"step {version} could not be saved in `trainer.output_dir` ({self._logger.output_dir}): "
-                f"{type(error).__name__}: {error}; see that there is space and that the directory can be written to; "
-                "the checkpoint before this one stays"
+                f"{type(error).__name__}: {error}; see that the directory can be written to and that there "
+                f"is space ({free_space(self._logger.output_dir)} without it); the checkpoint before this one stays"
             ) from error
         finally:
             self._copied.set()  # also where it never came to that

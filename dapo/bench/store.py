@@ -57,7 +57,7 @@ def run(given: argparse.Namespace) -> None:
             grown, cpu = peak_bytes() - held, time.process_time() - cpu
             size = sum(path.stat().st_size for path in Path(folder).glob(f"{DATABASE}*"))
             figures = (1000 * caller_s, written_s, cpu, grown / 2**20, size / 2**20)
-            rows.append([str(number + 1), *[f"{figure:.2f}" for figure in figures]])
+            rows.append([str(number + 1), *[f"{figure:.3f}" for figure in figures]])
             del collected
         store.close()
     print(f"{groups * N} responses of {given.tokens} tokens a step, under {given.folder}")

@@ -4,6 +4,7 @@ In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_di
 """
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -25,3 +26,11 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_space(directory: Path) -> str:
+    """Returns in words how much more the disk takes, for errors: torch does not name a full one as the cause."""
+    try:
+        return f"{shutil.disk_usage(directory).free >> 20} MiB are free"
+    except OSError as error:
+        return f"how much is free is not known: {error}"

@@ -91,7 +91,7 @@ def test_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert head.startswith(f"32 responses of 20 tokens a step, under {tmp_path}\n")
     [rows] = tables(head)
     assert [row["step"] for row in rows] == ["1", "2"] and not list(tmp_path.iterdir())
-    assert all(float(row["on disk after s"]) > 0 for row in rows)
+    assert all(float(row["files MiB"]) > 0 and float(row["on disk after s"]) >= 0 for row in rows)
 
 
 @pytest.mark.ray

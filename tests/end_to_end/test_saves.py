@@ -99,7 +99,7 @@ def test_a_run_outlives_a_disk_that_refuses_its_checkpoints_and_goes_on_with_roo
     finally:
         subprocess.run(["umount", str(checkpoints)], check=True)
     mount("-o", "remount,size=24m", disk)  # for one checkpoint with its export, 15 MB, and not for two
-    refused("No space left on device", BESIDE)
+    refused(r"\b1?[0-9] MiB are free", BESIDE)  # torch itself does not say so each time: "unexpected pos 704 vs 598"
     mount("-o", "remount,size=200m", disk)
     runs.small(found, *settings, BESIDE)
     assert outcome(found) == undisturbed

@@ -188,7 +188,7 @@ def test_three_steps_each_on_two_ranks_one_and_two_are_nine_on_two(
     whole = pools("untied", 2).pool
     before = {name: w.clone() for name, w in on_all(whole, full_weights)[0].items()}
     wanted = train(whole, 0, 9)
-    assert distance(wanted, before) > 0.01
+    assert distance(wanted, before) > 1e-3, "a thousand times what rounding may leave"
 
     saved = checksum(pools("untied", 2).pool)
     for part, ranks in enumerate((2, 1, 2)):

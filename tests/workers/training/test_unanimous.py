@@ -12,7 +12,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this rank, the second of three, tells the others; the third has failed as it has."""
     mine: list[str] = []
 
-    def all_gather_object(errors: list[str], error: str) -> None:
+    def all_gather_object(errors: list[str], error: str, group: None) -> None:
         mine.append(error)
         errors[:] = ["OSError: full", error, error]
 
