@@ -192,7 +192,7 @@ class Regenerating(FakeRollouts):
 
     async def generate(self, key, prompt, sampling, seeds, **how):
         self._stop.discard(key)
-        async for each in super().generate(key, prompt, sampling, seeds):
+        async for each in super().generate(key, prompt, sampling, seeds, **how):
             yield each
 
 
@@ -320,11 +320,11 @@ class StuckOnce(Regenerating):
 
     stuck = 0
 
-    async def generate(self, key, prompt, sampling, seeds):
+    async def generate(self, key, prompt, sampling, seeds, **how):
         if key.startswith("eval") and self.stuck < 5:
             self.stuck += 1
             await asyncio.Event().wait()
-        async for each in super().generate(key, prompt, sampling, seeds):
+        async for each in super().generate(key, prompt, sampling, seeds, **how):
             yield each
 
 

@@ -55,9 +55,9 @@ def kinds(prompt, sample, response) -> float:
 class SomeCutOff(FakeRollouts):
     """Every response of some draws runs into the cap."""
 
-    async def generate(self, key, prompt, sampling, seeds):
+    async def generate(self, key, prompt, sampling, seeds, **how):
         reason = "length" if int(key.partition("-d")[2] if "-d" in key else 1) % 4 == 0 else "stop"
-        async for sample, response in super().generate(key, prompt, sampling, seeds):
+        async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
             yield sample, replace(response, finish_reason=reason, engine=sample % 2, seconds=1.5)
 
 

@@ -137,7 +137,7 @@ def test_the_batch_of_a_step_with_its_progress() -> None:
 
 def test_an_evaluation_with_its_progress() -> None:
     class Some(EndlessRollouts):
-        async def generate(self, key, prompt, sampling, seeds):
+        async def generate(self, key, prompt, sampling, seeds, **how):
             name = f"eval-d{key.partition('-')[2]}"
             async for each in super().generate(name, prompt, sampling, seeds):
                 yield each
