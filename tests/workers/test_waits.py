@@ -138,15 +138,15 @@ def test_the_batch_of_a_step_with_its_progress() -> None:
 def test_an_evaluation_with_its_progress() -> None:
     class Some(EndlessRollouts):
         async def generate(self, key, prompt, sampling, seeds, **how):
-            name = f"eval-d{key.partition('-')[2]}"
+            name = f"eval-d{key.split('-')[3]}"  # eval-v0-SET-PROMPT-FIRST
             async for each in super().generate(name, prompt, sampling, seeds):
                 yield each
 
     rollouts = Some()
     rollouts.first = 2
     work = evaluated(rollouts, FakeRewards(some_mixed), [make_prompt(number) for number in range(5)], 2)
-    found = during(work, until=lambda lines: "2 of" in "".join(lines))
-    assert found == ["waiting # s for the evaluation: 2 of 5 prompts"]
+    found = during(work, until=lambda lines: "4 of" in "".join(lines))
+    assert found == ["waiting # s for the evaluation of step 0: 4 of 10 answers"]
 
 
 def test_a_checkpoint_that_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
