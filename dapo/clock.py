@@ -15,6 +15,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
+        self.since: dict[str, float] = {}  # when each phase that is open now began (`time.monotonic()`)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last = self._began = time.monotonic()
 
@@ -30,11 +31,14 @@ class PhaseClock:
         """Counts the time until the block ends towards `phase`."""
         self._advance()
         self._open[phase] += 1
+        self.since.setdefault(phase, self._last)
         try:
             yield
         finally:
             self._advance()
             self._open[phase] -= 1
+            if not self._open[phase]:
+                del self.since[phase]
 
     def lap(self) -> dict[str, float]:
         """Returns the seconds per phase since the last lap, with `driver` and the wall time as `step`; starts the next

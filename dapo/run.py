@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dapo.pools import Pools
 from dapo.preflight import preflight
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
+from dapo.report.progress import Progress
 from dapo.report.sinks import sinks_of
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
@@ -90,7 +92,9 @@ async def train(
     preflight(cfg)
     # Both take seconds; those of Ray are spent waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
-    with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg) if rollouts is None else nullcontext():
+    progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
+    cluster = ray_cluster(cfg) if rollouts is None else nullcontext()
+    with Watchdog(cfg.logging.watchdog_s, before=progress.look), cluster:
         if stop is not None:
             stop.install()  # once more: Ray has put a handler of its own in place
         with waiting("the prompts to be read and tokenized"):
@@ -106,12 +110,9 @@ async def train(
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
-                    with hearing_warnings(lambda line: logger.event("warning", line)):
-                        await run_to_end(
-                            lambda: Trainer(cfg, pools, prompts, held_out, store, logger, say=say, limit=limit),
-                            pools.actors,
-                            cfg.actor.max_restarts,
-                        )
+                    with hearing_warnings(lambda line: logger.event("warning", line)), progress:
+                        made = partial(Trainer, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit)
+                        await run_to_end(lambda: progress.of(made()), pools.actors, cfg.actor.max_restarts)
             except HeadLost as error:
                 logger.close()
                 run_dir.release()

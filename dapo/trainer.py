@@ -23,6 +23,7 @@ from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
+from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
@@ -105,7 +106,8 @@ class Trainer:
             return {}
         self.evaluations.begin(self.version)
         if self.version < self._cfg.trainer.total_steps and self.saver.is_due(self.version):
-            await finish(self.saver.save_or_go_on(self.version))
+            with self.clock("save"):
+                await finish(self.saver.save_or_go_on(self.version))
         return metrics
 
     async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
@@ -139,12 +141,13 @@ class Trainer:
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
         metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())
         report_step(self._logger, self.version, metrics, collected, samples=self._cfg.logging.samples)
-        self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics))
+        self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics, repeated=take_repeated()))
         return metrics
 
     async def save(self) -> None:
         """Writes a checkpoint of the current version, while generation may go on."""
-        await self.saver.save(self.version)
+        with self.clock("save"):
+            await self.saver.save(self.version)
 
     async def _resume(self) -> None:
         async with self._pools.weights:

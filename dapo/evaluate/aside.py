@@ -77,6 +77,11 @@ class Evaluations:
                 self._ending = asyncio.create_task(self._to_its_end(self._evaluation))
             self._evaluation.wake()
 
+    def progress(self) -> tuple[int, int, int] | None:
+        """Returns the version under evaluation, its answers that came, and all; None where none is under way."""
+        evaluation = self._evaluation
+        return None if evaluation is None else (evaluation.version, *evaluation.progress())
+
     async def before_update(self) -> None:
         """Waits for the end where actors and engines share GPUs, and take turns."""
         if self._cfg.trainer.colocate:

@@ -16,7 +16,6 @@ from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.faults.points import fault_point
 from dapo.pools import RewardPool, RolloutPool
-from dapo.report.watchdog import waiting
 from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, response_seed, sampling_of, scored_group
 from dapo.types import Cut, Draw, Group, HeldOut, Prompt
 
@@ -91,8 +90,11 @@ class Evaluation:
         """Returns all answers, when they are there. Raises what made one impossible."""
         self.wake()
         assert self._task is not None
-        with waiting(f"the evaluation of step {self.version}", lambda: f"{self._ended} of {self._total} answers"):
-            return await asyncio.shield(self._task)
+        return await asyncio.shield(self._task)
+
+    def progress(self) -> tuple[int, int]:
+        """Counts the answers that came, and all."""
+        return self._ended, self._total
 
     async def close(self) -> None:
         """Ends what is in flight, within `CLOSE_GRACE_S`; what failed is not reported. May be called twice."""

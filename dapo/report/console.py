@@ -5,8 +5,10 @@ In: text. Out: standard output for what happens, standard error for what went wr
 
 import contextlib
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
@@ -17,10 +19,11 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
 EXIT_RESUMABLE = 85  # SIGTERM or SIGUSR1 (Slurm, spot machines): saved, to be continued
 
+AGAIN_S = 3600.0  # after which a warning that comes again is printed again
+# Of two warnings that differ in these numbers alone, the second says nothing new; others say which engine, how often.
+_MEASURE = re.compile(r"\b\d[\d.,]*(?= ?(?:%|(?:ms|s|min|h|bytes|B|[KMGT]i?B|tokens|lines|groups|rows)\b))")
+
 _printed_at = -float("inf")
-
-
-_listeners: list[Callable[[str], None]] = []
 
 
 def say(line: str) -> None:
@@ -28,22 +31,61 @@ def say(line: str) -> None:
     _print(line, sys.stdout)
 
 
+class _Warnings:
+    """Holds what was warned of in one run. listener: told of every warning. repeated: those that were not printed, by
+    text; fresh: how many of them no step line has told yet."""
+
+    def __init__(self, listener: Callable[[str], None]) -> None:
+        self.listener = listener
+        self.repeated: Counter[str] = Counter()
+        self.fresh = 0
+        self._printed: dict[str, float] = {}
+
+    def is_new(self, message: str) -> bool:
+        """Returns whether to print it, and counts it if not."""
+        text, now = _MEASURE.sub("#", message), time.monotonic()
+        if now - self._printed.get(text, -float("inf")) >= AGAIN_S:
+            self._printed[text] = now
+            return True
+        self.repeated[text] += 1
+        self.fresh += 1
+        return False
+
+
+_runs: list[_Warnings] = []  # the one under way is the last; none: every warning is printed
+
+
 def warn(message: str) -> None:
-    """Prints one line about what went wrong and did not stop the run."""
-    _print(message, sys.stderr)
-    for listener in _listeners:
-        listener(message)
+    """Prints one line about what went wrong and did not stop the run; while a run has `hearing_warnings`, once an hour,
+    and what comes again between is counted."""
+    if not _runs or _runs[-1].is_new(message):
+        _print(message, sys.stderr)
+    for run in _runs:
+        run.listener(message)
+
+
+def take_repeated() -> int:
+    """Counts the warnings that were not printed since the last call."""
+    if not _runs:
+        return 0
+    count, _runs[-1].fresh = _runs[-1].fresh, 0
+    return count
 
 
 def printed_at() -> float:
-    """Returns when the last line was printed (`time.monotonic()`)."""
+    """Returns when the last line was printed (`time.monotonic()`), or `seen` was called."""
     return _printed_at
 
 
-def _print(line: str, to: TextIO) -> None:
+def seen() -> None:
+    """Notes that a person sees what goes on, without a line of its own."""
     global _printed_at
-    print(line, file=to, flush=True)
     _printed_at = time.monotonic()
+
+
+def _print(line: str, to: TextIO) -> None:
+    print(line, file=to, flush=True)
+    seen()
 
 
 def end_at_once(message: str) -> NoReturn:
@@ -57,12 +99,16 @@ def end_at_once(message: str) -> NoReturn:
 
 @contextmanager
 def hearing_warnings(listener: Callable[[str], None]) -> Iterator[None]:
-    """Has `listener` told of every warning until the block ends."""
-    _listeners.append(listener)
+    """Has `listener` told of every warning until the block ends, and prints each text once an hour. What came again is
+    told at the end, with a count."""
+    run = _Warnings(listener)
+    _runs.append(run)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _runs.remove(run)
+        for text, count in run.repeated.items():
+            _print(f"{count} more times: {text}", sys.stderr)
 
 
 def end(message: str, code: int = EXIT_FAILED) -> NoReturn:

@@ -20,6 +20,7 @@ from dapo.store.samples import SampleStore
 from dapo.types import Collected, Group
 
 METRICS = "metrics.jsonl"
+SEPARATOR = " · "  # of the parts of a line
 MAX_WAITING = 500  # lines that wait for a disk; of more, the oldest are lost
 
 
@@ -171,8 +172,8 @@ def _up_to(step: int, lines: Sequence[str]) -> list[str]:
     return [line for line in lines if 0 <= _step_of(line) <= step] if step else []
 
 
-def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns one line for a person, of the metrics that are there.
+def progress_line(step: int, total_steps: int, metrics: Mapping[str, float], *, repeated: int = 0) -> str:
+    """Returns one line for a person, of the metrics that are there. repeated: warnings that were not printed again.
 
     >>> progress_line(12, 110, {"rollout/accuracy": 0.41, "rollout/response_length_mean": 3100.0, "perf/step_s": 1.9})
     'step 12/110 · acc 0.41 · len 3.1k · 1.9 s · ETA 3m'
@@ -183,15 +184,17 @@ def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> 
     if "rollout/accuracy" in metrics:
         parts.append(f"acc {metrics['rollout/accuracy']:.2f}")
     if "rollout/response_length_mean" in metrics:
-        parts.append(f"len {_short(metrics['rollout/response_length_mean'])}")
+        parts.append(f"len {short(metrics['rollout/response_length_mean'])}")
     if metrics.get("batch/staleness_mean", 0.0) > 0:
         parts.append(f"staleness {metrics['batch/staleness_mean']:.1f}")
     if "actor/loss" in metrics:
         parts.append(f"loss {metrics['actor/loss']:.3f}")
     if "perf/step_s" in metrics:
         seconds = metrics["perf/step_s"]
-        parts += [f"{seconds:.1f} s", f"ETA {_duration(seconds * (total_steps - step))}"]
-    return " · ".join(parts)
+        parts += [f"{seconds:.1f} s", f"ETA {duration(seconds * (total_steps - step))}"]
+    if repeated:
+        parts.append(f"{repeated} warning{'s' * (repeated > 1)} repeated")
+    return SEPARATOR.join(parts)
 
 
 def _groups(metrics: Mapping[str, float]) -> str:
@@ -202,11 +205,13 @@ def _groups(metrics: Mapping[str, float]) -> str:
     return f"groups {int(metrics.get('buffer/mixed', 0))}/{int(metrics['buffer/drawn'])} mixed ({dropped})"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """Returns a count as a person says it: 850, 3.1k."""
     return f"{number:.0f}" if number < 999.5 else f"{number / 1000:.1f}k"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns seconds as a person says them: 45s, 12m, 3h05m, 2d04h."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     minutes = round(seconds / 60)

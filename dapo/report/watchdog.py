@@ -85,10 +85,17 @@ def waiting(
 class Watchdog:
     """Tells of long waits between `with` and its end, in lines of `say`. every_s: seconds, `logging.watchdog_s`."""
 
-    def __init__(self, every_s: float, *, say: Callable[[str], None] = console.say) -> None:
-        """Starts nothing yet."""
+    def __init__(
+        self,
+        every_s: float,
+        *,
+        say: Callable[[str], None] = console.say,
+        before: Callable[[float], None] = lambda now: None,
+    ) -> None:
+        """Starts nothing yet. before: called at each look with `time.monotonic()`; what it prints breaks a silence."""
         self._every_s = every_s
         self._say = say
+        self._before = before
         self._began = time.monotonic()
         self._told: dict[tuple[str, ...], float] = {}  # when, by kind
         self._ended = threading.Event()
@@ -104,6 +111,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(min(LOOK_S, self._every_s / 4)):
+            self._before(time.monotonic())
             for line in self.due(time.monotonic()):
                 self._say(line)
 

@@ -243,10 +243,11 @@ class OversamplingBuffer:
         """Counts what the unfinished ones of the returned draws had generated, once the engines have ended them."""
         self.draws.tokens[self._why_back] += tokens
 
-    def progress(self) -> str:
-        """Returns in words how far the batch is."""
+    def progress(self) -> tuple[int, int, int]:
+        """Counts the usable groups that wait for their turn, those that the step wants, and scored ones that will be
+        dropped. In draw order a batch may lack an early draw while more groups are usable than wanted."""
         usable, scored = self.draws.usable, self.draws.counts[State.BUFFERED]
-        return f"{usable} usable groups of {self._wanted}, {scored - usable} to be dropped"
+        return usable, self._wanted, scored - usable
 
     def metrics(self) -> dict[str, float]:
         """Returns the estimated share of usable draws, and the totals of the whole run."""

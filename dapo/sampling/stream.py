@@ -28,8 +28,8 @@ from dapo.clock import PhaseClock
 from dapo.config.sampling import SamplingConfig
 from dapo.data.prompts import PromptOrder
 from dapo.pools import RewardPool, RolloutPool
-from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.traffic import Traffic
 from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score
 
 CLOSE_GRACE_S = 5.0
@@ -104,6 +104,7 @@ class GroupStream:
         clock: PhaseClock,
     ) -> None:
         self.buffer = buffer
+        self.traffic = Traffic()
         self._order = order
         self._rollouts = rollouts
         self._rewards = rewards
@@ -112,7 +113,6 @@ class GroupStream:
         self._clock = clock
         self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, which names one start of a draw
         self._finished: deque[str] = deque()
-        self._ended = 0  # responses since the step began to collect
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         buffer.on_serving = self._wake.set  # engines that ran dry may have room for the next version
@@ -127,24 +127,20 @@ class GroupStream:
             answers wrong.
         """
         self.buffer.open()
-        self._ended = 0
+        self.traffic.open()
         self._full.clear()
         self._wake.set()
         if self._pump is None:
             self._pump = asyncio.create_task(self._run())
         full = asyncio.create_task(self._full.wait())
         try:
-            with waiting(f"the batch of step {self.buffer.version + 1}", self._progress):
-                await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({full, self._pump}, return_when=asyncio.FIRST_COMPLETED)
             if self._pump.done():
                 self._pump.result()  # raises
             await self._rewards.check()
             return await self._abort(self.buffer.close())
         finally:
             full.cancel()
-
-    def _progress(self) -> str:
-        return f"{self.buffer.progress()}, {len(self._running)} groups in flight, {self._ended} responses ended so far"
 
     async def close(self) -> None:
         """Ends the pump and what is in flight; the buffer keeps what had finished.
@@ -202,12 +198,16 @@ class GroupStream:
     async def _watched(self, index: int, key: str, responses: Responses) -> Responses:
         """Hands the responses on; tells the pump of each, for there may be room now, and the buffer of the last."""
         tokens = 0
-        async with aclosing(responses):
-            async for sample, response in responses:
-                tokens += len(response.token_ids)
-                self._ended += 1
-                self._wake.set()
-                yield sample, response
+        self.traffic.start(key, self._sampling.n)
+        try:
+            async with aclosing(responses):
+                async for sample, response in responses:
+                    tokens += len(response.token_ids)
+                    self.traffic.end(key, len(response.token_ids))
+                    self._wake.set()
+                    yield sample, response
+        finally:
+            self.traffic.close(key)
         if key in self._running:
             self.buffer.generated(index, tokens)
 

@@ -1,0 +1,166 @@
+"""Says what a run is doing between two step lines, so that a step of an hour never looks like a hang.
+
+    Trainer (clock, buffer, traffic, evaluation) ─▶ Moment ─▶ one line ─▶ on a terminal in place, every second;
+                                                                         elsewhere a line every `logging.watchdog_s`
+
+In: what the driver knows anyway, read in the watchdog's thread; nothing remote is asked. Out: lines. It says what goes
+on; what is waited for, when that is long, says the watchdog.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from dapo.report import console
+from dapo.report.live import live_line
+from dapo.report.log import SEPARATOR, duration, short
+
+if TYPE_CHECKING:
+    from dapo.trainer import Trainer
+
+GENERATING, SCORING = "generating", "scoring"
+PHASES = {  # of the clock; of several that are open, the first
+    "update": "updating",
+    "sync": "syncing weights",
+    "evaluation": "evaluating",
+    "reference": "asking the reference policy",
+    "save": "saving",
+}
+Show = Callable[[str], None]
+STEPS = 5  # the last ones, whose mean is what a step is expected to take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Holds what a run is doing now. Made by `moment_of`, consumed by `Progress`.
+
+    step: under way, from 1 to total_steps. phase: in words; phase_s: for how long. usable, wanted, dropped: groups, see
+    `OversamplingBuffer.progress`. running, ended, tokens, longest_s: see `Traffic`; per_s: tokens of ended responses a
+    second. evaluation: policy version under evaluation, answers that came, and all.
+    """
+
+    step: int
+    total_steps: int
+    phase: str
+    phase_s: float
+    usable: int
+    wanted: int
+    dropped: int
+    running: int
+    ended: int
+    per_s: float
+    longest_s: float
+    evaluation: tuple[int, int, int] | None
+
+
+def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
+    """Returns what `trainer` is doing. now: `time.monotonic()`. May be called in another thread than the trainer's."""
+    buffer, traffic, since = trainer.stream.buffer, trainer.stream.traffic, dict(trainer.clock.since)
+    phase, began = next(((words, since[name]) for name, words in PHASES.items() if name in since), ("", 0.0))
+    if not phase and buffer.collecting:
+        phase, began = (GENERATING if traffic.running else SCORING), traffic.began
+    usable, wanted, dropped = buffer.progress()
+    return Moment(
+        step=min(buffer.version + 1, total_steps),
+        total_steps=total_steps,
+        phase=phase or "preparing",
+        phase_s=now - began if phase else 0.0,
+        usable=usable,
+        wanted=wanted,
+        dropped=dropped,
+        running=traffic.running,
+        ended=traffic.ended,
+        per_s=traffic.tokens / max(now - traffic.began, 1e-9),
+        longest_s=traffic.longest_s(now),
+        evaluation=trainer.evaluations.progress(),
+    )
+
+
+def line_of(moment: Moment, left: str = "") -> str:
+    """Returns the line for a person, what matters most first. left: how long the step will take, in words."""
+    parts = [f"step {moment.step}/{moment.total_steps}", moment.phase]
+    if moment.phase_s >= 1:
+        parts[-1] += f" for {duration(moment.phase_s)}"
+    if left:
+        parts.append(left)
+    if moment.phase in (GENERATING, SCORING) or moment.running:
+        parts.append(f"groups {moment.usable}/{moment.wanted} usable, {moment.dropped} to be dropped")
+        parts.append(f"responses {moment.ended} done, {moment.running} running")
+        if moment.ended:
+            parts.append(f"{short(moment.per_s)} tokens/s")
+        if moment.running:
+            parts.append(f"longest {duration(moment.longest_s)}")
+    if moment.evaluation is not None:
+        version, came, total = moment.evaluation
+        parts.append(f"eval of step {version} {came}/{total} answers")
+    return SEPARATOR.join(parts)
+
+
+class Progress:
+    """Shows the progress of one run between `with` and its end; `look` is called again and again meanwhile."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        every_s: float,
+        *,
+        say: Show = console.say,
+        live: Callable[[], AbstractContextManager[Show | None]] = live_line,
+    ) -> None:
+        """Shows nothing yet. every_s: seconds between two lines where there is no terminal."""
+        self._total_steps = total_steps
+        self._every_s = every_s
+        self._say = say
+        self._live = live
+        self._stack = ExitStack()
+        self._show: Show | None = None
+        self._trainer: Trainer | None = None
+        self._step = 0  # none was seen
+        self._began = self._told = 0.0  # the step under way; its last line
+        self._took: deque[float] = deque(maxlen=STEPS)  # seconds of whole steps
+
+    def __enter__(self) -> "Progress":
+        self._show = self._stack.enter_context(self._live())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._trainer = self._show = None
+        self._stack.close()
+
+    def of(self, trainer: "Trainer") -> "Trainer":
+        """Shows what this trainer does from now on, and returns it."""
+        self._step, self._trainer = 0, trainer
+        return trainer
+
+    def look(self, now: float) -> None:
+        """Shows how far the run is at `now` (`time.monotonic()`), or says so where that is due."""
+        trainer, show = self._trainer, self._show
+        if trainer is None:
+            return
+        with suppress(RuntimeError):  # a table has changed while it was read: the next look reads it again
+            moment = moment_of(trainer, self._total_steps, now)
+            if moment.step != self._step:
+                self._turn(moment.step, now)
+            if show is not None:
+                show(line_of(moment, self._left(moment, now)))
+                console.seen()
+            elif now - self._told >= self._every_s:
+                self._told = now
+                self._say(line_of(moment, self._left(moment, now)))
+
+    def _turn(self, step: int, now: float) -> None:
+        if step == self._step + 1 and self._step:
+            self._took.append(now - self._began)
+        self._step, self._began, self._told = step, now, now
+
+    def _left(self, moment: Moment, now: float) -> str:
+        """Returns what is left of a step that takes as long as the last ones; where there is none, or it takes longer,
+        what is left of the batch if usable groups come as they did."""
+        if self._took and (left := sum(self._took) / len(self._took) - (now - self._began)) > 0:
+            return f"~{duration(left)} left"
+        if moment.phase == GENERATING and 0 < moment.usable < moment.wanted:
+            return f"batch in ~{duration(moment.phase_s * (moment.wanted / moment.usable - 1))}"
+        return ""
