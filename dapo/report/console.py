@@ -90,7 +90,7 @@ def _print(line: str, to: TextIO) -> None:
 
 def end_at_once(message: str) -> NoReturn:
     """Leaves the process with one message; kills all that it has started, and does no other clean-up."""
-    warn(f"dapo: {message}")
+    _print(f"dapo: {message}", sys.stderr)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -113,5 +113,5 @@ def hearing_warnings(listener: Callable[[str], None]) -> Iterator[None]:
 
 def end(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Leaves the program with one message."""
-    warn(f"dapo: {message}")
+    _print(f"dapo: {message}", sys.stderr)
     sys.exit(code)

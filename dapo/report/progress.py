@@ -81,7 +81,7 @@ def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
 
 def line_of(moment: Moment, left: str = "") -> str:
     """Returns the line for a person, what matters most first. left: how long the step will take, in words."""
-    parts = [f"step {moment.step}/{moment.total_steps}", moment.phase]
+    parts = [f"in step {moment.step}/{moment.total_steps}", moment.phase]  # no step line, for who greps for those
     if moment.phase_s >= 1:
         parts[-1] += f" for {duration(moment.phase_s)}"
     if left:
@@ -147,7 +147,7 @@ class Progress:
             if show is not None:
                 show(line_of(moment, self._left(moment, now)))
                 console.seen()
-            elif now - self._told >= self._every_s:
+            elif now - min(self._told, console.printed_at()) >= self._every_s:
                 self._told = now
                 self._say(line_of(moment, self._left(moment, now)))
 

@@ -111,9 +111,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(min(LOOK_S, self._every_s / 4)):
-            self._before(time.monotonic())
-            for line in self.due(time.monotonic()):
-                self._say(line)
+            self.look()
+
+    def look(self) -> None:
+        """Says what is to be told now."""
+        self._before(time.monotonic())
+        for line in self.due(time.monotonic()):
+            self._say(line)
 
     def due(self, now: float) -> list[str]:
         """Returns what is to be told at `now` (`time.monotonic()`)."""

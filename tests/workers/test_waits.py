@@ -12,8 +12,7 @@ import pytest
 from dapo.config.sampling import RolloutConfig
 from dapo.report.watchdog import Member, Watchdog
 from dapo.state.checkpoint import CheckpointStore
-from tests.support.fakes import FakeRewards, make_prompt
-from tests.support.faulty_pools import EndlessRollouts, StubbornRollouts, evaluated, make_stream, some_mixed, turns
+from tests.support.faulty_pools import turns
 from workers.engines.life import Pulse
 from workers.engines.slot import EngineSlot
 from workers.remote import wait
@@ -109,44 +108,6 @@ def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(r"4 requests, version 17, last token (9[5-9]|1\d\d) s ago", slot.doing())
     assert asyncio.run(slot.stands_still(1.0, 120.0)) == "" and slot.silent() >= 97.0
     assert str(slot.member("to pause")) == "engine 3 to pause" and slot.member().count == 8
-
-
-def test_the_batch_of_a_step_with_its_progress() -> None:
-    class Some(StubbornRollouts, EndlessRollouts):
-        first = 3
-
-    stream = make_stream(Some(), FakeRewards(some_mixed))
-
-    async def collect() -> None:
-        stream.buffer.serving(6)
-        stream._ended = 99  # of the step before
-        try:
-            await stream.collect()
-        finally:
-            stream._rollouts._stop.update(stream._running)
-            await stream.close()
-
-    found = during(collect(), until=lambda lines: ": 2 usable" in "".join(lines))
-    assert len(found) == 1
-    assert re.fullmatch(
-        r"waiting # s for the batch of step 7: 2 usable groups of 4, 1 to be dropped, \d+ groups in flight, "
-        r"12 responses ended so far",
-        found[0],
-    )
-
-
-def test_an_evaluation_with_its_progress() -> None:
-    class Some(EndlessRollouts):
-        async def generate(self, key, prompt, sampling, seeds, **how):
-            name = f"eval-d{key.split('-')[3]}"  # eval-v0-SET-PROMPT-FIRST
-            async for each in super().generate(name, prompt, sampling, seeds):
-                yield each
-
-    rollouts = Some()
-    rollouts.first = 2
-    work = evaluated(rollouts, FakeRewards(some_mixed), [make_prompt(number) for number in range(5)], 2)
-    found = during(work, until=lambda lines: "4 of" in "".join(lines))
-    assert found == ["waiting # s for the evaluation of step 0: 4 of 10 answers"]
 
 
 def test_a_checkpoint_that_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

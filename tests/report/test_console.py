@@ -1,0 +1,55 @@
+"""Warnings of a run: printed once an hour, then counted; every one is heard of."""
+
+import pytest
+
+from dapo.report import console
+from dapo.report.console import end, hearing_warnings, take_repeated, warn
+
+
+class Clock:
+    now = 10.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(console, "time", made := Clock())
+    return made
+
+
+def test_a_warning_that_comes_again_is_counted(clock: Clock, capsys: pytest.CaptureFixture) -> None:
+    heard: list[str] = []
+
+    def err() -> list[str]:
+        return capsys.readouterr().err.splitlines()
+
+    with hearing_warnings(heard.append):
+        for seconds in ("12", "7.5", "1,200.25"):
+            warn(f"engine 3 is lost: no token for {seconds} s, 85% of 1.5 GiB free")
+        assert err() == ["engine 3 is lost: no token for 12 s, 85% of 1.5 GiB free"]
+        assert (take_repeated(), take_repeated()) == (2, 0)
+        warn("engine 4 is lost: no token for 12 s, 85% of 1.5 GiB free")
+        warn("a batch was set aside (1 in a row; 3 end the run): parity")
+        warn("a batch was set aside (2 in a row; 3 end the run): parity")
+        assert len(err()) == 3, "another engine, and a count that matters"
+        clock.now += 3599
+        warn("engine 3 is lost: no token for 13 s, 85% of 1.5 GiB free")
+        assert (take_repeated(), err()) == (1, [])
+        clock.now += 1
+        warn("engine 3 is lost: no token for 14 s, 85% of 1.5 GiB free")
+        assert (take_repeated(), err()) == (0, ["engine 3 is lost: no token for 14 s, 85% of 1.5 GiB free"])
+    assert len(heard) == 8
+    assert err() == ["3 more times: engine 3 is lost: no token for # s, #% of # GiB free"]
+    for _ in range(2):
+        warn("engine 3 is lost: no token for 12 s")
+    assert (len(err()), len(heard), take_repeated()) == (2, 8, 0), "outside of a run every one is printed"
+
+
+def test_the_message_that_ends_a_program_is_printed_in_any_case(clock: Clock, capsys: pytest.CaptureFixture) -> None:
+    with hearing_warnings(lambda line: None):
+        for _ in range(2):
+            with pytest.raises(SystemExit):
+                end("no space left")
+    assert capsys.readouterr().err == "dapo: no space left\n" * 2
