@@ -89,8 +89,8 @@ class LoggingConfig:
     )
     watchdog_s: float = positive(
         60.0,
-        "seconds after which a wait, or a step that has printed nothing, is told with what is waited for, and after as "
-        "many again",
+        "seconds after which, without a terminal, a line says what goes on in a step, after which a wait is told, and "
+        "after as many again",
     )
     sample_fraction: float = key(
         1.0,

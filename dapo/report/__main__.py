@@ -15,8 +15,16 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
   (`pip install wandb`): `logging.wandb.project=dapo`, without a network `logging.wandb.mode=offline` and later
   `wandb sync`. The run directory keeps the id, so that a resumed run goes on in the same one; the steps that it takes
   again keep their first values there.
-- The terminal shows one line a step; where nothing was printed for `logging.watchdog_s`, and for each wait that takes
-  as long, one that says what is waited for and how far it is (`watchdog.py`).
+- The terminal shows one line a step, and between two of them what goes on (`progress.py`): in place, every second,
+  where standard output and standard error are a terminal (`live.py`); else a line every `logging.watchdog_s` of a
+  longer step. It begins with `in step`, and step lines with `step`, for who searches a log for one kind. The rate
+  counts the tokens of responses that have ended since the step began to collect, `longest` the wait for a slot as well;
+  more usable groups than wanted mean that an earlier draw is still to come. `left` is what the last five steps took,
+  less what this one did; a step without any before it, or one that takes longer, says when the batch would be full if
+  usable groups came as they did so far.
+- For each wait that takes `logging.watchdog_s` a line says what is waited for (`watchdog.py`).
+- A warning is printed once an hour (`console.py`); the same text, sizes and times aside, is counted meanwhile: in the
+  next step line, and by text at the end of the run. The events in `samples.sqlite` have every one.
 
 Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
 staleness 0 all other metrics are a function of the seed. Words in braces stand for a name that a person gave: of a

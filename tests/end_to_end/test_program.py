@@ -1,5 +1,6 @@
 """The real program, every component real: three steps, resume, the same seed twice. How it ends: test_endings."""
 
+import re
 import shutil
 import sqlite3
 from contextlib import closing
@@ -32,6 +33,7 @@ def whole_run(tmp_path_factory, ray_cluster, val_file) -> tuple[Path, str]:
     output_dir = tmp_path_factory.mktemp("whole")
     address = ray.get_runtime_context().gcs_address
     overrides = ("trainer.total_steps=3", "rollout.num_engines=2", f"trainer.ray_address={address}")
+    overrides += ("logging.watchdog_s=0.2",)  # less than any step takes
     return output_dir, run_program(output_dir, val_file, *overrides)
 
 
@@ -42,6 +44,10 @@ def test_three_steps_report_evaluate_and_save(whole_run):
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 3]
     assert sum(line.startswith("step ") for line in out.splitlines()) == 3
+    between = re.findall(r"^in step (\d)/3 · (\w+)", out, re.MULTILINE)
+    assert {step for step, _ in between} == {"1", "2", "3"} and {"generating", "updating"} <= {
+        what for _, what in between
+    }
     for line in steps:
         assert line["buffer/mixed"] == 4
         assert line["parity/max_abs_logprob_diff"] <= 1e-4

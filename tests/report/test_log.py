@@ -154,6 +154,8 @@ FULL = {
 )
 def test_progress_line(metrics: dict[str, float], line: str) -> None:
     assert progress_line(12, 110, metrics) == line
+    assert progress_line(12, 110, metrics, repeated=1) == f"{line} · 1 warning repeated"
+    assert progress_line(12, 110, metrics, repeated=31) == f"{line} · 31 warnings repeated"
 
 
 class FullDisk:

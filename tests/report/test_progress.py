@@ -1,4 +1,4 @@
-"""What is said between two step lines, and when: around the real trainer and stream, with a clock that the test moves."""
+"""What is said between two step lines, and when: the real trainer and stream, a clock that the test moves."""
 
 import asyncio
 import re
@@ -59,14 +59,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         pytest.param(
             {},
             "~30s left",
-            "in step 17/80 · generating for 42s · ~30s left · groups 9/16 usable, 4 to be dropped · responses 310 done, "
-            "202 running · 5.1k tokens/s · longest 41s",
+            "in step 17/80 · generating for 42s · ~30s left · groups 9/16 usable, 4 to be dropped · "
+            "responses 310 done, 202 running · 5.1k tokens/s · longest 41s",
             id="a batch",
         ),
         pytest.param(
             {"phase_s": 0.2, "usable": 0, "dropped": 0, "ended": 0, "per_s": 0.0, "running": 64, "longest_s": 0.2},
             "",
-            "in step 17/80 · generating · groups 0/16 usable, 0 to be dropped · responses 0 done, 64 running · longest 0s",
+            "in step 17/80 · generating · groups 0/16 usable, 0 to be dropped · "
+            "responses 0 done, 64 running · longest 0s",
             id="its begin",
         ),
         pytest.param(

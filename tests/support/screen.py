@@ -6,8 +6,8 @@ CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]")
 
 
 class Screen:
-    """Rows of `width` cells; long lines go on in the next row, as a terminal shows them. Fails at a control that it does
-    not know."""
+    """Rows of `width` cells; long lines go on in the next row, as a terminal shows them. Fails at a control that it
+    does not know."""
 
     def __init__(self, width: int) -> None:
         self.width, self.row, self.column = width, 0, 0
