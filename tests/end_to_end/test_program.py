@@ -45,9 +45,8 @@ def test_three_steps_report_evaluate_and_save(whole_run):
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 3]
     assert sum(line.startswith("step ") for line in out.splitlines()) == 3
     between = re.findall(r"^in step (\d)/3 · (\w+)", out, re.MULTILINE)
-    assert {step for step, _ in between} == {"1", "2", "3"} and {"generating", "updating"} <= {
-        what for _, what in between
-    }
+    assert {step for step, _ in between} == {"1", "2", "3"}
+    assert {"generating", "updating"} <= {what for _, what in between}
     for line in steps:
         assert line["buffer/mixed"] == 4
         assert line["parity/max_abs_logprob_diff"] <= 1e-4
