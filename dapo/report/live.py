@@ -28,7 +28,7 @@ def live_line(console: "Console | None" = None) -> Iterator[Callable[[str], None
 
     with Live(console=console, transient=True, auto_refresh=False) as live:
         # Shown at the next refresh, cut to the width that the terminal has then: a line that wraps could not be erased.
-        yield lambda line: live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+        yield lambda line: live.update(Text(line, no_wrap=True), refresh=True)
 
 
 def _terminal() -> "Console | None":

@@ -15,6 +15,7 @@ from dapo.report import console, watchdog
 from dapo.report.progress import GENERATING, Moment, Progress, line_of, moment_of
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling import traffic as traffic_module
+from dapo.sampling.traffic import Traffic
 from tests.sampling.test_stream import make_trainer, some_mixed, tiny_config
 from tests.support.fakes import FakeActors, FakeRewards
 from tests.support.faulty_pools import EndlessRollouts, NarrowRollouts, make_stream, run, turns
@@ -163,6 +164,22 @@ def test_every_phase_of_a_run_is_told_and_no_response_is_lost(tmp_path, clock: C
     assert any(moment.phase == "updating" and moment.running for moment in seen) == bool(staleness)
     assert all(moment.longest_s > 0 for moment in seen if moment.running and moment.phase_s > 20)
     assert trainer.clock.since == {}
+
+
+def test_a_group_that_is_cancelled_runs_no_more(clock: Clock) -> None:
+    traffic = Traffic()
+    traffic.start("a", 2)
+    clock.now += 5
+    traffic.start("b", 4)
+    clock.now += 1
+    traffic.end("b", 7)
+    assert (traffic.running, traffic.ended, traffic.tokens, traffic.longest_s(clock.now)) == (5, 1, 7, 6.0)
+    for _ in range(2):
+        traffic.end("a", 1)
+    assert (traffic.running, traffic.longest_s(clock.now)) == (3, 1.0), "only its verdicts are waited for"
+    traffic.open()
+    traffic.close("b")
+    assert (traffic.running, traffic.ended, traffic.tokens, traffic.longest_s(clock.now)) == (0, 0, 0, 0.0)
 
 
 class Some(EndlessRollouts):

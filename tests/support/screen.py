@@ -56,7 +56,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """Without the empty ones at the end."""
+        """The rows, less the empty ones at the end."""
         found = ["".join(cells).rstrip() for cells in self.rows]
         while found and not found[-1]:
             found.pop()
