@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,7 @@ def test_every_phase_of_a_run_is_told_and_no_response_is_lost(tmp_path, clock: C
     assert full and all(came <= total == 10 for _, came, total in full)
     assert any(moment.phase == "updating" and moment.running for moment in seen) == bool(staleness)
     assert all(moment.longest_s > 0 for moment in seen if moment.running and moment.phase_s > 20)
+    assert any(later.ended < earlier.ended for earlier, later in pairwise(seen)), "a step counts anew"
     assert trainer.clock.since == {}
 
 
