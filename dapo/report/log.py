@@ -190,7 +190,7 @@ def progress_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> 
         parts.append(f"loss {metrics['actor/loss']:.3f}")
     if "perf/step_s" in metrics:
         seconds = metrics["perf/step_s"]
-        parts += [f"{seconds:.1f} s", f"ETA {_duration(seconds * (total_steps - step))}"]
+        parts += [f"{seconds:.1f} s", f"ETA {duration(seconds * (total_steps - step))}"]
     return " · ".join(parts)
 
 
@@ -206,7 +206,8 @@ def _short(number: float) -> str:
     return f"{number:.0f}" if number < 999.5 else f"{number / 1000:.1f}k"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns seconds for a person: 45s, 7m, 3h05m, 2d01h."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     minutes = round(seconds / 60)

@@ -190,8 +190,8 @@ TABLES = (
             (
                 "kind",
                 "TEXT NOT NULL",
-                "`resume` (also of a run that begins), `save`, `warning` (every fault and restart "
-                "is told as one), `missing` (what could not be written here)",
+                "`resume` (also of a run that begins), `save`, `failed_save`, `warning` (every fault "
+                "and restart is told as one), `missing` (what could not be written here)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),
