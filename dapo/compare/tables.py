@@ -4,8 +4,8 @@ In: `Results` and configurations. Out: Markdown tables, and the same for JSON.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from dapo.report.log import duration
@@ -15,7 +15,7 @@ from dapo.report.table import table
 from dapo.state.changes import changes
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
-FOLDERS = re.compile(r"^(?:file:/)?(?:~|\.{0,2})/(?:[^/]*/)*(?=[^/])")
+FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
 Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the first
 Row = tuple[str, Callable[[Results], str]]
 
@@ -83,7 +83,7 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(each) for each in value]
-    return FOLDERS.sub("", value) if isinstance(value, str) else value
+    return PurePath(value).name if isinstance(value, str) and value.startswith(FOLDERS) else value
 
 
 def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:

@@ -130,9 +130,9 @@ def share(found: Results, phase: str) -> str:
 
 def faults(found: Results) -> str:
     """Returns in words what was survived."""
-    words = {f"restarted_{name}": f"restarts of {name.replace('_', ' ')}" for name in RESTARTED}
-    words |= {"failed_saves": "failed saves", "killed_starts": "starts that were killed"}
-    return ", ".join(f"{count} {words[name]}" for name, count in found.faults.items() if count) or "no fault"
+    words = {f"restarted_{name}": f"{name.replace('_', ' ')} restarted" for name in RESTARTED}
+    counts = [f"{words.get(name, name.replace('_', ' '))} {count}" for name, count in found.faults.items() if count]
+    return ", ".join(counts) or "no fault"
 
 
 def cost(found: Results) -> str:
