@@ -114,11 +114,12 @@ def results(run: Run) -> Results:
 
 def _held_out(run: Run) -> list[Accuracy]:
     """Returns one per name of an accuracy, that over all first."""
-    names = {name: match[1] or "" for record in run.records for name in record if (match := ACCURACY.fullmatch(name))}
+    evaluations = [record for record in run.records if "eval/accuracy" in record]
+    names = {name: match[1] or "" for record in evaluations for name in record if (match := ACCURACY.fullmatch(name))}
     gains = differences(*run.problems) if len(run.problems) == 2 else {}
     found = []
     for metric, name in sorted(names.items(), key=lambda item: item[1]):
-        by_step = {record["step"]: record for record in run.records if known(record, metric) is not None}
+        by_step = {record["step"]: record for record in evaluations if known(record, metric) is not None}
         points = [
             Point(
                 step=step,

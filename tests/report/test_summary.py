@@ -94,13 +94,14 @@ def test_what_a_person_is_told(run: Path) -> None:
 
 
 def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: Path) -> None:
-    lines = [step_line(1, 0.5, **restarted(2)), step_line(2, 0.6, **restarted(1))]
+    lines = [step_line(1, 0.5, **restarted(2)), step_line(2, 0.7, **restarted(1)), step_line(3, 0.6, **restarted(1))]
     found = results(read_run(write_run(tmp_path / "run", lines, "trainer.device=cpu")))
-    assert found.held_out == () and found.starts is None and found.seconds["wall"] == 20
+    assert found.held_out == () and found.starts is None and found.seconds["wall"] == 30
     assert found.faults["restarted_engines"] == 3, "a count that falls is of another process"
     assert "failed_saves" not in found.faults and found.gpu_hours == 0
     told = text(found)
-    assert "accuracy of drawn groups: 0.500 at step 1 -> 0.600 at step 2" in told and "CPU" in told
+    assert "accuracy of drawn groups: 0.500 at step 1 -> 0.600 at step 3; best 0.700 at step 2" in told
+    assert "CPU" in told
 
 
 def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
