@@ -5,12 +5,13 @@ In: `Results` and configurations. Out: Markdown tables, and the same for JSON.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
 from dapo.report.log import duration
 from dapo.report.results import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
-from dapo.report.summary import DRAWN, HELD_OUT, cost, difference, document, faults, point, share, shown
+from dapo.report.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.report.table import table
 from dapo.state.changes import changes
 
@@ -101,12 +102,8 @@ def comparison(found: Sequence[Results], gains: Gains, differing: Mapping[str, S
     names = [run.name for run in found]
     return {
         "runs": [
-            {**document(run), "against_first": {name: _numbers(one) for name, one in of.items()}}
+            {**asdict(run), "against_first": {name: asdict(one) for name, one in of.items()}}
             for run, of in zip(found, gains, strict=True)
         ],
         "configuration": {key: dict(zip(names, values, strict=True)) for key, values in differing.items()},
     }
-
-
-def _numbers(one: Difference) -> dict[str, float]:
-    return {"value": one.value, "low": one.low, "high": one.high, "problems": one.problems}

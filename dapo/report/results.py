@@ -131,7 +131,8 @@ def _held_out(run: Run) -> list[Accuracy]:
         ]
         if points:
             best = max(points, key=lambda point: point.value)
-            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gains.get(name)))
+            gain = gains.get(name) if points[-1].low is not None else None  # not of a mean over sets
+            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
     return found
 
 

@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from dapo.report.log import METRICS, read_metrics
 from dapo.state.run_dir import CONFIG, HEADER
 from dapo.store.reader import Reader
+from dapo.store.schema import UNNAMED
 
 Records = Sequence[Mapping[str, Any]]
-Problems = dict[tuple[str, int, str], float]  # mean accuracy by set, number and ground truth
+Problems = dict[tuple[str, int, str], float]  # mean accuracy by set ("": without a name), number and ground truth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +86,11 @@ def _start(row: dict[str, Any]) -> Start:
 
 
 def _problems(store: Reader, step: int) -> Problems:
-    rows = store.held_out(step)
-    return {(row["name"], row["prompt"], row["ground_truth"]): row["accuracy"] for row in rows}
+    names = {UNNAMED: ""}
+    return {
+        (names.get(row["name"], row["name"]), row["prompt"], row["ground_truth"]): row["accuracy"]
+        for row in store.held_out(step)
+    }
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

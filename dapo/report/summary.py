@@ -5,12 +5,10 @@ what fails is told as a warning.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dapo.report.console import say, warn
 from dapo.report.log import METRICS, duration
@@ -50,7 +48,7 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
         if not run.steps:
             return
         found = results(run)
-        write_text(folder / SUMMARY, json.dumps(document(found), indent=1) + "\n")
+        write_text(folder / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
         say(text(found))
     except LeaseLost:
         return
@@ -63,19 +61,6 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
         draw({run.name: run.records}, folder / CURVES, "")
     except Exception as error:  # whatever a disk or a library raises
         warn(f"{folder / CURVES} is not drawn: {error}")
-
-
-def document(found: Results) -> dict[str, Any]:
-    """Returns the results for JSON, in which null is what is not known."""
-    return {name: _plain(value) for name, value in asdict(found).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text(found: Results) -> str:
@@ -103,7 +88,7 @@ def _moved(name: str, one: Accuracy) -> str:
 
 def shown(value: float | None, form: str = ".3f") -> str:
     """Returns a number for a table; `-` where it is not known."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def point(one: Point) -> str:

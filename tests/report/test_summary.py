@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,11 @@ import pytest
 from dapo import plot
 from dapo.config.compose import compose
 from dapo.report.results import gpus_of, results
-from dapo.report.runs import labels, positions, read_run
-from dapo.report.summary import CURVES, SUMMARY, conclude, concluded, document, text
+from dapo.report.runs import Run, labels, positions, read_run
+from dapo.report.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
+from dapo.store.schema import UNNAMED
+from dapo.types import Group
 from tests.support.fakes import make_group
 from tests.support.run_files import step_line, store_starts, write_run
 
@@ -30,6 +32,12 @@ def evaluated(step: int, value: float, low: float, high: float) -> dict[str, flo
     return {"step": step, "eval/accuracy": value, "eval/accuracy_low": low, "eval/accuracy_high": high}
 
 
+def held(number: int, *accuracies: float) -> Group:
+    """Answers to a held-out prompt, whose number a training prompt has too."""
+    group = make_group(number, accuracies)
+    return replace(group, draw=replace(group.draw, prompt=replace(group.draw.prompt, ground_truth="held out")))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps; a start was killed after three of them, and its one engine that was replaced counts, as does one of
@@ -42,9 +50,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run") / "adds", lines, "trainer.total_steps=8")
     store = store_starts(folder, ((1, 2, 3), False, SPLIT), ((4, 5, 6), True, SHARED))
     store.event("failed_save", "step 4")
-    store.evaluation(0, "", [make_group(n, [float(n == 3), 0.0]) for n in range(4)])
-    after = [make_group(n, [1.0, math.nan] if n < 2 else [1.0, 0.0]) for n in range(4)]
-    store.evaluation(6, "", [*after, make_group(9, [1.0, 1.0])])  # that one was not asked before
+    none = held(9, math.nan, math.nan)  # of which there is no verdict
+    store.evaluation(0, UNNAMED, [*(held(n, float(n == 3), 0.0) for n in range(4)), held(9, 1.0, 0.0)])
+    after = [held(n, 1.0, math.nan if n < 2 else 0.0) for n in range(4)]
+    store.evaluation(6, UNNAMED, [*after, none, held(10, 1.0, 1.0)])  # the last was not asked before
     store.close()
     return folder
 
@@ -82,6 +91,13 @@ def test_accuracy_from_and_to_with_intervals(run: Path) -> None:
     assert (drawn.last.low, drawn.last.high) == (pytest.approx(0.4), pytest.approx(0.6)), "of three steps"
 
 
+def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
+    """A set may have the name that the one without a name has in the store."""
+    lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]
+    run = Run(name="", config={}, records=lines, problems=({("", 0, ""): 0.0}, {("", 0, ""): 1.0}))
+    assert [one.gain for one in results(run).held_out] == [None]
+
+
 def test_what_a_person_is_told(run: Path) -> None:
     told = text(results(read_run(run)))
     assert "summary: 6 of 8 steps in 1h00m, started 2 times" in told
@@ -107,8 +123,10 @@ def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: P
 def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [])
     (folder / "metrics.jsonl").write_text('{"step": 0, "eval/accu')  # being written
+    store_starts(folder, ((), False, ())).close()
     found = results(read_run(folder))
-    assert found.steps == 0 and found.drawn is None and found.tokens_generated is None
+    assert found.starts == 1 and found.faults["killed_starts"] == 0, "it is running"
+    assert found.steps == found.seconds["wall"] == 0 and found.drawn is None and found.tokens_generated is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +163,7 @@ def test_the_end_of_a_run_writes_its_files_and_keeps_its_error(
         raise RuntimeError("an engine is gone")
     printed = capsys.readouterr()
     assert printed.out.startswith("summary: 1 of 80 steps")
-    assert json.loads((folder / SUMMARY).read_text()) == document(results(read_run(folder)))
+    assert json.loads((folder / SUMMARY).read_text()) == json.loads(json.dumps(asdict(results(read_run(folder)))))
     assert (folder / CURVES).exists() == (broken == "nothing")
     assert printed.err == ("" if broken == "nothing" else f"{folder / CURVES} is not drawn: division by zero\n")
 
