@@ -86,9 +86,8 @@ def _start(row: dict[str, Any]) -> Start:
 
 
 def _problems(store: Reader, step: int) -> Problems:
-    names = {UNNAMED: ""}
     return {
-        (names.get(row["name"], row["name"]), row["prompt"], row["ground_truth"]): row["accuracy"]
+        ("" if row["name"] == UNNAMED else row["name"], row["prompt"], row["ground_truth"]): row["accuracy"]
         for row in store.held_out(step)
     }
 

@@ -13,6 +13,7 @@ from dapo.report.results import gpus_of, results
 from dapo.report.runs import Run, labels, positions, read_run
 from dapo.report.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
+from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
 from tests.support.fakes import make_group
@@ -86,6 +87,8 @@ def test_accuracy_from_and_to_with_intervals(run: Path) -> None:
     gain = held_out.gain
     assert gain and gain.problems == 4 and gain.value == pytest.approx((1.0 + 1.0 + 0.5 + 0.0) / 4)
     assert gain.low < gain.value < gain.high
+    with Reader(run) as store:
+        assert {row["ground_truth"] for row in store.held_out(6)} == {"held out"}, "no training prompt of that number"
     drawn = found.drawn
     assert drawn and drawn.first.value == pytest.approx(0.2) and drawn.last.value == pytest.approx(0.5)
     assert (drawn.last.low, drawn.last.high) == (pytest.approx(0.4), pytest.approx(0.6)), "of three steps"
