@@ -65,9 +65,11 @@ def launch(cfg: Config) -> None:
         if last is not None and not owes_evaluation(last, run_dir.path):
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
+        from dapo.report.summary import concluded
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
-        asyncio.run(train_until_signal(cfg, run_dir, store))
+        with concluded(run_dir.path, run_dir.check):
+            asyncio.run(train_until_signal(cfg, run_dir, store))
 
 
 if __name__ == "__main__":

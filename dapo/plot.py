@@ -1,7 +1,7 @@
 """Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
 
 In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, the runs
-laid over each other. Needs matplotlib, of the `dev` extra.
+laid over each other; `dapo.compare` draws them also against tokens and seconds. Needs matplotlib, of the `dev` extra.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.report.log import METRICS, read_metrics
+from dapo.report.runs import labels, positions
 
 # (title, metric, whether it is measured now and then and shown as points)
 PANELS = (
@@ -20,6 +21,7 @@ PANELS = (
     ("response length (tokens)", "rollout/response_length_mean", False),
     ("entropy (nats per token)", "actor/entropy", False),
 )
+AXES = {"step": "step", "tokens": "tokens generated", "seconds": "seconds of all steps"}
 # Okabe and Ito's colours, which people with colour blindness tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the `dev` extra of dapo"
@@ -65,34 +67,46 @@ def write(figure: Any, out: Path, remedy: str) -> None:
     try:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:
-        raise ValueError(f"`--out` ({out}) cannot be written ({error}); {remedy}") from error
+        raise ValueError(f"{out} cannot be written ({error}); {remedy}") from error
     finally:
         pyplot().close(figure)
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], out: Path, title: str) -> None:
-    """Writes the picture of `runs`, the records of each by label, to `out`.
+def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
+    """Writes the picture of `runs`, the records of each by label, to `out`. against: of `AXES`; with several, a column
+    for each.
 
     Raises ValueError when matplotlib is missing or `out` cannot be written.
     """
     plt = pyplot()
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = plt.subplots(2, 2, figsize=(9.0, 5.6), sharex=True, layout="constrained")
-    for axis, (name, metric, points) in zip(axes.flat, PANELS, strict=True):
+    rows, columns = (2, 2) if len(against) == 1 else (len(PANELS), len(against))
+    size = (9.0, 5.6) if len(against) == 1 else (4.2 * columns, 2.5 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained")
+    cells = [(panel, each) for panel in PANELS for each in against]
+    for axis, ((name, metric, points), each) in zip(axes.flat, cells, strict=True):
         for number, records in enumerate(runs.values()):
-            steps, values = series(records, metric)
-            axis.plot(steps, values, color=COLOURS[number % len(COLOURS)], **_look(points, len(runs)))
+            at = positions(records, each)
+            known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
+            look = _look(points, len(runs))
+            axis.plot([x for x, _ in known], [y for _, y in known], color=COLOURS[number % len(COLOURS)], **look)
         frame(axis, name)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axis.set_ylim(0.0, 1.0 if "accuracy" in metric else None)
-    for axis in axes[1]:
-        axis.set_xlabel("step")
+        _limits(axis, metric, each)
+    for number, axis in enumerate(axes[-1]):
+        axis.set_xlabel(AXES[against[number % len(against)]])
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if len(runs) > 1:
         legend(figure, list(runs), min(4, len(runs)))
     write(figure, out, "give a .png in an existing folder")
+
+
+def _limits(axis: Any, metric: str, against: str) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if against != "step":
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_ylim(0.0, 1.0 if "accuracy" in metric else None)
 
 
 def _look(points: bool, num_runs: int) -> dict[str, Any]:
@@ -102,23 +116,16 @@ def _look(points: bool, num_runs: int) -> dict[str, Any]:
 
 
 def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the records of each run by label. The label is the folder's name, with its parent's where two are the
-    same.
-
-    Raises ValueError for a folder without metrics.
-    """
-    names = [folder.absolute().name for folder in folders]
+    """Returns the records of each run by label. Raises ValueError for a folder without metrics."""
     runs = {}
-    for folder, name in zip(folders, names, strict=True):
+    for folder, label in zip(folders, labels(folders), strict=True):
         path = folder / METRICS
         if not path.is_file():
             raise ValueError(f"`RUN_DIR` ({folder}) holds no {METRICS}; give the `trainer.output_dir` of a run")
         records = read_metrics(path)
         if not records:
             raise ValueError(f"{path} is empty; wait for the run's first step")
-        absolute = folder.absolute()
-        label = name if names.count(name) == 1 else f"{absolute.parent.name}/{name}"
-        runs[label if label not in runs else str(absolute)] = records
+        runs[label] = records
     return runs
 
 

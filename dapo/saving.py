@@ -228,6 +228,7 @@ class Saver:
             raise
         except (OSError, RuntimeError) as error:
             self._failed += 1
+            self._logger.event("failed_save", f"step {version}")
             raise SaveFailed(
                 f"step {version} could not be saved in `trainer.output_dir` ({self._logger.output_dir}): "
                 f"{type(error).__name__}: {error}; see that the directory can be written to and that there "

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
 PARTS = ("workers.scoring", "workers.training", "workers.weights")
-TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect")
+TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
@@ -129,10 +129,11 @@ LOADS = {
         modules_in(
             *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store", "dapo.evaluate")
         ),
-        HEAVY | {"dapo.run", "tensorboard"},
+        HEAVY | {"dapo.run", "tensorboard", "matplotlib"},
     ),
     "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),
     "simulate": (modules_in("dapo.simulate"), HEAVY | {"dapo.run", "dapo.trainer"}),
+    "compare": (modules_in("dapo.compare"), HEAVY | {"dapo.run", "dapo.trainer", "matplotlib"}),
     "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }

@@ -53,8 +53,8 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [
         pytest.param("nothing", "a.png", "nothing. holds no metrics.jsonl", id="no-run"),
         pytest.param("empty", "a.png", "metrics.jsonl is empty", id="no-step"),
-        pytest.param("good", "nowhere/a.png", "`--out` .*nowhere/a.png. cannot be written", id="no-folder"),
-        pytest.param("good", "a.doc", "`--out` .*a.doc. cannot be written", id="unknown-format"),
+        pytest.param("good", "nowhere/a.png", "nowhere/a.png cannot be written", id="no-folder"),
+        pytest.param("good", "a.doc", "a.doc cannot be written", id="unknown-format"),
     ],
 )
 def test_errors_of_the_command(run: str, out: str, message: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dapo.ablation import __main__ as ablation
+from dapo.compare import __main__ as compare
 from dapo.config.compose import compose
 from dapo.inspect import __main__ as inspect
 from dapo.simulate import __main__ as simulate
@@ -55,6 +56,7 @@ RUN_BY = {
     r"python -m dapo\.bench[. ]store\b": "tests/bench/test_commands.py::test_store",
     r"python -m dapo\.store\b": "tests/store/test_schema.py::test_the_reference_is_current",
     r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
+    r"python -m dapo\.compare\b": "tests/compare/test_command.py::test_curves_over_steps_tokens_and_seconds",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
 }
 # What reads the arguments of a program, where that needs no more than the arguments.
@@ -62,6 +64,7 @@ PARSERS = {
     "python -m dapo.simulate ": lambda words: simulate.parser().parse_args(words),
     "python -m dapo.ablation ": ablation.parse,
     "python -m dapo.inspect ": lambda words: inspect.parser().parse_args(words),
+    "python -m dapo.compare ": lambda words: compare.parser().parse_args(words),
 }
 
 

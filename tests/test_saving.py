@@ -317,6 +317,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_the_run_goes_on(t
     cfg = tiny_config(total_steps=9)
     cfg.checkpoint.every, cfg.checkpoint.max_failed_saves = 1, 3
     trainer, actors = make_trainer(tmp_path, cfg)
+    events: list[tuple[str, str]] = []
+    trainer._logger.event = lambda *event: events.append(event)
 
     async def steps() -> None:
         await trainer._resume()
@@ -335,6 +337,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_the_run_goes_on(t
     warnings = capsys.readouterr().err.strip().splitlines()
     assert len(warnings) == 3 and "step 2 could not be saved in `trainer.output_dir`" in warnings[0]
     assert "space" in warnings[0] and "failure 1 of 3" in warnings[0]
+    assert events == [("save", "step 1"), *(("failed_save", f"step {step}") for step in (2, 3, 4)), ("save", "step 5")]
 
 
 def test_too_many_saves_that_fail_in_a_row_end_the_run(tmp_path):

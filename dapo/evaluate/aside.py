@@ -18,6 +18,7 @@ from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
 from dapo.saving import Saver
+from dapo.store.schema import UNNAMED
 from dapo.types import HeldOut
 
 LOOK_S = 0.5  # between two looks at whether an evaluation can still be finished
@@ -143,7 +144,7 @@ class Evaluations:
         values = metrics(await asyncio.to_thread(summaries, answered))
         self._logger.log(evaluation.version, values)
         for name, groups in answered.sets.items():
-            self._logger.evaluation(evaluation.version, name or "eval", groups)
+            self._logger.evaluation(evaluation.version, name or UNNAMED, groups)
         if evaluation.version == self._version:
             self._saver.owes_evaluation = False
         self._say(f"eval · step {evaluation.version} · held-out accuracy {values['eval/accuracy']:.3f}")

@@ -126,6 +126,30 @@ class Reader:
         """Returns the newest `last` events, oldest first."""
         return self._all("SELECT * FROM (SELECT * FROM events ORDER BY event DESC LIMIT ?) ORDER BY event", last)
 
+    def starts(self) -> Rows:
+        """Returns the starts of the program, oldest first: their columns, `config` and the numbers of the `steps` that
+        each took as values, and as `last` when each ended or gave its last sign of life."""
+        found = self._all(
+            "SELECT runs.*, coalesce(ended, (SELECT max(at) FROM (SELECT run, at FROM steps UNION ALL "
+            "SELECT run, at FROM events) AS signs WHERE signs.run = runs.run), began) AS last, "
+            "(SELECT json_group_array(step) FROM steps WHERE steps.run = runs.run) AS steps FROM runs ORDER BY run"
+        )
+        return [{**row, "config": json.loads(row["config"]), "steps": json.loads(row["steps"])} for row in found]
+
+    def count(self, kind: str) -> int:
+        """Counts the events of a kind."""
+        return int(self._all("SELECT count(*) AS found FROM events WHERE kind = ?", kind)[0]["found"])
+
+    def held_out(self, step: int) -> Rows:
+        """Returns the held-out problems that policy version `step` answered: name of the set, `prompt`, `ground_truth`,
+        and the mean accuracy of the answers that have one; a problem without any is left out."""
+        return self._all(
+            "SELECT name, prompt, ground_truth, avg(accuracy) AS accuracy FROM evaluations "
+            "JOIN prompts USING (prompt) WHERE split = name AND step = ? GROUP BY name, prompt "
+            "HAVING count(accuracy) > 0 ORDER BY name, prompt",
+            step,
+        )
+
     def warnings(self, step: int) -> list[str]:
         """Returns what was told of faults while the step was collected and trained on."""
         found = self._all("SELECT message FROM events WHERE kind = 'warning' AND step = ? ORDER BY event", step - 1)

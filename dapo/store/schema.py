@@ -10,6 +10,7 @@ DATABASE = "samples.sqlite"  # in the output directory
 VERSION = 1  # `PRAGMA user_version`: another one is no database that this code may write to or read
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
+UNNAMED = "eval"  # the split of a held-out set without a name of its own
 
 Columns = tuple[tuple[str, str, str], ...]  # name, type and constraint, meaning
 
@@ -102,7 +103,7 @@ TABLES = (
         name="prompts",
         text="A row per prompt that was drawn or evaluated.",
         columns=(
-            ("split", "TEXT NOT NULL", f"`{TRAIN}`, or the name of a held-out set"),
+            ("split", "TEXT NOT NULL", f"`{TRAIN}`, or the name of a held-out set, `{UNNAMED}` where it has none"),
             ("prompt", "INTEGER NOT NULL", "number within its split"),
             ("source", "TEXT NOT NULL", "`data_source` of the row"),
             ("text", "TEXT NOT NULL", "after the chat template"),
@@ -190,8 +191,8 @@ TABLES = (
             (
                 "kind",
                 "TEXT NOT NULL",
-                "`resume` (also of a run that begins), `save`, `warning` (every fault and restart "
-                "is told as one), `missing` (what could not be written here)",
+                "`resume` (also of a run that begins), `save`, `failed_save`, `warning` (every fault "
+                "and restart is told as one), `missing` (what could not be written here)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),

@@ -1,5 +1,6 @@
 """How the real program ends: Ctrl-C, dead workers, a dead head of Ray. SIGTERM: tests/end_to_end/test_faults.py."""
 
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
     returncode, err = finish(process, children)
     assert returncode == 130, err
     assert checkpoint(tmp_path / "run").name >= "step_000002"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The real program, every component real: three steps, resume, the same seed twice. How it ends: test_endings."""
 
+import json
 import re
 import shutil
 import sqlite3
@@ -67,9 +68,30 @@ def test_three_steps_report_evaluate_and_save(whole_run):
         assert store.execute("SELECT ended > began, json_extract(config, '$.rollout.n') FROM runs").fetchall() == [
             (1, 4)
         ]
+    check_summary(output_dir, out)
     recorded = (output_dir / "metrics.jsonl").read_text()
     assert recorded.count('"perf/restarted_reward_workers": 0.0') == 3
     assert recorded.count('"perf/restarted_reward_children": 0.0') == 3
+
+
+def check_summary(output_dir: Path, out: str) -> None:
+    """What a run says of itself at its end is what its lines come to."""
+    found = json.loads((output_dir / "summary.json").read_text())
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "actor/loss" in line]
+    assert found["steps"] == len(steps) and found["starts"] == 1 and not any(found["faults"].values())
+    [held_out] = found["held_out"]
+    evaluations = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert (held_out["first"]["value"], held_out["last"]["value"]) == (evaluations[0], evaluations[-1])
+    assert held_out["gain"]["problems"] == 32
+    assert held_out["gain"]["value"] == pytest.approx(evaluations[-1] - evaluations[0])
+    used = sum(line["buffer/trained_tokens"] + line["buffer/dropped_tokens"] for line in steps)
+    assert found["tokens_trained"] == sum(line["buffer/trained_tokens"] for line in steps)
+    assert found["tokens_generated"] == used + sum(line["perf/aborted_tokens"] for line in steps)
+    assert found["seconds"]["update"] == pytest.approx(sum(line["perf/update_s"] for line in steps))
+    assert found["seconds"]["wall"] >= found["seconds"]["steps"] and found["gpus"] == found["gpu_hours"] == 0
+    assert "summary: 3 of 3 steps in " in out and "cost: CPU" in out
+    assert (output_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_export_loads_and_differs_from_the_base(whole_run):

@@ -1,0 +1,1 @@
+"""Compares runs: results with intervals, differences of configuration, curves."""

@@ -1,0 +1,109 @@
+"""Lays results of runs side by side: a column per run, `-` for what a run lacks.
+
+In: `Results` and configurations. Out: Markdown tables, and the same for JSON.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import PurePath
+from typing import Any
+
+from dapo.report.log import duration
+from dapo.report.results import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
+from dapo.report.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
+from dapo.report.table import table
+from dapo.state.changes import changes
+
+LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
+FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
+Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the first
+Row = tuple[str, Callable[[Results], str]]
+
+ROWS: tuple[Row, ...] = (
+    ("steps", lambda run: f"{run.steps}" + (f" of {run.total_steps}" if run.total_steps else "")),
+    ("starts", lambda run: "-" if run.starts is None else str(run.starts)),
+    ("tokens generated", lambda run: shown(run.tokens_generated, ",")),
+    ("tokens trained on", lambda run: shown(run.tokens_trained, ",")),
+    ("goodput", lambda run: shown(run.goodput)),
+    ("wall time", lambda run: duration(run.seconds["wall"]) if run.seconds["wall"] else "-"),
+    ("seconds a step", lambda run: shown(run.seconds["steps"] / run.steps if run.steps else None, ".1f")),
+    *((f"{phase}, share of the steps", lambda run, phase=phase: share(run, phase)) for phase in TIMED),
+    *((f"{name}, last {WINDOW} steps", lambda run, name=name: shown(run.latest.get(name), ".4g")) for name in LATEST),
+    ("survived", faults),
+    ("cost", cost),
+)
+
+
+def results_table(found: Sequence[Results], gains: Gains) -> str:
+    """Returns the table of results; in brackets 95 % intervals: of held-out accuracies over problems, of those of drawn
+    groups over steps. gains: problem by problem."""
+    rows = [
+        *[(name, [cell(run) for run in found]) for name, cell in ROWS[:1]],
+        *_accuracies(HELD_OUT, [{one.set: one for one in run.held_out} for run in found]),
+        *_against_first(gains),
+        *_accuracies(DRAWN, [{"": run.drawn} if run.drawn else {} for run in found]),
+        *[(name, [cell(run) for run in found]) for name, cell in ROWS[1:]],
+    ]
+    return table(["", *(run.name for run in found)], [[name, *cells] for name, cells in rows])
+
+
+def _accuracies(measure: str, by_set: Sequence[Mapping[str, Accuracy]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields three rows per set that a run has."""
+    parts: tuple[tuple[str, Callable[[Accuracy], Point]], ...] = (
+        ("first", lambda one: one.first),
+        ("last", lambda one: one.last),
+        ("best", lambda one: one.best),
+    )
+    for name in dict.fromkeys(name for of in by_set for name in of):
+        for part, of_one in parts:
+            cells = [f"{point(of_one(of[name]))} at {of_one(of[name]).step}" if name in of else "-" for of in by_set]
+            yield f"{f'{measure} {name}'.rstrip()}, {part}", cells
+
+
+def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
+    for name in dict.fromkeys(name for of in gains for name in of):
+        cells = [difference(of[name]) if name in of else "-" for of in gains]
+        yield f"{f'{HELD_OUT} {name}'.rstrip()}, last − that of the first run", cells
+
+
+def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the keys that are not the same in all runs, each with the value in each. A key that a run lacks has its
+    default; of paths only the last part counts."""
+    plain = [_without_folders(config) for config in configs]
+    found: dict[str, list[Any]] = {}
+    for number, config in enumerate(plain):
+        for change in changes(plain[0], config):
+            if change.key not in LEFT_OUT:
+                found.setdefault(change.key, [change.there] * len(plain))[number] = change.here
+    return found
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(each) for each in value]
+    return PurePath(value).name if isinstance(value, str) and value.startswith(FOLDERS) else value
+
+
+def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) -> str:
+    """Returns the table of configurations."""
+    rows = [[key, *map(_word, values)] for key, values in found.items()]
+    return table(["key", *names], rows)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def comparison(found: Sequence[Results], gains: Gains, differing: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Returns all of it for JSON."""
+    names = [run.name for run in found]
+    return {
+        "runs": [
+            {**asdict(run), "against_first": {name: asdict(one) for name, one in of.items()}}
+            for run, of in zip(found, gains, strict=True)
+        ],
+        "configuration": {key: dict(zip(names, values, strict=True)) for key, values in differing.items()},
+    }

@@ -1,0 +1,208 @@
+"""Says what a run has come to: accuracy from and to, tokens, seconds, faults, GPU hours.
+
+In: what `dapo.report.runs` reads back. Out: `Results`, for `summary.json`, `dapo.compare` and the end of a run.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from dapo.derived import gpus_per_engine, whole_gpus
+from dapo.evaluate.estimates import Estimate, over_problems
+from dapo.report.runs import Problems, Records, Run, known
+from dapo.state.changes import value_of
+from dapo.store.reader import PHASES
+
+WINDOW = 10  # steps that stand for the beginning and the end of a curve
+ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
+TIMED = (*PHASES, "evaluation")
+RESTARTED = ("engines", "actors", "reward_workers", "reward_children")  # of `perf/restarted_NAME`
+LATEST = ("rollout/response_length_mean", "rollout/truncated", "actor/entropy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Holds an accuracy and its 95 % interval, which is None where there is none. step: the policy version, of several
+    the one farthest out."""
+
+    step: int
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Holds the mean difference of accuracy over the problems that both sides answered, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    problems: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """Holds how an accuracy moved. set: of held-out problems; "" for the one without a name, or the mean over sets.
+    gain: problem by problem; None where they are not known, with one evaluation, and of drawn groups."""
+
+    set: str
+    first: Point
+    last: Point
+    best: Point
+    gain: Difference | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """Holds what a run has come to; None is not known. Made by `results`.
+
+    held_out: one per set, intervals over problems. drawn: of the groups that steps used up, means of the first and last
+    steps, `WINDOW` at most, intervals over steps. seconds: `wall` of all starts, `steps` of the steps that count, and
+    of these by phase, which overlap. faults: what was survived. gpus: of the newest start; 0: CPU. latest: means of
+    the last steps.
+    """
+
+    name: str
+    steps: int
+    total_steps: int | None
+    held_out: tuple[Accuracy, ...]
+    drawn: Accuracy | None
+    tokens_generated: int | None
+    tokens_trained: int | None
+    goodput: float | None
+    seconds: dict[str, float]
+    starts: int | None
+    faults: dict[str, int]
+    gpus: int | None
+    gpu_hours: float | None
+    latest: dict[str, float | None]
+
+
+def results(run: Run) -> Results:
+    """Returns what the run has come to so far."""
+    steps = run.steps
+    last = steps[-1] if steps else {}
+    generated, goodput = known(last, "ledger/tokens_generated"), known(last, "ledger/goodput")
+    seconds = {name: sum(known(record, f"perf/{name}_s") or 0.0 for record in steps) for name in TIMED}
+    taken = sum(record["perf/step_s"] for record in steps)
+    wall = sum(start.seconds for start in run.starts) if run.starts else taken
+    configs = [start.config for start in run.starts] or [run.config]
+    gpus = [gpus_of(config) for config in configs]
+    spent = [start.seconds for start in run.starts] or [taken]
+    hours = [None if each is None else each * time / 3600 for each, time in zip(gpus, spent, strict=True)]
+    return Results(
+        name=run.name,
+        steps=len(steps),
+        total_steps=value_of(run.config, "trainer.total_steps"),
+        held_out=tuple(_held_out(run)),
+        drawn=_drawn(steps),
+        tokens_generated=None if generated is None else round(generated),
+        tokens_trained=None if generated is None or goodput is None else round(goodput * generated),
+        goodput=goodput,
+        seconds={"wall": wall, "steps": taken, **seconds},
+        starts=len(run.starts) or None,
+        faults=_faults(run),
+        gpus=gpus[-1],
+        gpu_hours=None if None in hours else sum(each for each in hours if each is not None),
+        latest={name: _mean([record.get(name, math.nan) for record in steps[-WINDOW:]]) for name in LATEST},
+    )
+
+
+def _held_out(run: Run) -> list[Accuracy]:
+    """Returns one per name of an accuracy, that over all first."""
+    evaluations = [record for record in run.records if "eval/accuracy" in record]
+    names = {name: match[1] or "" for record in evaluations for name in record if (match := ACCURACY.fullmatch(name))}
+    gains = differences(*run.problems) if len(run.problems) == 2 else {}
+    found = []
+    for metric, name in sorted(names.items(), key=lambda item: item[1]):
+        by_step = {record["step"]: record for record in evaluations if known(record, metric) is not None}
+        points = [
+            Point(
+                step=step,
+                value=by_step[step][metric],
+                low=known(by_step[step], f"{metric}_low"),
+                high=known(by_step[step], f"{metric}_high"),
+            )
+            for step in sorted(by_step)
+        ]
+        if points:
+            best = max(points, key=lambda point: point.value)
+            gain = gains.get(name) if points[-1].low is not None else None  # not of a mean over sets
+            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
+    return found
+
+
+def _drawn(steps: Records) -> Accuracy | None:
+    scored = [record for record in steps if known(record, "rollout/accuracy") is not None]
+    if not scored:
+        return None
+    window = max(1, min(WINDOW, len(scored) // 2))
+    sums = list(accumulate((record["rollout/accuracy"] for record in scored), initial=0.0))
+    best = max(range(window, len(scored) + 1), key=lambda end: sums[end] - sums[end - window])
+    return Accuracy(
+        set="",
+        first=_over_steps(scored[:window], scored[0]["step"]),
+        last=_over_steps(scored[-window:], scored[-1]["step"]),
+        best=_over_steps(scored[best - window : best], scored[best - 1]["step"]),
+    )
+
+
+def _over_steps(records: Records, step: int) -> Point:
+    one = over_problems({"": [record["rollout/accuracy"] for record in records]})[""]
+    alone = len(records) < 2  # no interval
+    return Point(step=step, value=one.value, low=None if alone else one.low, high=None if alone else one.high)
+
+
+def differences(before: Problems, after: Problems) -> dict[str, Difference]:
+    """Returns by set how much better `after` is, over the problems that both have a verdict on."""
+    found = {}
+    for name in dict.fromkeys(name for name, _, _ in after):
+        both = [after[key] - before[key] for key in after if key[0] == name and key in before]
+        if both:
+            one: Estimate = over_problems({"": both})[""]
+            found[name] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
+    return found
+
+
+def _faults(run: Run) -> dict[str, int]:
+    """Counts what was survived. The metrics count since their process began, so that a start begins at 0 again."""
+    start_of = {step: number for number, start in enumerate(run.starts) for step in start.steps}
+    found = {}
+    for name in RESTARTED:
+        total = before = 0.0
+        last = None
+        for record in run.steps:
+            value, start = known(record, f"perf/restarted_{name}") or 0.0, start_of.get(record["step"])
+            if start != last or value < before:
+                before = 0.0
+            total += value - before
+            before, last = value, start
+        found[f"restarted_{name}"] = round(total)
+    if run.failed_saves is not None:
+        found["failed_saves"] = run.failed_saves
+        found["killed_starts"] = sum(not start.ended for start in run.starts[:-1])  # the newest may be running
+    return found
+
+
+def gpus_of(config: Mapping[str, Any]) -> int | None:
+    """Counts the GPUs that a configuration takes, 0 on CPU; None where `trainer.device` is not decided."""
+    device = value_of(config, "trainer.device")
+    if device not in ("cpu", "cuda"):
+        return None
+    ranks, engines = (int(value_of(config, key) or 0) for key in ("actor.num_workers", "rollout.num_engines"))
+    engines *= gpus_per_engine(value_of(config, "rollout.vllm") or {})
+    policy = 0 if device == "cpu" else ranks if value_of(config, "trainer.colocate") else ranks + engines
+    model = value_of(config, "reward.model") or {}
+    where = device if model.get("device", "auto") == "auto" else model["device"]
+    return policy + (
+        whole_gpus(model["num_workers"], model["num_gpus"]) if model.get("path") and where == "cuda" else 0
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,123 @@
+"""Reads back what a run has left behind: from its files alone, so that it covers every start of it.
+
+In: an output directory, whether the run goes on or not. Out: its configuration, the lines of `metrics.jsonl`, and of
+`samples.sqlite` the starts, failed saves and verdicts on held-out problems; without the latter these are absent.
+"""
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dapo.report.log import METRICS, read_metrics
+from dapo.state.run_dir import CONFIG, HEADER
+from dapo.store.reader import Reader
+from dapo.store.schema import UNNAMED
+
+Records = Sequence[Mapping[str, Any]]
+Problems = dict[tuple[str, int, str], float]  # mean accuracy by set ("": without a name), number and ground truth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Holds one start of the program. steps: that it took and that count. seconds: from when its workers were ready to
+    its end, or to its last sign of life. ended: in order; False also while it runs."""
+
+    steps: frozenset[int]
+    seconds: float
+    ended: bool
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Holds what a run has left behind. Made by `read_run`, consumed by `results`.
+
+    records: lines of metrics.jsonl. starts: oldest first; empty without a store, and failed_saves is None then.
+    problems: held-out verdicts of the first and the last evaluation, if any.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    records: Records
+    starts: tuple[Start, ...] = ()
+    failed_saves: int | None = None
+    problems: tuple[Problems, ...] = ()
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """Returns one line per step that was taken, in order."""
+        found = {record["step"]: record for record in self.records if "perf/step_s" in record}
+        return [found[step] for step in sorted(found)]
+
+
+def read_run(folder: Path, name: str = "") -> Run:
+    """Reads the run in `folder`. name: for tables; "" for that of the folder. Raises ValueError where there is none."""
+    path = folder / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = OmegaConf.to_container(OmegaConf.create(text)) if text.startswith(HEADER) else None
+    except (FileNotFoundError, NotADirectoryError):
+        config = None
+    except Exception as error:  # whatever a disk or a YAML parser raises
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder} is no run: it holds no {CONFIG} of one; give the `trainer.output_dir` of a run")
+    metrics = folder / METRICS
+    records = read_metrics(metrics) if metrics.is_file() else []
+    evaluated = sorted({record["step"] for record in records if "eval/accuracy" in record})
+    whole: dict[str, Any] = {"name": name or folder.absolute().name, "config": config, "records": records}
+    try:
+        with Reader(folder) as store:
+            starts = tuple(_start(row) for row in store.starts())
+            known = [_problems(store, step) for step in dict.fromkeys((*evaluated[:1], *evaluated[-1:]))]
+            return Run(**whole, starts=starts, failed_saves=store.count("failed_save"), problems=tuple(known))
+    except (ValueError, sqlite3.Error):  # off, damaged, or of another version
+        return Run(**whole)
+
+
+def _start(row: dict[str, Any]) -> Start:
+    steps, ended = frozenset(row["steps"]), row["ended"] is not None
+    return Start(steps=steps, seconds=row["last"] - row["began"], ended=ended, config=row["config"])
+
+
+def _problems(store: Reader, step: int) -> Problems:
+    return {
+        ("" if row["name"] == UNNAMED else row["name"], row["prompt"], row["ground_truth"]): row["accuracy"]
+        for row in store.held_out(step)
+    }
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Returns a name for each run: its folder's, with its parent's where two are the same, and the whole path where
+    that does not tell them apart either."""
+    names = [folder.absolute().name for folder in folders]
+    found: list[str] = []
+    for folder, name in zip(folders, names, strict=True):
+        label = name if names.count(name) == 1 else f"{folder.absolute().parent.name}/{name}"
+        found.append(label if label not in found else str(folder.absolute()))
+    return found
+
+
+def positions(records: Records, against: str) -> dict[int, float]:
+    """Returns where each step lies on an axis: `step`, `tokens` generated so far, `seconds` of the steps so far."""
+    if against == "step":
+        return {record["step"]: float(record["step"]) for record in records}
+    found, total = {0: 0.0}, 0.0
+    for record in sorted(records, key=lambda one: one["step"]):
+        if against == "seconds" and "perf/step_s" in record:
+            total += record["perf/step_s"]
+            found[record["step"]] = total
+        elif against == "tokens" and "ledger/tokens_generated" in record:
+            found[record["step"]] = record["ledger/tokens_generated"]
+    return found
+
+
+def known(record: Mapping[str, Any], name: str) -> float | None:
+    """Returns a number of a line; None where it is absent or NaN."""
+    value = float(record.get(name, math.nan))
+    return None if math.isnan(value) else value

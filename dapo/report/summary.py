@@ -1,0 +1,127 @@
+"""Sums a run up when it ends: `summary.json`, `curves.png`, and a few lines for a person.
+
+In: an output directory. Out: the two files in it, lines on the console. Nothing here ends a run otherwise than it ends:
+what fails is told as a warning.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from dapo.report.console import say, warn
+from dapo.report.log import METRICS, duration
+from dapo.report.results import RESTARTED, TIMED, Accuracy, Difference, Point, Results, results
+from dapo.report.runs import read_run
+from dapo.state.durable import write_text
+from dapo.state.lease import LeaseLost
+
+SUMMARY, CURVES = "summary.json", "curves.png"
+HELD_OUT, DRAWN = "held-out accuracy", "accuracy of drawn groups"
+
+
+@contextmanager
+def concluded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Sums the run in `folder` up at the end of the block, however that ends, if the block has reported anything.
+
+    check: raises LeaseLost where the folder is another run's by then, and is left alone.
+    """
+    before = _written(folder)
+    try:
+        yield
+    finally:
+        if _written(folder) != before:
+            conclude(folder, check)
+
+
+def _written(folder: Path) -> int:
+    path = folder / METRICS
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def conclude(folder: Path, check: Callable[[], None]) -> None:
+    """Writes the files and tells the summary; without a step, nothing. check: as in `concluded`."""
+    try:
+        check()
+        run = read_run(folder)
+        if not run.steps:
+            return
+        found = results(run)
+        write_text(folder / SUMMARY, json.dumps(asdict(found), indent=1) + "\n")
+        say(text(found))
+    except LeaseLost:
+        return
+    except Exception as error:  # whatever a disk or a damaged file raises
+        warn(f"{folder / SUMMARY} is not written: {type(error).__name__}: {error}")
+        return
+    try:
+        from dapo.plot import draw  # matplotlib takes a second, and only here
+
+        draw({run.name: run.records}, folder / CURVES, "")
+    except Exception as error:  # whatever a disk or a library raises
+        warn(f"{folder / CURVES} is not drawn: {error}")
+
+
+def text(found: Results) -> str:
+    """Returns the lines for a person; in brackets 95 % intervals, as `Results` says over what."""
+    of = f" of {found.total_steps}" if found.total_steps else ""
+    begun = f", started {found.starts} times" if (found.starts or 0) > 1 else ""
+    lines = [f"summary: {found.steps}{of} steps in {duration(found.seconds['wall'])}{begun}"]
+    lines += [_moved(f"{HELD_OUT} {one.set}".rstrip(), one) for one in found.held_out]
+    if found.drawn and not found.held_out:
+        lines.append(_moved(DRAWN, found.drawn))
+    if found.tokens_generated is not None:
+        trained = f"{found.tokens_trained:,} of them trained on (goodput {shown(found.goodput)})"
+        lines.append(f"tokens: {found.tokens_generated:,} generated, {trained}")
+    lines.append(f"time: {_phases(found)} of {duration(found.seconds['steps'])} in steps; phases overlap")
+    lines.append(f"survived: {faults(found)}")
+    lines.append(f"cost: {cost(found)}")
+    return "\n  ".join(lines)
+
+
+def _moved(name: str, one: Accuracy) -> str:
+    moved = f"{name}: {point(one.first)} at step {one.first.step} -> {point(one.last)} at step {one.last.step}"
+    best = f"; best {shown(one.best.value)} at step {one.best.step}" if one.best.value > one.last.value else ""
+    return f"{moved}{f'; gain {difference(one.gain)}' if one.gain else ''}{best}"
+
+
+def shown(value: float | None, form: str = ".3f") -> str:
+    """Returns a number for a table; `-` where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def point(one: Point) -> str:
+    """Returns an accuracy with its interval."""
+    return shown(one.value) + (f" ({one.low:.3f} to {one.high:.3f})" if one.low is not None else "")
+
+
+def difference(one: Difference) -> str:
+    """Returns a difference with its interval."""
+    return f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f}) over {one.problems} problems"
+
+
+def _phases(found: Results) -> str:
+    """Returns the phases that took one percent or more, the longest first."""
+    least = found.seconds["steps"] / 100
+    taken = sorted((name for name in TIMED if found.seconds[name] >= least), key=lambda name: -found.seconds[name])
+    return ", ".join(f"{name} {share(found, name)}" for name in taken) or "-"
+
+
+def share(found: Results, phase: str) -> str:
+    """Returns the seconds of a phase as a share of all steps; `-` where it took none."""
+    return f"{found.seconds[phase] / found.seconds['steps']:.0%}" if found.seconds[phase] else "-"
+
+
+def faults(found: Results) -> str:
+    """Returns in words what was survived."""
+    words = {f"restarted_{name}": f"{name.replace('_', ' ')} restarted" for name in RESTARTED}
+    counts = [f"{words.get(name, name.replace('_', ' '))} {count}" for name, count in found.faults.items() if count]
+    return ", ".join(counts) or "no fault"
+
+
+def cost(found: Results) -> str:
+    """Returns the GPU hours; CPU where there was no GPU."""
+    if found.gpu_hours is None:
+        return "-"
+    return f"{found.gpu_hours:,.1f} GPU hours ({found.gpus} GPUs)" if found.gpu_hours else "CPU, no GPU hours"

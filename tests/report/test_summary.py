@@ -1,0 +1,191 @@
+"""What a run has come to, over all its starts, and what is written and told of it when it ends."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dapo import plot
+from dapo.config.compose import compose
+from dapo.report.results import gpus_of, results
+from dapo.report.runs import Run, labels, positions, read_run
+from dapo.report.summary import CURVES, SUMMARY, conclude, concluded, text
+from dapo.state.lease import LeaseLost
+from dapo.store.reader import Reader
+from dapo.store.schema import UNNAMED
+from dapo.types import Group
+from tests.support.fakes import make_group
+from tests.support.run_files import step_line, store_starts, write_run
+
+GPUS = ("trainer.device=cuda", "actor.num_workers=2", "rollout.num_engines=2")
+SPLIT = (*GPUS, "rollout.vllm.tensor_parallel_size=2")  # 2 ranks and 2 engines of 2
+FOUR = ("trainer.device=cuda", "actor.num_workers=4", "rollout.num_engines=4")
+SHARED = (*FOUR, "trainer.colocate=true", "rollout.vllm.gpu_memory_utilization=0.5")
+
+
+def restarted(engines: int, workers: int = 0) -> dict[str, float]:
+    return {"perf/restarted_engines": float(engines), "perf/restarted_reward_workers": float(workers)}
+
+
+def evaluated(step: int, value: float, low: float, high: float) -> dict[str, float]:
+    return {"step": step, "eval/accuracy": value, "eval/accuracy_low": low, "eval/accuracy_high": high}
+
+
+def held(number: int, *accuracies: float) -> Group:
+    """Answers to a held-out prompt, whose number a training prompt has too."""
+    group = make_group(number, accuracies)
+    return replace(group, draw=replace(group.draw, prompt=replace(group.draw.prompt, ground_truth="held out")))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps; a start was killed after three of them, and its one engine that was replaced counts, as does one of
+    the next start, whose count begins anew."""
+    lines = [evaluated(0, 0.25, 0.1, 0.4)]
+    lines += [step_line(step, 0.1 * step, **restarted(1)) for step in (1, 2, 3)]
+    lines += [evaluated(3, 0.75, 0.6, 0.9)]
+    lines += [step_line(step, 0.1 * step, **restarted(1 + (step == 6), 3)) for step in (4, 5, 6)]
+    lines += [evaluated(6, 0.5, 0.35, 0.65)]
+    folder = write_run(tmp_path_factory.mktemp("run") / "adds", lines, "trainer.total_steps=8")
+    store = store_starts(folder, ((1, 2, 3), False, SPLIT), ((4, 5, 6), True, SHARED))
+    store.event("failed_save", "step 4")
+    none = held(9, math.nan, math.nan)  # of which there is no verdict
+    store.evaluation(0, UNNAMED, [*(held(n, float(n == 3), 0.0) for n in range(4)), held(9, 1.0, 0.0)])
+    after = [held(n, 1.0, math.nan if n < 2 else 0.0) for n in range(4)]
+    store.evaluation(6, UNNAMED, [*after, none, held(10, 1.0, 1.0)])  # the last was not asked before
+    store.close()
+    return folder
+
+
+def test_the_whole_run_counts_with_all_its_starts(run: Path) -> None:
+    found = results(read_run(run))
+    assert (found.name, found.steps, found.total_steps, found.starts) == ("adds", 6, 8, 2)
+    assert (found.tokens_generated, found.tokens_trained, found.goodput) == (600, 450, 0.75)
+    assert found.seconds["wall"] == 3600 and found.seconds["steps"] == 60 and found.seconds["generation"] == 36
+    assert found.faults == {
+        "restarted_engines": 3,
+        "restarted_actors": 0,
+        "restarted_reward_workers": 3,
+        "restarted_reward_children": 0,
+        "failed_saves": 1,
+        "killed_starts": 1,
+    }
+    assert (found.gpus, found.gpu_hours) == (4, 0.5 * 6 + 0.5 * 4)
+    assert found.latest == {"rollout/response_length_mean": 30.0, "rollout/truncated": None, "actor/entropy": None}
+
+
+def test_accuracy_from_and_to_with_intervals(run: Path) -> None:
+    found = results(read_run(run))
+    [held_out] = found.held_out
+    assert [(p.step, p.value, p.low, p.high) for p in (held_out.first, held_out.last, held_out.best)] == [
+        (0, 0.25, 0.1, 0.4),
+        (6, 0.5, 0.35, 0.65),
+        (3, 0.75, 0.6, 0.9),
+    ]
+    gain = held_out.gain
+    assert gain and gain.problems == 4 and gain.value == pytest.approx((1.0 + 1.0 + 0.5 + 0.0) / 4)
+    assert gain.low < gain.value < gain.high
+    with Reader(run) as store:
+        assert {row["ground_truth"] for row in store.held_out(6)} == {"held out"}, "no training prompt of that number"
+    drawn = found.drawn
+    assert drawn and drawn.first.value == pytest.approx(0.2) and drawn.last.value == pytest.approx(0.5)
+    assert (drawn.last.low, drawn.last.high) == (pytest.approx(0.4), pytest.approx(0.6)), "of three steps"
+
+
+def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
+    """A set may have the name that the one without a name has in the store."""
+    lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]
+    run = Run(name="", config={}, records=lines, problems=({("", 0, ""): 0.0}, {("", 0, ""): 1.0}))
+    assert [one.gain for one in results(run).held_out] == [None]
+
+
+def test_what_a_person_is_told(run: Path) -> None:
+    told = text(results(read_run(run)))
+    assert "summary: 6 of 8 steps in 1h00m, started 2 times" in told
+    assert (
+        "held-out accuracy: 0.250 (0.100 to 0.400) at step 0 -> 0.500 (0.350 to 0.650) at step 6; gain +0.625" in told
+    )
+    assert "best 0.750 at step 3" in told and "600 generated, 450 of them trained on (goodput 0.750)" in told
+    assert "generation 60% of 60s" in told and "5.0 GPU hours (4 GPUs)" in told
+    assert "survived: engines restarted 3, reward workers restarted 3, failed saves 1, killed starts 1\n" in told
+
+
+def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: Path) -> None:
+    lines = [step_line(1, 0.5, **restarted(2)), step_line(2, 0.7, **restarted(1)), step_line(3, 0.6, **restarted(1))]
+    found = results(read_run(write_run(tmp_path / "run", lines, "trainer.device=cpu")))
+    assert found.held_out == () and found.starts is None and found.seconds["wall"] == 30
+    assert found.faults["restarted_engines"] == 3, "a count that falls is of another process"
+    assert "failed_saves" not in found.faults and found.gpu_hours == 0
+    told = text(found)
+    assert "accuracy of drawn groups: 0.500 at step 1 -> 0.600 at step 3; best 0.700 at step 2" in told
+    assert "CPU" in told
+
+
+def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/accu')  # being written
+    store_starts(folder, ((), False, ())).close()
+    found = results(read_run(folder))
+    assert found.starts == 1 and found.faults["killed_starts"] == 0, "it is running"
+    assert found.steps == found.seconds["wall"] == 0 and found.drawn is None and found.tokens_generated is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        pytest.param(SPLIT, 6, id="apart"),
+        pytest.param(SHARED, 4, id="colocated"),
+        pytest.param(("trainer.device=cpu",), 0, id="cpu"),
+        pytest.param(("trainer.device=auto",), None, id="not-decided"),
+        pytest.param((*GPUS, "reward.model.path=a", "reward.model.num_workers=3", "reward.model.num_gpus=0.5"), 6),
+    ],
+)
+def test_gpus_are_counted(overrides: tuple[str, ...], gpus: int | None) -> None:
+    assert gpus_of(asdict(compose(overrides, "dapo_tiny"))) == gpus
+
+
+def test_axes() -> None:
+    records = [evaluated(0, 0.1, 0, 1), step_line(2, 0.5), step_line(1, 0.5), evaluated(2, 0.2, 0, 1)]
+    assert positions(records, "step") == {0: 0, 1: 1, 2: 2}
+    assert positions(records, "tokens") == {0: 0, 1: 100, 2: 200}
+    assert positions(records, "seconds") == {0: 0, 1: 10, 2: 20}
+
+
+@pytest.mark.parametrize("broken", ["nothing", "picture"])
+def test_the_end_of_a_run_writes_its_files_and_keeps_its_error(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", [])
+    if broken == "picture":
+        monkeypatch.setattr(plot, "draw", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="an engine is gone"), concluded(folder, lambda: None):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step_line(1, 0.5)) + "\n")
+        raise RuntimeError("an engine is gone")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("summary: 1 of 80 steps")
+    assert json.loads((folder / SUMMARY).read_text()) == json.loads(json.dumps(asdict(results(read_run(folder)))))
+    assert (folder / CURVES).exists() == (broken == "nothing")
+    assert printed.err == ("" if broken == "nothing" else f"{folder / CURVES} is not drawn: division by zero\n")
+
+
+def test_nothing_is_written_without_a_step_or_into_what_is_another_runs(tmp_path: Path, capsys) -> None:
+    folder = write_run(tmp_path / "run", [step_line(1, 0.5)])
+
+    def lost() -> None:
+        raise LeaseLost("another run has it")
+
+    with concluded(folder, lambda: None):
+        pass  # this start has reported nothing
+    conclude(folder, lost)
+    conclude(write_run(tmp_path / "begun", [evaluated(0, 0.1, 0, 1)]), lambda: None)
+    assert not list(tmp_path.glob(f"*/{SUMMARY}")) and capsys.readouterr() == ("", "")
+    (folder / "config.yaml").unlink()
+    conclude(folder, lambda: None)
+    assert f"{folder / SUMMARY} is not written: ValueError" in capsys.readouterr().err
+
+
+def test_labels_of_the_same_run_twice(tmp_path: Path) -> None:
+    assert labels([tmp_path / "a", tmp_path / "a"]) == [f"{tmp_path.name}/a", str(tmp_path / "a")]

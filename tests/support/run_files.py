@@ -1,0 +1,65 @@
+"""Run directories as a run leaves them, made without one (tests only)."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dapo.config.compose import compose
+from dapo.config.schema import LoggingConfig
+from dapo.state.run_dir import HEADER
+from dapo.store.samples import SampleStore
+from tests.support.fakes import make_group
+from tests.support.stored import collected_of
+
+BEGAN = 1_000_000.0  # Unix time of the first start
+
+
+def step_line(step: int, accuracy: float, **others: float) -> dict[str, Any]:
+    """A line of a step that took 10 s, 6 of them generation, and generated 100 tokens, of which 75 were trained on."""
+    return {
+        "step": step,
+        "rollout/accuracy": accuracy,
+        "rollout/response_length_mean": 30.0,
+        "actor/entropy": None,
+        "buffer/trained_tokens": 75.0,
+        "ledger/tokens_generated": 100.0 * step,
+        "ledger/goodput": 0.75,
+        "perf/step_s": 10.0,
+        "perf/generation_s": 6.0,
+        **others,
+    }
+
+
+def write_run(folder: Path, records: Sequence[dict[str, Any]], *overrides: str) -> Path:
+    """A run of the tiny experiment without a sample store."""
+    folder.mkdir(parents=True)
+    config = asdict(compose([f"trainer.output_dir={folder}", *overrides], "dapo_tiny"))
+    (folder / "config.yaml").write_text(HEADER + OmegaConf.to_yaml(OmegaConf.create(config)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def store_starts(folder: Path, *starts: tuple[Sequence[int], bool, Sequence[str]]) -> SampleStore:
+    """Adds a store with starts, each as (its steps, whether it ended in order, overrides); returns that of the last.
+
+    Start k begins k hours after the first and lasts half an hour, also where it was killed.
+    """
+    for number, (steps, ended, overrides) in enumerate(starts):
+        store = SampleStore(folder, LoggingConfig(), warn=pytest.fail)
+        store.begin(asdict(compose(overrides, "dapo_tiny")))
+        for step in steps:
+            store.step(step, collected_of([make_group(step, [1.0, 0.0])]))
+        store.close()
+        began = BEGAN + 3600 * number
+        with closing(sqlite3.connect(folder / "samples.sqlite")) as connection, connection:
+            times = (began, began + 1800 if ended else None, number + 1)
+            connection.execute("UPDATE runs SET began = ?, ended = ? WHERE run = ?", times)
+            connection.execute("UPDATE steps SET at = ? WHERE run = ?", (began + 1800, number + 1))
+    return SampleStore(folder, LoggingConfig(), warn=pytest.fail)
