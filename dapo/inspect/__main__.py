@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.inspect import page, rules
+from dapo.inspect.figures import MIN_STEPS, figures
 from dapo.inspect.findings import agreements, why, why_slow
 from dapo.inspect.show import around, beginning, block, cell, ending, table
 from dapo.store.reader import WHERE, Reader
@@ -152,11 +153,11 @@ def rewards(store: Reader, given: argparse.Namespace) -> None:
 
 def findings(store: Reader, given: argparse.Namespace) -> None:
     """Prints what to look at."""
-    found = rules.findings(rules.figures(store))
+    found = rules.findings(figures(store))
     for look in found:
         block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
     if not found:
-        block("nothing that a rule knows", f"Rules need {rules.MIN_STEPS} steps.")
+        block("nothing that a rule knows", f"Rules need {MIN_STEPS} steps.")
 
 
 def events(store: Reader, given: argparse.Namespace) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo.inspect.charts import CURVES, FATES, PATTERNS, ROLES
+from dapo.inspect.figures import Figures, Finding, figures
 from dapo.inspect.groups import browser
-from dapo.inspect.rules import Figures, Finding, figures, findings
+from dapo.inspect.rules import findings
 from dapo.inspect.show import plain
 from dapo.store.reader import PHASES, Reader
 
@@ -137,18 +138,18 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
     starts = store.starts()
     config = dict(_flat(starts[-1]["config"])) if starts else {}
     seconds = [row["seconds"] for row in rows if row["seconds"] is not None]
-    figures = [["steps", f"{rows[-1]['step']}", f"of {config.get('trainer.total_steps', 'an unknown number')}"]]
+    shown = [["steps", f"{rows[-1]['step']}", f"of {config.get('trainer.total_steps', 'an unknown number')}"]]
     for name, title in (("rollout/accuracy", "accuracy of drawn groups"), ("eval/accuracy", "held-out accuracy")):
         if values := [metrics[name][step] for step in sorted(metrics.get(name, {}))]:
-            figures.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
+            shown.append([title, f"{values[-1]:.3f}", f"at first {values[0]:.3f}, at best {max(values):.3f}"])
     if seconds:
         median = f"median step {_duration(statistics.median(seconds))}, slowest {_duration(max(seconds))}"
-        figures.append(["time in steps", _duration(sum(seconds)), median])
+        shown.append(["time in steps", _duration(sum(seconds)), median])
     tokens, trained, lost = (sum(row[name] for row in rows) for name in ("tokens", "trained_tokens", "lost_tokens"))
     share = trained / (tokens + lost) if tokens + lost else 0.0
-    figures.append(["tokens generated", f"{_count(tokens + lost)}", f"{share:.0%} trained on"])
+    shown.append(["tokens generated", f"{_count(tokens + lost)}", f"{share:.0%} trained on"])
     kinds = Counter(row["kind"] for row in store.events(10**6))
-    figures.append(["starts", str(len(starts)), f"warnings {kinds['warning']}, checkpoints {kinds['save']}"])
+    shown.append(["starts", str(len(starts)), f"warnings {kinds['warning']}, checkpoints {kinds['save']}"])
     return {
         "name": plain(store.path.absolute().parent.name),
         "model": plain(config.get("model.path", "")),
@@ -156,7 +157,7 @@ def _run(store: Reader, rows: Sequence[Row], metrics: Mapping[str, Series]) -> d
         "ended": starts[-1]["ended"] if starts else None,
         "at": rows[-1]["at"],
         "steps": len(rows),
-        "figures": figures,
+        "figures": shown,
     }
 
 

@@ -1,21 +1,14 @@
 """Finds what a person should look at in a run: each rule says what it found in figures, and which key changes it.
 
-In: metrics of all steps, reward functions against the accuracy, the configuration. Out: findings in words, the same for
-the terminal and for the page. A rule compares the newest steps with the first ones, a fifth of the run each.
+In: the figures of a run. Out: findings, the same for the terminal and for the page. A rule compares the newest steps
+with the first ones.
 """
 
-import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from dapo.inspect.findings import Agreement, agreements
-from dapo.store.reader import PHASES, Reader
+from dapo.inspect.figures import REWARD_STEPS, Figures, Finding
+from dapo.store.reader import PHASES
 
-MIN_STEPS = 10  # fewer say nothing about where a run goes
-WINDOW = (3, 20)  # steps at each end, at least and at most
-REWARD_STEPS = 20  # newest, whose answers are compared with the reward functions
 MIN_PAIRS = 100  # of answers, before a reward function is judged
 
 ENTROPY_LEFT = 0.5  # of the entropy at the beginning
@@ -25,92 +18,6 @@ DROPPED = 0.5  # share of the groups
 UNSCORED = 0.01  # share of the answers
 PARITY_OF_LIMIT, PARITY_GROWTH = 0.5, 3.0  # share of the bound; times the beginning, from a tenth of the bound on
 IDLE = 0.3  # share of a step
-
-METRICS = (
-    *("actor/entropy", "actor/skipped_steps", "rollout/accuracy", "rollout/truncated", "buffer/*", "reward/failed_*"),
-    *("parity/mean_abs_logprob_diff", "parity/staleness_0/mean_abs_logprob_diff", "perf/*_s", "eval/*accuracy*"),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Holds a key that changes what was found. value: what it is in this run; None: not known. how: in words."""
-
-    key: str
-    value: Any
-    how: str
-
-    def __str__(self) -> str:
-        value = self.value if isinstance(self.value, str) else json.dumps(self.value)
-        return f"`{self.key}`{'' if self.value is None or len(value) > 40 else f' ({value})'}: {self.how}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Holds one thing to look at. rule: its name, for a person. what: in words with figures. changes: what helps, the
-    likeliest first. draws: groups that show it."""
-
-    rule: str
-    what: str
-    changes: tuple[Change, ...]
-    draws: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Holds the means of a metric over the first and over the newest steps of a run, and which these are."""
-
-    first: float
-    last: float
-    first_steps: str
-    last_steps: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """Holds what the rules look at. metrics: by name and step. rewards: of the newest steps. config: nested."""
-
-    metrics: Mapping[str, Mapping[int, float]]
-    rewards: Sequence[Agreement]
-    config: Mapping[str, Any]
-
-    def ends(self, name: str) -> Ends | None:
-        """Returns both ends of a metric; None where it has too few steps."""
-        values = self.metrics.get(name, {})
-        steps = sorted(values)
-        if len(steps) < MIN_STEPS:
-            return None
-        size = max(WINDOW[0], min(WINDOW[1], len(steps) // 5))
-        parts = steps[:size], steps[-size:]
-        first, last = (statistics.fmean(values[step] for step in part) for part in parts)
-        return Ends(first, last, *(f"steps {part[0]} to {part[-1]}" for part in parts))
-
-    def last(self, name: str) -> float:
-        """Returns the mean over the newest steps; 0 where it has too few."""
-        ends = self.ends(name)
-        return 0.0 if ends is None else ends.last
-
-    def value(self, key: str) -> Any:
-        """Returns a value of the configuration; None: it has no such key."""
-        found: Any = self.config
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
-
-    def changes(self, *given: tuple[str, str] | tuple[str, str, Any]) -> tuple[Change, ...]:
-        """Returns (key, how) with the values of this run; of (key, how, best value) none that has that value."""
-        pairs = [(self.value(key), key, how, best) for key, how, *best in given]
-        return tuple(Change(key=key, value=value, how=how) for value, key, how, best in pairs if [value] != best)
-
-
-def figures(store: Reader) -> Figures:
-    """Returns the figures of a run."""
-    starts = store.starts()
-    return Figures(
-        metrics=store.metrics(*METRICS),
-        rewards=agreements(store.rewards(REWARD_STEPS)),
-        config=starts[-1]["config"] if starts else {},
-    )
 
 
 def findings(run: Figures) -> list[Finding]:

@@ -5,8 +5,9 @@ from dataclasses import asdict
 import pytest
 
 from dapo.config.compose import compose
+from dapo.inspect.figures import Figures
 from dapo.inspect.findings import Agreement
-from dapo.inspect.rules import RULES, Figures, findings
+from dapo.inspect.rules import RULES, findings
 
 CONFIG = asdict(compose(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=0.05"]))
 STEPS = 40  # a window is 8 of them
