@@ -15,7 +15,7 @@ import pytest
 
 import dapo.inspect
 from dapo.inspect.__main__ import main
-from dapo.inspect.groups import STEPS, bounded, shortened, spread
+from dapo.inspect.groups import STEPS, bounded, picked, shortened, spread
 from dapo.inspect.page import COLUMNS, Columns, page
 from tests.support.shown_run import make_run
 
@@ -180,6 +180,26 @@ def test_a_long_run_has_bounded_columns():
     assert counts[0] == [5, 2, 0] and counts[1] == [0, 0, 1], "what is beyond the last bin is in it"
     assert columns.means({}) == [None] * 334
     assert spread(range(1, 101), 4) == [1, 34, 67, 100] and spread([5], 4) == [5]
+
+
+def test_the_groups_that_a_person_would_look_for_are_picked():
+    usual = {"variance": 0.1, "accuracy": 0.5, "reward": 0.0, "tokens": 90, "longest": 30, "truncated": 0}
+    usual |= {"responses": 4, "scorable": 4}
+    changes = [
+        {"variance": 0.2, "truncated": 1},
+        {"variance": 0.25},
+        {"accuracy": 1.0, "variance": 0.0, "reward": 0.5},
+        {"accuracy": 1.0, "variance": 0.0, "reward": 0.9},
+        {"accuracy": 0.0, "variance": 0.0, "reward": -1.0},
+        {"accuracy": 0.0, "variance": 0.0, "reward": -2.0, "longest": 31},
+        {"accuracy": None, "variance": None, "reward": None, "scorable": 0, "truncated": 3},
+        {"scorable": 3},
+        {},
+    ]
+    rows = [usual | change | {"draw": draw} for draw, change in enumerate(changes)]
+    found = {row["draw"]: kinds for row, kinds in picked(rows)}
+    assert found == {1: ["most split"], 3: ["best"], 5: ["worst", "longest"], 6: ["truncated", "unscorable"]}
+    assert picked([]) == []
 
 
 def test_texts_are_shortened_in_the_middle_again_and_again():

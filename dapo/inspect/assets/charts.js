@@ -160,7 +160,7 @@ function passRates({ bins, counts }) {
 
 function busy(roles) {
   return heat({
-    title: "Who has work", unit: "share of the step", note: "dark: busy; pale: waiting for others",
+    title: "Who has work", unit: "share of the step", note: "strong: busy; faint: waiting for others",
     values: middles.map((_, column) => roles.map((role) => role.values[column])), rows: roles.length,
     labels: roles.map((role, row) => [row + 0.5, role.label.split(" ")[0]]),
     legend: roles.map((role) => ["", role.label]),
