@@ -177,9 +177,10 @@ def _curves(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, A
 def _evaluations(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Returns the accuracy of each held-out set with its interval, by step."""
     found = []
-    for name in sorted(name for name in metrics if name.startswith("eval/") and name.endswith("accuracy")):
+    names = sorted(name for name in metrics if name.startswith("eval/") and name.endswith("/accuracy"))
+    for name in names:
         low, high = (metrics.get(f"{name}_{end}", {}) for end in ("low", "high"))
-        if name == "eval/accuracy" and not low and len([each for each in metrics if each.endswith("/accuracy")]) > 2:
+        if name == "eval/accuracy" and not low and len(names) > 1:
             continue  # the mean of several sets, each of which is here
         points = [
             [step, *[None if value is None else _short(value) for value in (value, low.get(step), high.get(step))]]

@@ -46,6 +46,7 @@ class Reader:
             self.close()
             raise ValueError(f"{self.path} is of version {version}, and this dapo reads version {VERSION}")
         self._connection.row_factory = sqlite3.Row
+        self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 
     def close(self) -> None:
         """Closes the database."""

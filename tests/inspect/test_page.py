@@ -165,10 +165,17 @@ def test_what_the_page_holds_of_a_run(hostile, capsys):
     assert found["run"]["name"] == hostile.name
 
 
-def test_held_out_sets_have_intervals(tmp_path, capsys):
-    make_run(tmp_path, 20, n=2, text=lambda draw, sample: "short")
-    [held_out] = Parsed(written(tmp_path, capsys)[0]).data["evaluations"]
-    assert held_out == {"label": "held out", "points": [[20, 0.6, 0.55, 0.7]]}
+@pytest.mark.parametrize(
+    ("sets", "labels"),
+    [
+        pytest.param([""], ["held out"], id="one"),
+        pytest.param(["aime/", "gsm8k/", "gsm8k/source/"], ["aime", "gsm8k", "gsm8k/source"], id="named"),
+    ],
+)
+def test_held_out_sets_have_intervals(sets, labels, tmp_path, capsys):
+    make_run(tmp_path, 20, n=2, text=lambda draw, sample: "short", sets=sets)
+    held_out = Parsed(written(tmp_path, capsys)[0]).data["evaluations"]
+    assert held_out == [{"label": label, "points": [[20, 0.6, 0.55, 0.7]]} for label in labels]
 
 
 def test_a_long_run_has_bounded_columns():

@@ -1,7 +1,7 @@
 """Makes run directories for what shows a run: a real store with groups, metrics, evaluations and events, by formula."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,10 +60,19 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
 
 
 def make_run(
-    directory: Path, steps: int, *, drawn: int = 3, n: int = 16, text: Callable[[int, int], str], **logging: object
+    directory: Path,
+    steps: int,
+    *,
+    text: Callable[[int, int], str],
+    drawn: int = 3,
+    n: int = 16,
+    sets: Sequence[str] = ("",),
+    **logging: object,
 ) -> Path:
-    """A run of so many steps. text(draw, sample): of the answers. Of three groups one is mixed, one all wrong, one
-    mixed with an answer that is truncated and one that has no verdict."""
+    """A run of so many steps. text(draw, sample): of the answers. sets: names of the held-out ones.
+
+    Of three groups one is mixed, one all wrong, one mixed with an answer that is truncated and one without a verdict.
+    """
     store = SampleStore(directory, LoggingConfig(**logging), warn=pytest.fail)
     store.begin(asdict(compose(["+experiment=dapo_tiny", "trainer.output_dir=/tmp/run"])))
     store.resume(0)
@@ -75,9 +84,9 @@ def make_run(
         store.metrics(step, metrics_of(step, steps, drawn))
         if step % 20 == 0:
             accuracy = 0.2 + 0.4 * step / steps
-            store.metrics(
-                step, {"eval/accuracy": accuracy, "eval/accuracy_low": accuracy - 0.05, "eval/accuracy_high": 0.7}
-            )
+            ends = {"": accuracy, "_low": accuracy - 0.05, "_high": 0.7}
+            values = {f"eval/{name}accuracy{end}": value for name in sets for end, value in ends.items()}
+            store.metrics(step, {"eval/accuracy": accuracy} | values)
             store.event("save", f"step {step}")
         store.flush()
     store.event("warning", "engine 1 is lost")
