@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,10 +15,15 @@ from pathlib import Path
 import pytest
 
 import dapo.inspect
+from dapo.config.schema import LoggingConfig
 from dapo.inspect.__main__ import main
 from dapo.inspect.groups import STEPS, bounded, picked, shortened, spread
 from dapo.inspect.page import COLUMNS, Columns, page
+from dapo.store.reader import Reader
+from dapo.store.samples import SampleStore
+from tests.support.fakes import make_group
 from tests.support.shown_run import make_run
+from tests.support.stored import collected_of
 
 HOSTILE = (
     "</script><script>window.owned=1</script></SCRIPT ><!--<script><img src=x onerror=alert(1)>"
@@ -176,6 +182,15 @@ def test_held_out_sets_have_intervals(sets, labels, tmp_path, capsys):
     make_run(tmp_path, 20, n=2, text=lambda draw, sample: "short", sets=sets)
     held_out = Parsed(written(tmp_path, capsys)[0]).data["evaluations"]
     assert held_out == [{"label": label, "points": [[20, 0.6, 0.55, 0.7]]} for label in labels]
+
+
+def test_groups_of_each_pass_rate_are_counted_apart(tmp_path):
+    store = SampleStore(tmp_path, LoggingConfig(), warn=pytest.fail)
+    rates = [[0.0, 0.0], [0.0, 0.1], [0.1, 0.1], [0.5, 0.6], [0.9, 1.0], [1.0, 1.0], [math.nan, math.nan]]
+    store.step(1, collected_of([make_group(draw, each) for draw, each in enumerate(rates)]))
+    store.close()
+    with Reader(tmp_path) as reader:
+        assert reader.pass_rates(10) == [(1, 0, 1), (1, 1, 1), (1, 2, 1), (1, 6, 1), (1, 10, 1), (1, 11, 1)]
 
 
 def test_a_long_run_has_bounded_columns():
