@@ -149,21 +149,23 @@ class Reader:
     def lengths(self, width: int, every: int = 1) -> list[tuple[int, int, int]]:
         """Returns (step, bin, responses) of the lengths, in bins of `width` tokens. every: of the draws, one of so
         many."""
-        return self._connection.execute(
+        found = self._connection.execute(
             "SELECT step, responses.tokens / ? AS bin, count(*) FROM groups JOIN responses USING (draw) "
             "WHERE draw % ? = 0 GROUP BY step, bin",
             (width, every),
-        ).fetchall()
+        )
+        return [(step, place, number) for step, place, number in found]
 
     def pass_rates(self, bins: int) -> list[tuple[int, int, int]]:
         """Returns (step, bin, groups) of the mean accuracies: bin 0 is all wrong, bin `bins` + 1 all correct, between
         them are equal parts of 0..1."""
-        return self._connection.execute(
+        found = self._connection.execute(
             "SELECT step, CASE WHEN accuracy <= 0 THEN 0 WHEN accuracy >= 1 THEN :bins + 1 "
             "ELSE 1 + CAST(accuracy * :bins AS INTEGER) END AS bin, count(*) "
             "FROM groups WHERE accuracy IS NOT NULL GROUP BY step, bin",
             {"bins": bins},
-        ).fetchall()
+        )
+        return [(step, place, number) for step, place, number in found]
 
     def events(self, last: int) -> Rows:
         """Returns the newest `last` events, oldest first."""

@@ -54,8 +54,8 @@ function show(group) {
 
 // Says which groups these are.
 function coverage(steps) {
-  const of = steps.length < data.run.steps ? `${steps.length} of ${data.run.steps} steps: ` : "";
-  return of + "per step the groups and answers that a person would look for. All are in the store: python -m dapo.inspect RUN step N.";
+  const of = steps.length < data.run.steps ? `${steps.length} of ${data.run.steps} steps, and of each ` : "Of each step ";
+  return of + "the groups and answers that a person would look for. All are in the store: python -m dapo.inspect RUN step N.";
 }
 
 // Fills the chooser: a step or all, a kind or all, and the groups that are left one after the other.

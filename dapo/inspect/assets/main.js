@@ -34,7 +34,7 @@ function draw() {
     "Point at a step, or use the arrow keys in a chart: all charts show its values.";
   const flat = data.curves.filter((curve) => curve.lines.every((line) => line.values.every((value) => !value)));
   const [first, ...rest] = data.curves.filter((curve) => !flat.includes(curve)).map(lines);
-  if (flat.length) byId("columns").append(" At 0 all the time: " + flat.map((curve) => curve.title.toLowerCase()).join(", ") + ".");
+  if (flat.length) byId("columns").append(" At 0 all the time: " + flat.map((curve) => curve.title).join(", ") + ".");
   const seconds = stack({
     title: "Where the seconds went", unit: "s", parts: data.seconds, wall: data.wall, text: short,
     note: "phases overlap (answers are scored while others are generated), so that together they may exceed the step",
