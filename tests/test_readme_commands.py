@@ -55,6 +55,8 @@ RUN_BY = {
     r"python -m dapo\.bench[. ]driver\b": "tests/bench/test_commands.py::test_driver",
     r"python -m dapo\.bench[. ]store\b": "tests/bench/test_commands.py::test_store",
     r"python -m dapo\.store\b": "tests/store/test_schema.py::test_the_reference_is_current",
+    r"python -m dapo\.inspect .*--html\b": "tests/inspect/test_page.py::test_the_command_in_a_fresh_process",
+    r"python -m dapo\.inspect .*findings$": "tests/inspect/test_page.py::test_a_page_of_200_steps_is_small",
     r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
     r"python -m dapo\.compare\b": "tests/compare/test_command.py::test_curves_over_steps_tokens_and_seconds",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",

@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m dapo.inspect RUN [QUESTION]`.
+"""Runs the command line: `python -m dapo.inspect RUN [QUESTION]`, or `--html FILE` for a page with all of it.
 
 It reads the sample store of a run (`dapo.store`), also while the run goes on, and starts neither Ray nor torch.
 """
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo.inspect import page, rules
+from dapo.inspect.figures import MIN_STEPS, figures
 from dapo.inspect.findings import agreements, why, why_slow
 from dapo.inspect.show import around, beginning, block, cell, ending, table
 from dapo.store.reader import WHERE, Reader
@@ -24,8 +26,9 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser; `given.show` is the function that answers."""
     program = argparse.ArgumentParser(prog="python -m dapo.inspect", description="Shows what a run sampled and why.")
     program.add_argument("run", type=Path, metavar="RUN", help="output directory of a run, or its samples.sqlite")
+    program.add_argument("--html", type=Path, metavar="FILE", help="write one page that shows the run, and end")
     program.set_defaults(show=steps, last=20, slowest=False)
-    questions = program.add_subparsers(metavar="QUESTION", help="default: steps")
+    questions = program.add_subparsers(dest="question", metavar="QUESTION", help="default: steps")
 
     def question(name: str, show: Any, what: str) -> argparse.ArgumentParser:
         added = questions.add_parser(name, help=what, description=f"Shows {what}.")
@@ -50,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     _bounds(one)
     one = question("rewards", rewards, "reward functions, the one that disagrees most with the accuracy first")
     one.add_argument("--last", type=int, default=50, help="newest steps (50)")
+    question("findings", findings, "what to look at, in figures, and the keys that change it")
     one = question("events", events, "faults, restarts, saves and resumes, the newest last")
     one.add_argument("--last", type=int, default=30, help="newest events (30)")
     return program
@@ -147,6 +151,15 @@ def rewards(store: Reader, given: argparse.Namespace) -> None:
     table(title, names, rows, numbers=5)
 
 
+def findings(store: Reader, given: argparse.Namespace) -> None:
+    """Prints what to look at."""
+    found = rules.findings(figures(store))
+    for look in found:
+        block(look.rule, "\n".join([look.what, *[f"  {change}" for change in look.changes]]))
+    if not found:
+        block("nothing that a rule knows", f"Rules need {MIN_STEPS} steps.")
+
+
 def events(store: Reader, given: argparse.Namespace) -> None:
     """Prints what happened."""
     rows = [
@@ -164,10 +177,16 @@ def events(store: Reader, given: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers one question."""
-    given = parser().parse_args(arguments)
+    program = parser()
+    given = program.parse_args(arguments)
+    if given.html is not None and given.question is not None:
+        program.error(f"`--html` shows everything; leave out `{given.question}`")
     try:
         with Reader(given.run) as store:
-            given.show(store, given)
+            if given.html is not None:
+                print(page.write(store, given.html))
+            else:
+                given.show(store, given)
     except (ValueError, sqlite3.Error) as error:
         sys.exit(f"dapo.inspect: {error}")
 

@@ -70,10 +70,11 @@ def cell(value: object) -> str:
 
 def plain(text: str) -> str:
     """Returns a text without characters that do something to a terminal; line breaks stay."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for letter in text
-    )
+    return "\n".join(line if line.isprintable() else "".join(map(_letter, line)) for line in text.split("\n"))
+
+
+def _letter(letter: str) -> str:
+    return letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
 
 
 def beginning(text: str | None) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from dapo.store.schema import DATABASE, TRAIN, VERSION
 
 Rows = list[dict[str, Any]]
-PHASES = ("generation", "reward", "reference", "update", "sync", "driver")  # of `perf/PHASE_s`; they overlap
+PHASES = ("generation", "reward", "reference", "update", "sync", "evaluation", "driver")  # `perf/PHASE_s`; they overlap
 WHERE = {  # kinds of answers: which they are, and their order
     "best": ("reward IS NOT NULL", "accuracy DESC, reward DESC, step DESC"),
     "worst": ("reward IS NOT NULL", "accuracy, reward, step DESC"),
@@ -46,6 +46,7 @@ class Reader:
             self.close()
             raise ValueError(f"{self.path} is of version {version}, and this dapo reads version {VERSION}")
         self._connection.row_factory = sqlite3.Row
+        self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 
     def close(self) -> None:
         """Closes the database."""
@@ -81,6 +82,11 @@ class Reader:
     def visits(self, prompt: int) -> Rows:
         """Returns the groups of a training prompt, oldest first."""
         return self._all(f"{GROUPS} WHERE groups.prompt = ? ORDER BY draw", prompt)
+
+    def visit(self, draw: int) -> dict[str, Any] | None:
+        """Returns the group of a draw, as in `groups`; None: no step used it up."""
+        found = self._all(f"{GROUPS} WHERE draw = ?", draw)
+        return found[0] if found else None
 
     def prompt(self, prompt: int) -> dict[str, Any] | None:
         """Returns a training prompt with its text and its columns of `prompt_history`; None: it was not drawn."""
@@ -122,6 +128,45 @@ class Reader:
         for draw, accuracy, parts in self._connection.execute(query, (last,)):
             yield draw, accuracy, json.loads(parts)
 
+    def metrics(self, *patterns: str) -> dict[str, dict[int, float]]:
+        """Returns the metrics whose name fits one of the patterns (GLOB), by name and step; without what is not
+        finite."""
+        found: dict[str, dict[int, float]] = {}
+        query = f"SELECT name, step, value FROM metrics WHERE value IS NOT NULL AND ({_any('name', patterns)})"
+        for name, step, value in self._connection.execute(f"{query} ORDER BY step", patterns):
+            found.setdefault(name, {})[step] = value
+        return found
+
+    def starts(self) -> Rows:
+        """Returns a row per start of the program, oldest first, with the resolved configuration as nested `config`."""
+        return [row | {"config": json.loads(row["config"])} for row in self._all("SELECT * FROM runs ORDER BY run")]
+
+    def responses(self) -> int:
+        """Returns how many responses all steps together used up."""
+        (number,) = self._connection.execute("SELECT coalesce(sum(responses), 0) FROM groups").fetchone()
+        return int(number)
+
+    def lengths(self, width: int, every: int = 1) -> list[tuple[int, int, int]]:
+        """Returns (step, bin, responses) of the lengths, in bins of `width` tokens. every: of the draws, one of so
+        many."""
+        found = self._connection.execute(
+            "SELECT step, responses.tokens / ? AS bin, count(*) FROM groups JOIN responses USING (draw) "
+            "WHERE draw % ? = 0 GROUP BY step, bin",
+            (width, every),
+        )
+        return [(step, place, number) for step, place, number in found]
+
+    def pass_rates(self, bins: int) -> list[tuple[int, int, int]]:
+        """Returns (step, bin, groups) of the mean accuracies: bin 0 is all wrong, bin `bins` + 1 all correct, between
+        them are equal parts of 0..1."""
+        found = self._connection.execute(
+            "SELECT step, CASE WHEN accuracy <= 0 THEN 0 WHEN accuracy >= 1 THEN :bins + 1 "
+            "ELSE 1 + CAST(accuracy * :bins AS INTEGER) END AS bin, count(*) "
+            "FROM groups WHERE accuracy IS NOT NULL GROUP BY step, bin",
+            {"bins": bins},
+        )
+        return [(step, place, number) for step, place, number in found]
+
     def events(self, last: int) -> Rows:
         """Returns the newest `last` events, oldest first."""
         return self._all("SELECT * FROM (SELECT * FROM events ORDER BY event DESC LIMIT ?) ORDER BY event", last)
@@ -157,6 +202,10 @@ class Reader:
 
     def _all(self, query: str, *values: object) -> Rows:
         return [dict(row) for row in self._connection.execute(query, values)]
+
+
+def _any(column: str, patterns: tuple[str, ...]) -> str:
+    return " OR ".join([f"{column} GLOB ?"] * len(patterns))
 
 
 GROUPS = (
