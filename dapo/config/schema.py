@@ -87,6 +87,11 @@ class LoggingConfig:
         verl="trainer.project_name",
         trl="report_to",
     )
+    prometheus: bool = key(
+        False,
+        "the newest numbers as gauges `ray_dapo_*` on Ray's Prometheus endpoints, for `launch/grafana.json`; needs "
+        "`ray[default]`",
+    )
     watchdog_s: float = positive(
         60.0,
         "seconds after which a wait, or a step that has printed nothing, is told with what is waited for, and after as "
