@@ -61,7 +61,7 @@ class Level:
     """Follows a number over time, such as the length of a queue; 0 at first."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """now: seconds, of any origin."""
+        """Begins at 0. now: seconds, of any origin."""
         self._now = now
         self._since = now()
         self._value = self._area = self._peak = 0.0

@@ -17,7 +17,7 @@ class Prometheus:
     """Sets gauges. Those of a run that ended keep their values until its process does."""
 
     def __init__(self, output_dir: Path, gauge: Callable[..., Any]) -> None:
-        """output_dir: its last part names the run. gauge: `ray.util.metrics.Gauge`."""
+        """Makes no gauge yet. output_dir: its last part names the run. gauge: `ray.util.metrics.Gauge`."""
         self.name = "Ray's endpoint for Prometheus"
         self._run = output_dir.name
         self._make = gauge

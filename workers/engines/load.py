@@ -51,7 +51,7 @@ class EngineMeter:
     """Counts in the engine's actor."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """now: seconds, of any origin."""
+        """Begins to count. now: seconds, of any origin."""
         self._now, self._began = now, now()
         self._tokens = self._preemptions = self._held = 0
         self._busy, self._running, self._waiting, self._kv = (Level(now) for _ in range(4))
