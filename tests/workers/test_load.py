@@ -1,5 +1,6 @@
-"""What an engine's statistics become: counts in its actor, metrics on the driver. The statistics are vLLM's own."""
+"""What engines and reward workers tell of themselves becomes metrics on the driver. The statistics are vLLM's own."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,14 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats, SchedulerStats
 
+from dapo.config.reward import OverlongBufferConfig, RewardConfig
 from dapo.report.names import undocumented
+from tests.support.fakes import make_prompt, make_response, make_score
 from tests.test_usage import Clock
+from workers import reward
 from workers.engines.life import LifeSigns, Statistics
 from workers.engines.load import EngineMeter, Follower, engine_metrics
+from workers.scoring.verdict import Verdict
 
 
 def scheduled(running: int, waiting: int = 0, kv: float = 0.0) -> SchedulerStats:
@@ -122,3 +127,49 @@ def test_vllm_calls_nothing_that_our_logger_lacks() -> None:
     assert all(callable(getattr(statistics, name)) for name in vars(StatLoggerBase) if not name.startswith("_"))
     statistics.record(scheduled(1), computed(3), mm_cache_stats=None, engine_idx=0)
     assert signs.meter.read().tokens == 3
+
+
+class HalfASecond:
+    """Stands for two workers of two children each, which take half a second for every response."""
+
+    respawned = 1
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.clock = Clock()
+
+    async def score(self, item: Any, avoid: int = -1) -> tuple[Verdict, int]:
+        await asyncio.sleep(0)
+        self.clock.now += 0.5
+        return Verdict(score=make_score(1.0), detail="", cpu_s=0.5, wall_s=0.5), 0
+
+    async def check(self) -> list[tuple[int, int]]:
+        return [(1, 500), (2, 300)]
+
+
+def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "Fleet", HalfASecond)
+    cfg = RewardConfig(num_workers=2, children_per_worker=2, overlong_buffer=OverlongBufferConfig(enable=False))
+    pool = reward.RewardPool({}, cfg, max_response_length=20)
+    fleet: Any = pool.fleet
+    monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=fleet.clock))
+    pool._unscored, pool._lapped = reward.Level(fleet.clock), fleet.clock()
+
+    async def four() -> None:
+        await asyncio.gather(*[pool.score(make_prompt(1), k, make_response(3)) for k in range(4)])
+        await pool.check()
+
+    asyncio.run(four())
+    fleet.clock.now += 6.0  # in which nothing is scored
+    found = pool.lap()
+    assert found == {
+        "perf/restarted_reward_workers": 1,
+        "perf/restarted_reward_children": 3,
+        "perf/reward/queue_mean": (4 + 3 + 2 + 1) * 0.5 / 8.0,
+        "perf/reward/queue_max": 4.0,
+        "perf/reward/idle": 1 - 4 * 0.5 / (8.0 * 4),
+        "perf/reward/resident_bytes": 500,
+    }
+    assert undocumented(found) == []
+    fleet.clock.now += 1.0
+    again = pool.lap()
+    assert [again[f"perf/reward/{name}"] for name in ("queue_mean", "queue_max", "idle")] == [0.0, 0.0, 1.0]
