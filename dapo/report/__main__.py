@@ -16,8 +16,8 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
   `wandb sync`. The run directory keeps the id, so that a resumed run goes on in the same one; the steps that it takes
   again keep their first values there.
 - With `logging.prometheus` Ray's Prometheus endpoints have the newest number of each as a gauge `ray_dapo_NAME` with
-  the label `run`, `_` in NAME for what is neither a letter nor a digit, and none while it is not finite; `launch/grafana.json` is a
-  dashboard of them (`prometheus.py`).
+  the label `run`, `_` in NAME for what is neither a letter nor a digit, and none while it is not finite;
+  `launch/grafana.json` is a dashboard of them (`prometheus.py`).
 - The terminal shows one line a step; where nothing was printed for `logging.watchdog_s`, and for each wait that takes
   as long, one that says what is waited for and how far it is (`watchdog.py`).
 

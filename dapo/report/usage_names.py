@@ -36,7 +36,7 @@ class Family:
 
 ENGINE = Family(
     "perf/engine",
-    "the engines in the step, by vLLM's statistics; depends on timing",
+    "the engines in the step, evaluation included, by vLLM's statistics; depends on timing",
     "workers/engines/load.py",
     (
         Metric("tokens_per_s", "tokens/s", "Σ over engines: tokens generated / seconds"),
@@ -68,7 +68,7 @@ ENGINE = Family(
 
 REWARD_WORKERS = Family(
     "perf/reward",
-    "the reward workers in the step; depends on timing",
+    "the reward workers in the step, evaluation included; depends on timing",
     "workers/reward.py",
     (
         Metric(
