@@ -8,7 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import psutil
+
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
+from dapo.usage import RankUse, resident_bytes
 
 
 class RolloutPool(Protocol):
@@ -40,8 +43,8 @@ class RolloutPool(Protocol):
         """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`."""
         ...
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many engines were replaced so far, as metrics."""
+    def lap(self) -> dict[str, float]:
+        """Returns what the engines did since the last lap, and how many were replaced so far, as metrics."""
         ...
 
     async def abort(self, keys: list[str]) -> None:
@@ -56,8 +59,8 @@ class RewardPool(Protocol):
         """Scores response number `sample` to the prompt."""
         ...
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many processes were replaced so far, as metrics."""
+    def lap(self) -> dict[str, float]:
+        """Returns what the workers did since the last lap, and how many processes were replaced so far, as metrics."""
         ...
 
     async def check(self) -> None:
@@ -88,11 +91,13 @@ class Updated:
     metrics: over all ranks and optimizer steps. skipped: the mini-batches of which a step was skipped, because a loss,
     gradient or log-probability was not finite (`dapo.batch.deal` tells their groups). stop: why the run must stop,
     too many were skipped in a row; else empty. The update counts as one in any case, its weights are of a new version.
+    use: of the machine, by the rank whose answer this is.
     """
 
     metrics: dict[str, float]
     skipped: tuple[int, ...] = ()
     stop: str = ""
+    use: RankUse | None = None
 
 
 class ActorPool(Protocol):
@@ -150,6 +155,7 @@ class Pools:
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
+    gpus: of all of them.
     """
 
     rollouts: RolloutPool
@@ -157,7 +163,10 @@ class Pools:
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gpus: int = 0
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many processes of each kind were replaced so far, as metrics."""
-        return self.rollouts.restarts() | self.rewards.restarts() | self.actors.restarts()
+    def lap(self) -> dict[str, float]:
+        """Returns what the pools did since the last lap, what memory this process takes, and how many processes of each
+        kind were replaced so far, as metrics."""
+        own = {"perf/driver_resident_bytes": float(resident_bytes([psutil.Process()]))}
+        return own | self.rollouts.lap() | self.rewards.lap() | self.actors.restarts()

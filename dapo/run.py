@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.metrics import Gauge
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
@@ -41,7 +42,7 @@ from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
 from dapo.types import HeldOut, Prompt
 from workers.actor import ActorPool
-from workers.cluster import Placement, connect, engine_args, head, resolve_device, reward_model_device
+from workers.cluster import Placement, connect, count_gpus, engine_args, head, resolve_device, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
@@ -106,7 +107,7 @@ async def train(
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
             samples.begin(asdict(cfg))
-            logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path), samples)
+            logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path, Gauge), samples)
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):
@@ -243,7 +244,8 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await asyncio.gather(start_engines(), start_others())
         sync = WeightSync(actors, engines, cfg)
         engines.keeper.rejoin = sync.rejoin
-        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock)
+        gpus = count_gpus(cfg, device)
+        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock, gpus=gpus)
     finally:
         actors.close()
         rewards.stop()

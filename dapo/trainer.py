@@ -91,6 +91,7 @@ class Trainer:
         """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
         the actors refuse is set aside, and there are none."""
         self.clock.lap()
+        self._pools.lap()
         async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(self.stream.collect(), self._pools.actors)
         if self._cfg.algorithm.kl.reward_coeff:
@@ -126,7 +127,7 @@ class Trainer:
                     await self._pools.sync_weights(self.version)
                 self._buffer.serving(self.version)
             finally:  # the step is trained and will be saved: it has its line also where the sync failed
-                metrics = self._report(collected, batch, updated.metrics | self._pools.restarts())
+                metrics = self._report(collected, batch, updated.metrics | self._pools.lap())
         fault_point("driver.synced")
         self._refusals.updated(collected, updated, self.version - 1)
         return metrics
@@ -139,7 +140,8 @@ class Trainer:
                 await self._pools.sync_weights(self.version)
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
-        metrics = step_metrics(collected, batch, update, self.clock.lap(), self._buffer.metrics())
+        seconds, totals = self.clock.lap(), self._buffer.metrics()
+        metrics = step_metrics(collected, batch, update, seconds, totals, gpus=self._pools.gpus)
         report_step(self._logger, self.version, metrics, collected, samples=self._cfg.logging.samples)
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics, repeated=take_repeated()))
         return metrics

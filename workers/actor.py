@@ -3,7 +3,9 @@
 In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints, and full weights for the engines.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,7 +26,8 @@ from workers.training.ranks import Ranks, Submit
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
-from workers.training.work import MicroBatches, RankWork, equal_at, split_batch
+from workers.training.use import begin_use, end_use, rank_metrics
+from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
@@ -94,10 +97,12 @@ class ActorWorker:
         self._standing.check("an update", work.version)
         what = f"the update from policy version {work.version}"
         with self._standing.changing(what, to=work.version + 1, or_nothing=True):
+            begin_use(self._device)
             try:
-                return self._updater.update(work.version, work.minibatches, work.order)
+                updated = self._updater.update(work.version, work.minibatches, work.order)
             finally:
                 fsdp.release(self._policy, self._cfg, self._mesh)
+            return replace(updated, use=end_use(self._device))
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
         """Returns [R] of every sequence by the policy or the reference policy, in the order of the micro-batches."""
@@ -181,10 +186,11 @@ class ActorPool(Checkpoints):
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
+        self._shape = known_shape(cfg.model.path)
         self._bounds = (
             cfg.actor.num_workers // self._sequence_parallel,
             cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
-            equal_at(cfg.model.path),
+            equal_at(self._shape),
         )
 
     @property
@@ -220,6 +226,7 @@ class ActorPool(Checkpoints):
         """
         works = [ray.put(work) for work in split_batch(batch, *self._bounds)]
         what = f"the update from policy version {batch.version}"
+        began = time.monotonic()
         try:
             updated: list[Updated] = await self._ranks.call(
                 lambda rank, worker: worker.update.remote(works[rank // self._sequence_parallel]),
@@ -233,7 +240,10 @@ class ActorPool(Checkpoints):
             if reason := reasons.get(type(error.__cause__)):  # type: ignore[arg-type]
                 raise BatchRefused(reason, str(error)) from error
             raise
-        return updated[0]
+        uses = [each.use for each in updated if each.use is not None]
+        seconds = time.monotonic() - began
+        metrics = rank_metrics(uses, batch, seconds, self._shape, lora=self._cfg.model.lora.rank > 0)
+        return replace(updated[0], metrics=updated[0].metrics | metrics)
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
         """Returns the reference policy's log-probabilities of the response tokens, [R] per sequence, in their order."""

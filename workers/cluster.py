@@ -92,6 +92,11 @@ def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:
     return {role: gpus for role, gpus in asked.items() if gpus}
 
 
+def count_gpus(cfg: Config, device: str) -> int:
+    """Counts the GPUs of all pools together. device: the trainer's."""
+    return sum(_gpus_asked(cfg, device).values())
+
+
 def check_gpus(cfg: Config, available: int, device: str = "cuda") -> None:
     """Raises ValueError when the pools together ask for more GPUs than the cluster has. device: the trainer's."""
     asked = _gpus_asked(cfg, device)

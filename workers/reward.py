@@ -7,6 +7,7 @@ reward model's part where there is one. A failure of the machinery is tried once
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
+from dapo.usage import Level, resident_bytes
 from workers.remote import RemoteError, wait
 from workers.scoring.children import Children
 from workers.scoring.fleet import Fleet, WorkerLost
@@ -65,12 +67,12 @@ class RewardWorker:
                 part.append(done.get_nowait())
             yield [(numbers.pop(task), task.result()) for task in part]
 
-    async def check(self) -> int:
+    async def check(self) -> tuple[int, int]:
         """Checks the known answers (see `Children.check`) and returns how many children were replaced since the last
-        check."""
+        check, and the resident memory of all processes in bytes."""
         await self._children.check()
         before, self._respawned_before = self._respawned_before, self._children.respawned
-        return self._respawned_before - before
+        return self._respawned_before - before, resident_bytes(self._children.processes())
 
 
 class RewardModel(Protocol):
@@ -114,7 +116,9 @@ class RewardPool:
             warn=warn,
         )
         self.failures: Counter[str] = Counter()
-        self._respawned_children = 0  # known at each check
+        self._respawned_children = self._resident_bytes = 0  # known at each check
+        self._unscored, self._unscored_before = Level(), 0.0  # responses without a verdict, and their integral
+        self._scoring_s, self._lapped = 0.0, time.monotonic()
         self._digest = ""
         self._max_response_length = max_response_length
         self._model = model
@@ -142,7 +146,9 @@ class RewardPool:
         Raises:
             RemoteError: one of them failed; no verdict can be trusted.
         """
-        self._respawned_children += sum(await self.fleet.check())
+        found = await self.fleet.check()
+        self._respawned_children += sum(replaced for replaced, _ in found)
+        self._resident_bytes = max((size for _, size in found), default=0)
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
         """Returns the score of response number `sample` of a prompt.
@@ -151,22 +157,34 @@ class RewardPool:
             RemoteError: the pool failed its known answers, or no response gets a verdict any more.
         """
         model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
+        self._unscored.add(1)
         try:
             verdict = await self._verdict(prompt, response)
             self._watch(verdict, f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}")
             score = self._with_penalty(self._with_known_metrics(verdict.score), len(response.token_ids))
             return score if model is None else self._with_model(score, await model)
         finally:
+            self._unscored.add(-1)
             if model is not None:
                 model.cancel()
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many workers, the model's included, and child processes were replaced so far, as metrics."""
+    def lap(self) -> dict[str, float]:
+        """Returns what the workers did since the last lap, and how many of them, the model's included, and child
+        processes were replaced so far, as metrics."""
         fleets = [self.fleet] if self._model is None else [self.fleet, self._model.fleet]
-        return {
+        now, area = time.monotonic(), self._unscored.area()
+        seconds = max(now - self._lapped, 1e-9)
+        children_s = seconds * self._cfg.num_workers * self._cfg.children_per_worker
+        metrics = {
             "perf/restarted_reward_workers": sum(fleet.respawned for fleet in fleets),
             "perf/restarted_reward_children": self._respawned_children,
+            "perf/reward/queue_mean": (area - self._unscored_before) / seconds,
+            "perf/reward/queue_max": self._unscored.peak(),
+            "perf/reward/idle": max(0.0, 1.0 - self._scoring_s / children_s),
+            "perf/reward/resident_bytes": self._resident_bytes,
         }
+        self._unscored_before, self._scoring_s, self._lapped = area, 0.0, now
+        return metrics
 
     def stop(self) -> None:
         """Ends all workers, the model's too."""
@@ -191,9 +209,11 @@ class RewardPool:
 
     async def _try(self, item: Item, avoid: int = -1) -> tuple[Verdict, int]:
         try:
-            return await self.fleet.score(item, avoid=avoid)
+            verdict, worker = await self.fleet.score(item, avoid=avoid)
         except WorkerLost as lost:
             return verdict_of_failure("crash", str(lost), 0.0), lost.worker
+        self._scoring_s += verdict.wall_s
+        return verdict, worker
 
     def _create(self, index: int) -> Any:
         worker: Any = ray.remote(RewardWorker)

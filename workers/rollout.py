@@ -42,6 +42,7 @@ class RolloutPool:
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
+        self._on_gpus = "num_gpus" in options[0]
         self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
         self._left: dict[str, int] = {}  # responses of each group that have not ended
         self._background: set[str] = set()
@@ -56,9 +57,9 @@ class RolloutPool:
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many engines were replaced so far, as a metric."""
-        return self.keeper.restarts()
+    def lap(self) -> dict[str, float]:
+        """Returns what the engines did since the last lap, as metrics; see `Keeper.lap`."""
+        return self.keeper.lap(self._processes if self._on_gpus else 0)
 
     @property
     def workers(self) -> list[Any]:

@@ -65,8 +65,8 @@ class RecordingRollouts:
         self.requests[key] = (prompt, sampling, seeds)
         return self._pool.generate(key, prompt, sampling, seeds, background=background)
 
-    def restarts(self) -> dict[str, float]:
-        return self._pool.restarts()
+    def lap(self) -> dict[str, float]:
+        return self._pool.lap()
 
     async def abort(self, keys: list[str]) -> None:
         """Forgets these, which the step did not need: they do not belong to its floor."""

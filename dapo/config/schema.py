@@ -87,6 +87,11 @@ class LoggingConfig:
         verl="trainer.project_name",
         trl="report_to",
     )
+    prometheus: bool = key(
+        False,
+        "the newest numbers as gauges `ray_dapo_*` on Ray's Prometheus endpoints, for `launch/grafana.json`; needs "
+        "`ray[default]`",
+    )
     watchdog_s: float = positive(
         60.0,
         "seconds after which, without a terminal, a line says what goes on in a step, after which a wait is told, and "

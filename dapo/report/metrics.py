@@ -15,6 +15,7 @@ from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
+RANKS_WORK = ("reference", "update", "sync")  # phases, one after the other
 
 
 def step_metrics(
@@ -23,8 +24,11 @@ def step_metrics(
     update: dict[str, float],
     seconds: dict[str, float],
     totals: dict[str, float],
+    *,
+    gpus: int = 0,
 ) -> dict[str, float]:
-    """Returns all metrics of one step; `actor/*` and `parity/*` come from the actors, `totals` from the buffer."""
+    """Returns all metrics of one step; `update` is what actors and pools say, `totals` the buffer. gpus: of all
+    pools."""
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
     generated = drawn + collected.lost_tokens
@@ -37,6 +41,7 @@ def step_metrics(
         "buffer/trained_tokens": trained,
         "buffer/dropped_tokens": drawn - trained,
     }
+    step_s = max(seconds.get("step", 0.0), 1e-9)
     perf = {f"perf/{phase}_s": value for phase, value in seconds.items()}
     perf |= {
         "perf/returned_draws": len(collected.returned),
@@ -45,7 +50,11 @@ def step_metrics(
         "perf/goodput": trained / generated,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
+        "perf/rank/idle": 1.0 - sum(seconds.get(phase, 0.0) for phase in RANKS_WORK) / step_s,
     }
+    if gpus:
+        tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
+        perf["perf/tokens_per_s_per_gpu"] = tokens / (step_s * gpus)
     trained_on = _batch_metrics(collected.groups, batch)
     values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **totals}
     return {name: float(value) for name, value in values.items()}

@@ -1,42 +1,16 @@
 """Names every metric once, with unit, formula and the names that other systems have for it.
 
-In: nothing. Out: `FAMILIES`, from which `python -m dapo.report` writes dapo/report/README.md; and `undocumented`, what
-was logged under a name that is not here. A word in braces stands for what a person named: a reward function, a source.
+In: the families of `usage_names.py`, and those here. Out: `FAMILIES`, from which `python -m dapo.report` writes
+dapo/report/README.md; and `undocumented`, what was logged under a name that is not here.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from dapo.report.table import table
+from dapo.report.usage_names import USAGE, Family, Metric
 
 PLACEHOLDER = re.compile(r"\{\w+\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """Holds one metric. name: without its group; braces as in the module's docstring. unit: empty for a pure number.
-    also: the names in verl, TRL or published guides, with a comma between several."""
-
-    name: str
-    unit: str
-    about: str
-    also: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Holds the metrics whose names begin with `prefix`. over: what they describe. where: the file that makes them."""
-
-    prefix: str
-    over: str
-    where: str
-    metrics: tuple[Metric, ...]
-
-    def names(self) -> Iterator[str]:
-        """Yields the whole names."""
-        for metric in self.metrics:
-            yield f"{self.prefix}/{metric.name}"
 
 
 def _spread(name: str, about: str, also: str = "") -> tuple[Metric, ...]:
@@ -200,10 +174,17 @@ PERF = Family(
         Metric("driver_s", "s", "in which nothing else ran"),
         Metric("generation_tokens_per_s", "tokens/s", "tokens generated / `generation_s`"),
         Metric("update_tokens_per_s", "tokens/s", "response tokens trained on / `update_s`"),
+        Metric(
+            "tokens_per_s_per_gpu",
+            "tokens/s",
+            "prompt and response tokens trained on / (`step_s` × GPUs of all roles)",
+            "perf/throughput",
+        ),
         Metric("goodput", "share", "tokens trained on / tokens generated"),
         Metric("aborted_tokens", "tokens", "generated and lost: of draws that went back to the stream"),
         Metric("returned_draws", "draws", "went back to the stream at the end of the step"),
         Metric("length_ks", "share", "as `buffer/length_ks`, against every group generated"),
+        Metric("driver_resident_bytes", "bytes", "resident memory of the driver"),
         Metric("restarted_engines", "", "engines restarted since the process began"),
         Metric("restarted_actors", "", "times that all actor ranks were restarted since the process began"),
         Metric("restarted_reward_workers", "", "reward workers replaced since the process began"),
@@ -270,7 +251,7 @@ EVAL = Family(
 
 # What sinks show beside the metrics, of the groups that a step used up.
 HISTOGRAMS = {"rollout/lengths": "tokens of each response", "rollout/pass_rates": "mean accuracy of each group"}
-FAMILIES = (ROLLOUT, REWARD, BUFFER, BATCH, ACTOR, PARITY, PERF, LEDGER, EVAL)
+FAMILIES = (ROLLOUT, REWARD, BUFFER, BATCH, ACTOR, PARITY, PERF, *USAGE, LEDGER, EVAL)
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Says what a sink of metrics is, and keeps what happens to one from ending a run.
 
 In: scalars, histograms and texts of a step. Out: the same, handed to a sink as long as it takes them. The sinks are in
-`events.py` and `weights_and_biases.py`.
+`events.py`, `weights_and_biases.py` and `prometheus.py`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from dapo.config.schema import Config
 from dapo.report.console import warn
 from dapo.report.events import TensorBoard
+from dapo.report.prometheus import Prometheus
 from dapo.report.weights_and_biases import WeightsAndBiases
 
 
@@ -83,12 +84,14 @@ class Guarded:
             self._open = False
 
 
-def sinks_of(cfg: Config, output_dir: Path) -> list[Sink]:
-    """Returns the sinks that `logging` asks for."""
+def sinks_of(cfg: Config, output_dir: Path, gauge: Callable[..., Any] | None = None) -> list[Sink]:
+    """Returns the sinks that `logging` asks for. gauge: `ray.util.metrics.Gauge`, where Ray is."""
     flat = dict(_flat(asdict(cfg)))
     sinks: list[Sink] = [TensorBoard(output_dir, flat)] if cfg.logging.tensorboard else []
     if cfg.logging.wandb:
         sinks.append(WeightsAndBiases(output_dir, cfg.logging.wandb, flat))
+    if cfg.logging.prometheus and gauge is not None:
+        sinks.append(Prometheus(output_dir, gauge))
     return sinks
 
 

@@ -70,6 +70,16 @@ def test_three_steps_report_evaluate_and_save(whole_run):
         ]
     check_summary(output_dir, out)
     recorded = (output_dir / "metrics.jsonl").read_text()
+    for line in map(json.loads, recorded.splitlines()):
+        if "actor/loss" in line:
+            assert 0 <= line["perf/rank/idle"] < 1 and 0 <= line["perf/reward/idle"] <= 1
+            assert 0 < line["perf/reward/queue_mean"] < line["perf/reward/queue_max"]
+            sizes = [line[f"perf/{role}_bytes"] for role in ("driver_resident", "rank/resident", "reward/resident")]
+            assert min(sizes) > 1e7
+            assert not {name for name in line if name.endswith(("mfu", "gpu_peak_bytes", "per_gpu"))}, "there is no GPU"
+            rates = [line.get(f"perf/engine/{name}tokens_per_s", 0.0) for name in ("", "0/", "1/")]
+            assert rates[0] == pytest.approx(rates[1] + rates[2]) and rates[0] > 0
+            assert 0 < line["perf/engine/idle"] < 1 and line["perf/engine/resident_bytes"] > 1e8
     assert recorded.count('"perf/restarted_reward_workers": 0.0') == 3
     assert recorded.count('"perf/restarted_reward_children": 0.0') == 3
 

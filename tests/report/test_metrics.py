@@ -19,7 +19,7 @@ from tests.support.fakes import make_group, make_response
 NAN = math.nan
 VERSION = 4
 UPDATE = {"actor/loss": 0.25, "actor/response_tokens": 321.0, "parity/ess": 0.9}
-SECONDS = {"generation": 4.0, "update": 2.0, "step": 7.5, "driver": 0.0}
+SECONDS = {"generation": 4.0, "update": 2.0, "sync": 0.5, "step": 7.5, "driver": 0.0}
 
 
 def some_group(index: int, random: Random, *, penalized: bool) -> Group:
@@ -160,6 +160,7 @@ def brute_force(
         "perf/goodput": sum(per_group) / (sum(lengths) + aborted),
         "perf/generation_tokens_per_s": (sum(lengths) + aborted) / 4.0,
         "perf/update_tokens_per_s": 321.0 / 2.0,
+        "perf/rank/idle": 1 - 2.5 / 7.5,
     }
     penalties = [s.parts["kl_penalty"] for s in trained_scores if "kl_penalty" in s.parts]
     return expected | ({"reward/kl_penalty": sum(penalties) / len(penalties)} if penalties else {})
@@ -195,7 +196,9 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
     expected = brute_force(
         drawn, trained, advantages, stale_tokens(trained, filtering), crossed(trained, filtering), lost
     )
-    metrics = step_metrics(collected, batch, UPDATE, SECONDS, make_buffer().metrics())
+    tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
+    expected["perf/tokens_per_s_per_gpu"] = tokens / (7.5 * 3)
+    metrics = step_metrics(collected, batch, UPDATE, SECONDS, make_buffer().metrics(), gpus=3)
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     assert all(type(value) is float for value in metrics.values())

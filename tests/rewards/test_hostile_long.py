@@ -96,7 +96,7 @@ async def _through_ray(function: str, items: list[Item], workers: int) -> list[S
         )
         print(
             f"{function}, {workers} workers: {len(items)} responses in {time.monotonic() - began:.1f} s, "
-            f"{dict(pool.failures)}, {pool.restarts()}"
+            f"{dict(pool.failures)}, {pool.lap()}"
         )
         return list(scores)
     finally:

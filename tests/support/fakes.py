@@ -65,7 +65,7 @@ class FakeRollouts:
     capacity = 64
     serving = True
 
-    def restarts(self) -> dict[str, float]:
+    def lap(self) -> dict[str, float]:
         return {"perf/restarted_engines": 1.0}
 
     def __init__(self, seed: int = 0, max_turns: int = 5) -> None:
@@ -115,7 +115,7 @@ class FakeRewards:
         verdict = self._verdict(prompt, sample, response)
         return make_score(verdict) if not math.isnan(verdict) else make_score(verdict, math.nan)
 
-    def restarts(self) -> dict[str, float]:
+    def lap(self) -> dict[str, float]:
         return {"perf/restarted_reward_workers": 2.0}
 
     async def check(self) -> None:

@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM
 from dapo.config.model_shape import shape_of
 from dapo.config.plan import PlannedConfig
 from dapo.plan.engine import EngineMemory
+from dapo.report.names import undocumented
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
 from tests.support.local_actors import local_sync
+from workers.engines.load import EngineCounts, engine_metrics
+from workers.engines.slot import PULSE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
@@ -224,6 +227,14 @@ def test_an_abort_reaches_requests_that_the_engine_does_not_know_yet(engines, lo
     assert pool.room(1) == empty
 
 
+def counted(pool, loop) -> list[EngineCounts]:
+    """What each engine did since it was last asked; one that does nothing else is told of with its next sign of life.
+
+    They come while the loop runs."""
+    loop.run(asyncio.sleep(4 * PULSE_S))
+    return [lap for slot in pool.keeper.slots if (lap := slot.follower.lap()) is not None]
+
+
 def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop):
     """A token's log-probability is that of its version's weights over the whole context: no old keys and values."""
     pool, model, count = engines
@@ -239,7 +250,16 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
         )
 
     update = when_few_are_left(pool, on_all, 24 * count, lambda: sync(VERSION_1))
-    for group in loop.run(update):
+    counted(pool, loop)
+    groups = loop.run(update)
+    did = counted(pool, loop)
+    assert sum(lap.tokens for lap in did) == sum(len(response.token_ids) for group in groups for response in group)
+    assert len(did) == count and sum(lap.preemptions for lap in did) == 0, "a weight sync is none"
+    for lap in did:
+        assert 0 < lap.busy_s < lap.running_s < 32 * lap.busy_s and lap.busy_s < lap.seconds and lap.waiting_s > 0
+        assert 0 < lap.kv_s < lap.kv_peak * lap.busy_s and lap.kv_peak < 1 and lap.resident_bytes > 1e8
+    assert undocumented(engine_metrics(dict(enumerate(did)), 1)) == []
+    for group in groups:
         crossed = [response for response in group if len(response.policy_versions) == 2]
         assert len(crossed) >= 8, "the update came when most of the group had ended"
         for response in group:

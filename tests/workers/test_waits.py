@@ -14,6 +14,7 @@ from dapo.report.watchdog import Member, Watchdog
 from dapo.state.checkpoint import CheckpointStore
 from tests.support.faulty_pools import turns
 from workers.engines.life import Pulse
+from workers.engines.load import EngineMeter
 from workers.engines.slot import EngineSlot
 from workers.remote import wait
 from workers.scoring.fleet import Fleet
@@ -94,7 +95,9 @@ def test_responses_with_reward_workers() -> None:
 def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSlot, "_make", lambda self: None)
     slot = EngineSlot(3, {}, RolloutConfig(num_engines=8))
-    pulses = [Pulse(requests=4, silent_s=s, idle_s=i) for s, i in ((0.0, 0.25), (80.0, 95.0), (97.0, 0.0))]
+    counts = EngineMeter().read()
+    owed = ((0.0, 0.25), (80.0, 95.0), (97.0, 0.0))
+    pulses = [Pulse(requests=4, silent_s=s, idle_s=i, counts=counts) for s, i in owed]
 
     async def pulse() -> Pulse:
         return pulses.pop(0)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
+from workers.engines.load import engine_metrics
 from workers.engines.slot import EngineSlot
 from workers.remote import RemoteError, wait_for_all
 
@@ -102,9 +103,12 @@ class Keeper:
                 slot.drop()
         return not all(answers)
 
-    def restarts(self) -> dict[str, float]:
-        """Returns how many engines were replaced so far, as a metric."""
-        return {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
+    def lap(self, gpus_per_engine: int) -> dict[str, float]:
+        """Returns what the engines did since the last lap, as far as their signs of life told, and how many were
+        replaced so far, as metrics. gpus_per_engine: 0 on a CPU."""
+        laps = {slot.number: lap for slot in self.slots if (lap := slot.follower.lap()) is not None}
+        restarts = {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
+        return restarts | engine_metrics(laps, gpus_per_engine)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

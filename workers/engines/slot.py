@@ -14,6 +14,7 @@ from dapo.config.sampling import RolloutConfig
 from dapo.faults.restarts import Restarts
 from dapo.report.watchdog import Member
 from workers.capacity import EngineSize
+from workers.engines.load import Follower
 from workers.engines.worker import RolloutWorker
 from workers.remote import RemoteError, WorkerLost, wait
 
@@ -24,6 +25,7 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 class EngineSlot:
     """Holds one engine. load: responses that it runs. serving: it holds the weights of the version that all serve.
     version: that one. proven: it has not started again, or was compared with the actors since. limit: on its restarts.
+    follower: of what it does.
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
@@ -39,6 +41,7 @@ class EngineSlot:
         self._cfg = cfg
         self._heard_of = time.monotonic()  # when it last computed, or had nothing to
         self.limit = Restarts(cfg.max_restarts)
+        self.follower = Follower()
         self._make()
 
     def _make(self) -> None:
@@ -97,6 +100,7 @@ class EngineSlot:
         what = f"a sign of life from engine {self.number}"
         [pulse] = await wait([self.worker.pulse.remote()], timeout_s, what, "rollout.stall_timeout_s")
         self._heard_of = time.monotonic() - max(pulse.idle_s, pulse.silent_s)
+        self.follower.heard(pulse.counts)
         if pulse.silent_s > limit:
             return f"its process has not answered for {pulse.silent_s:.0f} s"
         if pulse.idle_s > limit > 0:
@@ -130,7 +134,7 @@ class EngineSlot:
         """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
         self.limit.add()
         self.restarts += 1
-        self.proven = False
+        self.proven, self.follower = False, Follower()
         self._make()
         try:
             await self.start(model_path, engine_args)

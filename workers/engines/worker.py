@@ -38,6 +38,7 @@ class RolloutWorker:
         )
         self._life = LifeSigns()
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
+        self._life.meter.started()
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
@@ -132,6 +133,7 @@ class RolloutWorker:
         They would keep stale keys and values: `clear_cache` recomputes these.
         """
         await self._engine.pause_generation(mode="keep", clear_cache=True)
+        self._life.meter.hold()
         await self._engine.start_weight_update()
 
     async def load_bucket(self, bucket: Bucket) -> None:

@@ -4,11 +4,15 @@ In: `Item`s. Out: one `Verdict` each, whatever the item does to the process that
 """
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import psutil
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards.fork_server import Item
@@ -100,6 +104,12 @@ class Children:
     def pids(self) -> list[int]:
         """Lists the process numbers of the living children."""
         return [child.pid for child in self._children]
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Yields this process, the fork server and the children, as far as they live."""
+        for pid in (os.getpid(), self.about["pid"], *self.pids):
+            with suppress(psutil.Error):
+                yield psutil.Process(pid)
 
     async def score(self, item: Item) -> Verdict:
         """Returns the verdict on one item; any number of calls may wait at a time.

@@ -5,7 +5,7 @@ Runs on the driver.
 
 from dataclasses import dataclass
 
-from dapo.config.model_shape import UnknownShape, read_shape
+from dapo.config.model_shape import ModelShape, UnknownShape, read_shape
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import TrainBatch, TrainSequence
 
@@ -40,9 +40,14 @@ def split_batch(
     return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
 
 
-def equal_at(model_path: str) -> int:
-    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
+def known_shape(model_path: str) -> ModelShape | None:
+    """Returns the model's shape where it is known."""
     try:
-        return read_shape(model_path).attention_equals_rest_tokens
+        return read_shape(model_path)
     except UnknownShape:
-        return ATTENTION_EQUALS_REST_TOKENS
+        return None
+
+
+def equal_at(shape: ModelShape | None) -> int:
+    """Returns the length at which attention costs as much as the rest; a guess where the model's shape is unknown."""
+    return ATTENTION_EQUALS_REST_TOKENS if shape is None else shape.attention_equals_rest_tokens

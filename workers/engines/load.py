@@ -1,0 +1,142 @@
+"""Counts what an engine does, from vLLM's own statistics of each of its steps, and makes metrics of it.
+
+In: `SchedulerStats` and `IterationStats` of vLLM, in the engine's actor. Out: counts since its start, which travel with
+every sign of life; on the driver their growth between two steps, as `perf/engine/`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from dapo.usage import Level, resident_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCounts:
+    """Counts what one engine did since its start. Made in its actor, consumed by `Follower`.
+
+    seconds: since then. tokens: generated. preemptions: requests put back for lack of KV cache. busy_s: in which a
+    request ran. running_s, waiting_s, kv_s: integrals over time of the requests that ran and waited, and of the share
+    of the KV cache in use. kv_peak: the greatest share since the last counts. resident_bytes: of its processes, now.
+    """
+
+    seconds: float
+    tokens: int
+    preemptions: int
+    busy_s: float
+    running_s: float
+    waiting_s: float
+    kv_s: float
+    kv_peak: float
+    resident_bytes: int
+
+    def since(self, before: "EngineCounts") -> "EngineCounts":
+        """Returns what was added; kv_peak and resident_bytes as they are."""
+        return replace(
+            self,
+            seconds=self.seconds - before.seconds,
+            tokens=self.tokens - before.tokens,
+            preemptions=self.preemptions - before.preemptions,
+            busy_s=self.busy_s - before.busy_s,
+            running_s=self.running_s - before.running_s,
+            waiting_s=self.waiting_s - before.waiting_s,
+            kv_s=self.kv_s - before.kv_s,
+        )
+
+
+class EngineMeter:
+    """Counts in the engine's actor."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Begins to count. now: seconds, of any origin."""
+        self._now, self._began = now, now()
+        self._tokens = self._preemptions = self._held = 0
+        self._busy, self._running, self._waiting, self._kv = (Level(now) for _ in range(4))
+        self._processes = [psutil.Process()]
+
+    def started(self) -> None:
+        """Notes that the engine runs: its processes stay the same from now on."""
+        self._processes += self._processes[0].children(recursive=True)
+
+    def step(self, scheduler: Any, iteration: Any) -> None:
+        """Takes the statistics of one step of the engine, either of which may be None."""
+        if iteration:
+            self._tokens += iteration.num_generation_tokens
+            held = min(self._held, iteration.num_preempted_reqs)
+            self._held -= held
+            self._preemptions += iteration.num_preempted_reqs - held
+        if scheduler:
+            self._busy.set(float(scheduler.num_running_reqs > 0))
+            self._running.set(scheduler.num_running_reqs)
+            self._waiting.set(scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs)
+            self._kv.set(scheduler.kv_cache_usage)
+
+    def hold(self) -> None:
+        """Notes that a weight sync puts all requests back to the queue, which vLLM counts as preemptions later."""
+        self._held = round(self._running.value)
+        self._waiting.add(self._running.value)
+        for level in (self._busy, self._running, self._kv):
+            level.set(0.0)
+
+    def read(self) -> EngineCounts:
+        """Returns the counts so far."""
+        return EngineCounts(
+            seconds=self._now() - self._began,
+            tokens=self._tokens,
+            preemptions=self._preemptions,
+            busy_s=self._busy.area(),
+            running_s=self._running.area(),
+            waiting_s=self._waiting.area(),
+            kv_s=self._kv.area(),
+            kv_peak=self._kv.peak(),
+            resident_bytes=resident_bytes(self._processes),
+        )
+
+
+class Follower:
+    """Follows one engine on the driver."""
+
+    def __init__(self) -> None:
+        self._before: EngineCounts | None = None
+        self._last: EngineCounts | None = None
+        self._kv_peak = 0.0
+
+    def heard(self, counts: EngineCounts) -> None:
+        """Takes the newest counts."""
+        if self._last is None:
+            self._before = counts
+        self._last = counts
+        self._kv_peak = max(self._kv_peak, counts.kv_peak)
+
+    def lap(self) -> EngineCounts | None:
+        """Returns what was heard since the last lap; None where nothing was."""
+        before, self._before = self._before, self._last
+        kv_peak, self._kv_peak = self._kv_peak, 0.0
+        if self._last is None or before is None or self._last.seconds <= before.seconds:
+            return None
+        return replace(self._last.since(before), kv_peak=kv_peak)
+
+
+def engine_metrics(laps: Mapping[int, EngineCounts], gpus_per_engine: int) -> dict[str, float]:
+    """Returns the metrics of the engines that were heard of, by their numbers. gpus_per_engine: 0 on a CPU."""
+    if not laps:
+        return {}
+    each = {number: lap.tokens / lap.seconds for number, lap in laps.items()}
+    values = laps.values()
+    metrics = {
+        "perf/engine/tokens_per_s": sum(each.values()),
+        "perf/engine/running_mean": sum(lap.running_s / lap.seconds for lap in values),
+        "perf/engine/waiting_mean": sum(lap.waiting_s / lap.seconds for lap in values),
+        "perf/engine/kv_use_mean": sum(lap.kv_s / lap.seconds for lap in values) / len(laps),
+        "perf/engine/kv_use_max": max(lap.kv_peak for lap in values),
+        "perf/engine/preemptions": float(sum(lap.preemptions for lap in values)),
+        "perf/engine/idle": 1.0 - sum(lap.busy_s / lap.seconds for lap in values) / len(laps),
+        "perf/engine/resident_bytes": float(max(lap.resident_bytes for lap in values)),
+        **{f"perf/engine/{number}/tokens_per_s": rate for number, rate in each.items()},
+    }
+    if gpus_per_engine:
+        metrics["perf/engine/tokens_per_s_per_gpu"] = sum(each.values()) / (len(laps) * gpus_per_engine)
+    return metrics
