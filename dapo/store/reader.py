@@ -137,10 +137,6 @@ class Reader:
             found.setdefault(name, {})[step] = value
         return found
 
-    def starts(self) -> Rows:
-        """Returns a row per start of the program, oldest first, with the resolved configuration as nested `config`."""
-        return [row | {"config": json.loads(row["config"])} for row in self._all("SELECT * FROM runs ORDER BY run")]
-
     def responses(self) -> int:
         """Returns how many responses all steps together used up."""
         (number,) = self._connection.execute("SELECT coalesce(sum(responses), 0) FROM groups").fetchone()
