@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
+from dapo.compare.results import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
+from dapo.compare.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.report.log import duration
-from dapo.report.results import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
-from dapo.report.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.report.table import table
 from dapo.state.changes import changes
 
