@@ -65,7 +65,7 @@ def launch(cfg: Config) -> None:
         if last is not None and not owes_evaluation(last, run_dir.path):
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        from dapo.compare.summary import concluded
+        from dapo.results.summary import concluded
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
         with concluded(run_dir.path, run_dir.check):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.compare.runs import labels, positions
 from dapo.report.log import METRICS, read_metrics
+from dapo.results.runs import labels, positions
 
 # (title, metric, whether it is measured now and then and shown as points)
 PANELS = (

@@ -127,7 +127,8 @@ LOADS = {
     "algorithm": (ALGORITHM, COMPUTE | {"dapo.run"}),
     "parts": (
         modules_in(
-            *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store", "dapo.evaluate")
+            *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
+            *("dapo.evaluate", "dapo.results"),
         ),
         HEAVY | {"dapo.run", "tensorboard", "matplotlib"},
     ),

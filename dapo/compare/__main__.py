@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo.compare.results import differences, results
-from dapo.compare.runs import Run, labels, read_run
 from dapo.compare.tables import comparison, configuration_differences, differences_table, results_table
+from dapo.results.figures import differences, results
+from dapo.results.runs import Run, labels, read_run
 
 AGAINST = ("step", "tokens", "seconds")
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
-from dapo.compare.results import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
-from dapo.compare.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.report.log import duration
 from dapo.report.table import table
+from dapo.results.figures import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
+from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.state.changes import changes
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is

@@ -28,12 +28,13 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
 - For each wait that takes `logging.watchdog_s` a line says what is waited for (`watchdog.py`).
 - A warning is printed once an hour (`console.py`); the same text, sizes and times aside, is counted meanwhile: in the
   next step line, and by text at the end of the run. The events in `samples.sqlite` have every one.
-- `summary.json` (`../compare/summary.py`) is written when a run ends, is stopped or fails, from its files alone, so
-  that it covers all its starts: accuracy at first, at last and at best with 95 % intervals (held-out ones over problems, with the gain
-  problem by problem; of drawn groups over the first and the last 10 steps), tokens, goodput, seconds by phase, what was
-  survived, and GPU hours: those of engines, ranks and reward model times the seconds from when the workers were ready
-  to the end, of each start. `curves.png` lies beside it where matplotlib is installed; the terminal shows the rest in a
-  few lines. A run that is killed, or whose Ray head dies, leaves none; `python -m dapo.compare RUN` shows the same.
+- `summary.json` (`../results/summary.py`) is written when a run ends, is stopped or fails, from its files alone, so
+  that it covers all its starts: accuracy at first, at last and at best with 95 % intervals (held-out ones over
+  problems, with the gain problem by problem; of drawn groups over the first and the last 10 steps), tokens, goodput,
+  seconds by phase, what was survived, and GPU hours: those of engines, ranks and reward model times the seconds from
+  when the workers were ready to the end, of each start. `curves.png` lies beside it where matplotlib is installed;
+  the terminal shows the rest in a few lines. A run that is killed, or whose Ray head dies, leaves none; `python -m
+  dapo.compare RUN` shows the same.
 
 Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
 staleness 0 all other metrics are a function of the seed. Words in braces stand for a name that a person gave: of a

@@ -1,6 +1,6 @@
 """Says what a run has come to: accuracy from and to, tokens, seconds, faults, GPU hours.
 
-In: what `dapo.compare.runs` reads back. Out: `Results`, for `summary.json`, `dapo.compare` and the end of a run.
+In: what `dapo.results.runs` reads back. Out: `Results`, for `summary.json`, `dapo.compare` and the end of a run.
 """
 
 import math
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dapo.compare.runs import Problems, Records, Run, known
 from dapo.derived import gpus_per_engine, whole_gpus
 from dapo.evaluate.estimates import Estimate, over_problems
+from dapo.results.runs import Problems, Records, Run, known
 from dapo.state.changes import value_of
 from dapo.store.reader import PHASES
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo.compare.results import RESTARTED, TIMED, Accuracy, Difference, Point, Results, results
-from dapo.compare.runs import read_run
 from dapo.report.console import say, warn
 from dapo.report.log import METRICS, duration
+from dapo.results.figures import RESTARTED, TIMED, Accuracy, Difference, Point, Results, results
+from dapo.results.runs import read_run
 from dapo.state.durable import write_text
 from dapo.state.lease import LeaseLost
 

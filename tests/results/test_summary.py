@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dapo import plot
-from dapo.compare.results import gpus_of, results
-from dapo.compare.runs import Run, labels, positions, read_run
-from dapo.compare.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.config.compose import compose
+from dapo.results.figures import gpus_of, results
+from dapo.results.runs import Run, labels, positions, read_run
+from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED

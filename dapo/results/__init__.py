@@ -1,0 +1,1 @@
+"""What a run has come to, from its files: at its end as `summary.json`, and beside other runs (`dapo.compare`)."""
