@@ -1,6 +1,8 @@
 """A whole run on several nodes, of which two are lost: it waits for another one or goes on with what is left."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +56,7 @@ class Losses(threading.Thread):
             self._kill_and_add()
         except BaseException as error:
             self.failure = error
+            os.kill(os.getpid(), signal.SIGINT)  # the run would wait for the node that is to come
 
     def _kill_and_add(self) -> None:
         first, second = self.nodes

@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group_table
 from dapo.config.schema import Config
 from workers.cluster import RANKS, Placement
 
-JOINED_S = 120.0
+JOINED_S = 240.0
 OBJECT_STORE_BYTES = 100 << 20
 
 
@@ -22,22 +22,28 @@ class Node:
     """A node that has joined the cluster of this process. id: Ray's."""
 
     def __init__(self, gpus: int) -> None:
-        name = uuid4().hex
+        deadline, found = time.monotonic() + JOINED_S, []
+        self._start(gpus)
+        while not found:
+            assert time.monotonic() < deadline, "the node did not join"
+            if self._process.poll() is not None:  # Ray gives up on an agent that a busy machine starts too slowly
+                self._start(gpus)
+            time.sleep(0.2)
+            found = [each for each in ray.nodes() if each["NodeName"] == self._name and each["Alive"]]
+        self.id: str = found[0]["NodeID"]
+
+    def _start(self, gpus: int) -> None:
+        self._name = uuid4().hex
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-                *(f"--address={ray.get_runtime_context().gcs_address}", f"--node-name={name}"),
+                *(f"--address={ray.get_runtime_context().gcs_address}", f"--node-name={self._name}"),
                 *("--num-cpus=8", f"--num-gpus={gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + JOINED_S
-        while not (found := [each for each in ray.nodes() if each["NodeName"] == name and each["Alive"]]):
-            assert time.monotonic() < deadline and self._process.poll() is None, "the node did not join"
-            time.sleep(0.2)
-        self.id: str = found[0]["NodeID"]
 
     def kill(self) -> None:
         """Ends its raylet, and with it whatever runs there, as a machine that loses power."""
