@@ -1,11 +1,9 @@
 """A whole run on several nodes, of which two are lost: it waits for another one or goes on with what is left."""
 
 import asyncio
-import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +54,6 @@ class Losses(threading.Thread):
             self._kill_and_add()
         except BaseException as error:
             self.failure = error
-            os.kill(os.getpid(), signal.SIGINT)  # the run would wait for the node that is to come
 
     def _kill_and_add(self) -> None:
         first, second = self.nodes
@@ -82,6 +79,16 @@ class Losses(threading.Thread):
             time.sleep(0.1)
 
 
+async def unless_failed(work: Coroutine[Any, Any, None], losses: Losses) -> None:
+    """Ends a run that would wait for a node that does not come any more."""
+    running = asyncio.create_task(work)
+    while not running.done():
+        await asyncio.wait([running], timeout=1.0)
+        if losses.failure is not None:
+            running.cancel()
+    await running
+
+
 def test_the_loss_of_nodes_costs_time_and_nothing_else(
     undisturbed: tuple[str, list[dict[str, Any]]],
     nodes: list[Node],
@@ -105,7 +112,7 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
     own = (f"trainer.output_dir={found}", "data.val_files=[]", f"rollout.num_engines={ENGINES}", "trainer.device=cpu")
     cfg = compose([*SMALL, *RUN, *own], TINY)
     with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-        asyncio.run(run.train(cfg, run_dir, run_dir.store))
+        asyncio.run(unless_failed(run.train(cfg, run_dir, run_dir.store), losses))
     losses.join(timeout=WAIT_S)
     assert losses.failure is None and not losses.is_alive()
     assert outcome(found) == undisturbed
