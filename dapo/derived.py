@@ -3,7 +3,6 @@
 In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure: it loads neither torch nor Ray.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +12,6 @@ from dapo.config.schema import Config
 def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
     """Counts one engine's GPUs, and its worker processes: tensor times pipeline parallel size of vLLM's arguments."""
     return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))
-
-
-def whole_gpus(copies: int, part: float) -> int:
-    """Counts the GPUs for copies of a model that take a part of a GPU each; copies share one where their parts fit."""
-    return math.ceil(copies / int(1 / part))
 
 
 def resolve_transport(cfg: Config) -> str:

@@ -102,11 +102,10 @@ async def train(
             prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
         store.keeps_groups = not run_dir.accepted
-        cfg.trainer.device = resolve_device(cfg.trainer.device)  # the store says on what the run ran
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
-            samples.begin(asdict(cfg))
+            samples.begin(asdict(cfg), pools.gpus)
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path, Gauge), samples)
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:

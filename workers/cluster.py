@@ -5,6 +5,7 @@ asked, what is there, and for which pool.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, whole_gpus
+from dapo.derived import gpus_per_engine
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
 
@@ -74,7 +75,7 @@ def reward_model_gpus(cfg: Config, device: str) -> int:
     model = cfg.reward.model
     if not model.path or reward_model_device(cfg, device) == "cpu":
         return 0
-    return whole_gpus(model.num_workers, model.num_gpus)
+    return math.ceil(model.num_workers / int(1 / model.num_gpus))
 
 
 def _gpus_asked(cfg: Config, device: str) -> dict[str, int]:

@@ -18,7 +18,13 @@ WINDOW = (3, 20)  # steps at each end, at least and at most
 REWARD_STEPS = 20  # newest, whose answers are compared with the reward functions
 METRICS = (
     *("actor/entropy", "actor/skipped_steps", "rollout/accuracy", "rollout/truncated", "buffer/*", "reward/failed_*"),
-    *("parity/mean_abs_logprob_diff", "parity/staleness_0/mean_abs_logprob_diff", "perf/*_s", "eval/*accuracy*"),
+    *(
+        "parity/mean_abs_logprob_diff",
+        "parity/staleness_0/mean_abs_logprob_diff",
+        "perf/*_s",
+        "perf/engine/idle",
+        "eval/*accuracy*",
+    ),
 )
 
 

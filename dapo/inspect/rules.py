@@ -146,12 +146,10 @@ def _parity(run: Figures) -> Finding | None:
 
 
 def _idle(run: Figures) -> Finding | None:
-    ends, step = run.ends("perf/step_s"), run.last("perf/step_s")
-    if ends is None or not step or "perf/generation_s" not in run.metrics:
+    ends, step = run.ends("perf/engine/idle"), run.last("perf/step_s")
+    if ends is None or ends.last <= IDLE:
         return None
-    idle = 1.0 - run.last("perf/generation_s") / step
-    if idle <= IDLE:
-        return None
+    idle = ends.last
     others = {name: run.last(f"perf/{name}_s") for name in PHASES if name not in ("generation", "reward")}
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in others.items() if value > 0.05 * idle * step)
     return Finding(

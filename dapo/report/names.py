@@ -7,8 +7,9 @@ dapo/report/README.md; and `undocumented`, what was logged under a name that is 
 import re
 from collections.abc import Iterable
 
+from dapo.report.metric import Family, Metric
 from dapo.report.table import table
-from dapo.report.usage_names import USAGE, Family, Metric
+from dapo.report.usage_names import USAGE
 
 PLACEHOLDER = re.compile(r"\{\w+\}")
 

@@ -5,12 +5,10 @@ In: what `dapo.results.runs` reads back. Out: `Results`, for `summary.json`, `da
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-from dapo.derived import gpus_per_engine, whole_gpus
 from dapo.evaluate.estimates import Estimate, over_problems
 from dapo.results.runs import Problems, Records, Run, known
 from dapo.state.changes import value_of
@@ -90,10 +88,7 @@ def results(run: Run) -> Results:
     seconds = {name: sum(known(record, f"perf/{name}_s") or 0.0 for record in steps) for name in TIMED}
     taken = sum(record["perf/step_s"] for record in steps)
     wall = sum(start.seconds for start in run.starts) if run.starts else taken
-    configs = [start.config for start in run.starts] or [run.config]
-    gpus = [gpus_of(config) for config in configs]
-    spent = [start.seconds for start in run.starts] or [taken]
-    hours = [None if each is None else each * time / 3600 for each, time in zip(gpus, spent, strict=True)]
+    hours = sum(start.gpus * start.seconds for start in run.starts) / 3600
     return Results(
         name=run.name,
         steps=len(steps),
@@ -106,8 +101,8 @@ def results(run: Run) -> Results:
         seconds={"wall": wall, "steps": taken, **seconds},
         starts=len(run.starts) or None,
         faults=_faults(run),
-        gpus=gpus[-1],
-        gpu_hours=None if None in hours else sum(each for each in hours if each is not None),
+        gpus=run.starts[-1].gpus if run.starts else None,
+        gpu_hours=hours if run.starts else None,
         latest={name: _mean([record.get(name, math.nan) for record in steps[-WINDOW:]]) for name in LATEST},
     )
 
@@ -186,21 +181,6 @@ def _faults(run: Run) -> dict[str, int]:
         found["failed_saves"] = run.failed_saves
         found["killed_starts"] = sum(not start.ended for start in run.starts[:-1])  # the newest may be running
     return found
-
-
-def gpus_of(config: Mapping[str, Any]) -> int | None:
-    """Counts the GPUs that a configuration takes, 0 on CPU; None where `trainer.device` is not decided."""
-    device = value_of(config, "trainer.device")
-    if device not in ("cpu", "cuda"):
-        return None
-    ranks, engines = (int(value_of(config, key) or 0) for key in ("actor.num_workers", "rollout.num_engines"))
-    engines *= gpus_per_engine(value_of(config, "rollout.vllm") or {})
-    policy = 0 if device == "cpu" else ranks if value_of(config, "trainer.colocate") else ranks + engines
-    model = value_of(config, "reward.model") or {}
-    where = device if model.get("device", "auto") == "auto" else model["device"]
-    return policy + (
-        whole_gpus(model["num_workers"], model["num_gpus"]) if model.get("path") and where == "cuda" else 0
-    )
 
 
 def _mean(values: Sequence[float]) -> float | None:

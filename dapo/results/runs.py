@@ -30,7 +30,7 @@ class Start:
     steps: frozenset[int]
     seconds: float
     ended: bool
-    config: Mapping[str, Any]
+    gpus: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 def _start(row: dict[str, Any]) -> Start:
     steps, ended = frozenset(row["steps"]), row["ended"] is not None
-    return Start(steps=steps, seconds=row["last"] - row["began"], ended=ended, config=row["config"])
+    return Start(steps=steps, seconds=row["last"] - row["began"], ended=ended, gpus=row["gpus"])
 
 
 def _problems(store: Reader, step: int) -> Problems:

@@ -44,9 +44,9 @@ class SampleStore:
         self._run = 0  # this start's number; known to the thread
         self._step = 0  # the last one that was reported
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Notes that the program has started. config: the resolved configuration."""
-        row = (time.time(), None, socket.gethostname(), os.getpid(), json.dumps(config, default=str))
+    def begin(self, config: Mapping[str, Any], gpus: int = 0) -> None:
+        """Notes that the program has started. config: the resolved configuration. gpus: that all pools take."""
+        row = (time.time(), None, socket.gethostname(), os.getpid(), gpus, json.dumps(config, default=str))
 
         def write(connection: sqlite3.Connection) -> None:
             self._run = connection.execute(f"INSERT INTO runs VALUES ({PLACES['runs']})", (None, *row)).lastrowid or 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DATABASE = "samples.sqlite"  # in the output directory
-VERSION = 1  # `PRAGMA user_version`: another one is no database that this code may write to or read
+VERSION = 2  # `PRAGMA user_version`: another one is no database that this code may write to or read
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own
@@ -81,6 +81,7 @@ TABLES = (
             ("ended", "REAL", "NULL: it runs, or was killed"),
             ("host", "TEXT NOT NULL", "where the driver ran"),
             ("pid", "INTEGER NOT NULL", "the driver's process"),
+            ("gpus", "INTEGER NOT NULL", "that all pools take together; 0 on CPUs"),
             ("config", "TEXT NOT NULL", "JSON: the resolved configuration"),
         ),
     ),

@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     paths = []
     for name, right, seed in (("one", 2, 0), ("other", 3, 7)):
         path = write_run(folder / name, lines, "trainer.total_steps=4", f"trainer.seed={seed}", "trainer.device=cpu")
-        store = store_starts(path, ((1, 2, 3, 4), True, ["trainer.device=cpu"]))
+        store = store_starts(path, ((1, 2, 3, 4), True, 0))
         store.evaluation(4, "sums", [make_group(n, [float(n < right)] * 2) for n in range(4)])
         store.close()
         paths.append(path)

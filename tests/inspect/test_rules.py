@@ -34,7 +34,7 @@ SOUND = {
     "reward/failed_timeout": {3: 0.1},
     "parity/mean_abs_logprob_diff": steady(0.02),
     "perf/step_s": steady(100.0),
-    "perf/generation_s": steady(75.0),
+    "perf/engine/idle": steady(0.25),
     "perf/update_s": steady(20.0),
     "eval/accuracy": {0: 0.3, 20: 0.55, 40: 0.5},  # no worse than the intervals allow
     "eval/accuracy_low": {0: 0.2, 20: 0.45, 40: 0.4},
@@ -107,7 +107,7 @@ def test_a_sound_run_has_nothing_to_look_at():
             "`algorithm",
         ),
         (
-            {"perf/generation_s": steady(60.0), "perf/update_s": steady(35.0)},
+            {"perf/engine/idle": steady(0.4), "perf/update_s": steady(35.0)},
             "engines are idle",
             ["40% of a step of 100 s", "update 35 s"],
             "`filter_groups.max_staleness` (0): 1 or more",
@@ -152,7 +152,7 @@ def test_what_stale_tokens_add_is_no_drift():
 
 
 def test_what_is_advised_depends_on_the_configuration():
-    idle = SOUND | {"perf/generation_s": steady(60.0)}
+    idle = SOUND | {"perf/engine/idle": steady(0.4)}
     assert found(idle, [], given("trainer", "colocate", True))["engines are idle"].changes[0].key == "trainer.colocate"
     cut = SOUND | {"rollout/truncated": changing(0.0, 0.5)}
     keys = [change.key for change in found(cut, [], CONFIG)["truncation rises"].changes]

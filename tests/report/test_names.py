@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo.report.metric import Family
 from dapo.report.names import FAMILIES, HISTOGRAMS, undocumented
-from dapo.report.usage_names import Family
 
 ROOT = Path(__file__).resolve().parents[2]
 # What stands between quotes in the code and looks like a metric: with the braces of an f-string in it.

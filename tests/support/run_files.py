@@ -46,14 +46,14 @@ def write_run(folder: Path, records: Sequence[dict[str, Any]], *overrides: str) 
     return folder
 
 
-def store_starts(folder: Path, *starts: tuple[Sequence[int], bool, Sequence[str]]) -> SampleStore:
-    """Adds a store with starts, each as (its steps, whether it ended in order, overrides); returns that of the last.
+def store_starts(folder: Path, *starts: tuple[Sequence[int], bool, int]) -> SampleStore:
+    """Adds a store with starts, each as (its steps, whether it ended in order, GPUs); returns that of the last.
 
     Start k begins k hours after the first and lasts half an hour, also where it was killed.
     """
-    for number, (steps, ended, overrides) in enumerate(starts):
+    for number, (steps, ended, gpus) in enumerate(starts):
         store = SampleStore(folder, LoggingConfig(), warn=pytest.fail)
-        store.begin(asdict(compose(overrides, "dapo_tiny")))
+        store.begin({}, gpus)
         for step in steps:
             store.step(step, collected_of([make_group(step, [1.0, 0.0])]))
         store.close()

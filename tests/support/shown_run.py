@@ -48,6 +48,7 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
         "batch/staleness_mean": 0.4 + wave,
         "batch/staleness_max": 1.0,
         "perf/generation_s": generation,
+        "perf/engine/idle": (update + 4.3) / (generation + update + 4.3),
         "perf/reward_s": 20.0,
         "perf/update_s": update,
         "perf/sync_s": 4.0,
