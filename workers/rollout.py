@@ -5,6 +5,7 @@ another one computes again from the same seeds: it comes out alike.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -43,7 +44,8 @@ class RolloutPool:
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
         self._on_gpus = "num_gpus" in options[0]
-        self._homes: dict[str, EngineSlot | None] = {}  # by group; None while no engine serves
+        # By group: where it is generated, and by which start of that engine; None while no engine serves.
+        self._homes: dict[str, tuple[EngineSlot, Any] | None] = {}
         self._left: dict[str, int] = {}  # responses of each group that have not ended
         self._background: set[str] = set()
         self._aborted: set[str] = set()
@@ -104,9 +106,9 @@ class RolloutPool:
         self._prompt = prompt
         try:
             while left and key not in self._aborted:
-                home = self._homes[key] = await self._home(key)
-                if home is None:
+                if (home := await self._home(key)) is None:
                     return
+                self._homes[key] = home, home.worker
                 try:
                     async with aclosing(self._from(home, key, prompt, sampling, left)) as responses:
                         async for number, response in responses:
@@ -171,10 +173,11 @@ class RolloutPool:
         self._aborted |= self._homes.keys() & set(keys)
         self.keeper.notify()
         while left := [key for key in keys if key in self._homes]:
-            asked = [
-                (slot, here) for slot in self._slots if (here := [key for key in left if self._homes[key] is slot])
-            ]
-            await asyncio.gather(*[self._abort_on(slot, here) for slot, here in asked])
+            homes: dict[tuple[EngineSlot, Any], list[str]] = defaultdict(list)
+            for key in left:
+                if home := self._homes[key]:
+                    homes[home].append(key)
+            await asyncio.gather(*[self._abort_on(slot, worker, here) for (slot, worker), here in homes.items()])
             if asyncio.get_running_loop().time() > deadline:
                 raise RemoteError(
                     f"the engines did not end {left} within {self._cfg.timeout_s:g} s (`rollout.timeout_s`)"
@@ -182,10 +185,10 @@ class RolloutPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.2)
 
-    async def _abort_on(self, slot: EngineSlot, keys: list[str]) -> None:
+    async def _abort_on(self, slot: EngineSlot, worker: Any, keys: list[str]) -> None:
         what = slot.member("to abort surplus groups")
         with suppress(WorkerLost):  # then they have ended
-            await wait([slot.worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
+            await wait([worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
 
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""

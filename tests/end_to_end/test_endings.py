@@ -32,7 +32,10 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "saved"),
-    [pytest.param("EngineCore", True, id="engine"), pytest.param("ActorWorker", False, id="actor rank")],
+    [
+        pytest.param("EngineCore", True, id="engine", marks=pytest.mark.long),
+        pytest.param("ActorWorker", False, id="actor rank"),
+    ],
 )
 def test_a_dead_worker_that_may_not_start_again_ends_the_run_with_its_reason(
     tmp_path: Path, name: str, saved: bool

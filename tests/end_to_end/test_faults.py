@@ -45,11 +45,11 @@ def val_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("fault", "restarts"),
     [
-        pytest.param("actor.update:kill@2", 1, id="rank killed before a forward pass"),
+        pytest.param("actor.update:kill@2", 1, id="rank killed before a forward pass", marks=pytest.mark.long),
         pytest.param("actor.step:kill@6", 1, id="rank killed between optimizer steps"),
-        pytest.param("actor.step:stop@6", 1, id="rank stopped between optimizer steps"),
-        pytest.param("actor.gather:kill@3", 1, id="rank killed in the weight sync"),
-        pytest.param("actor.save:kill@2", 1, id="rank killed in a save"),
+        pytest.param("actor.step:stop@6", 1, id="rank stopped between optimizer steps", marks=pytest.mark.long),
+        pytest.param("actor.gather:kill@3", 1, id="rank killed in the weight sync", marks=pytest.mark.long),
+        pytest.param("actor.save:kill@2", 1, id="rank killed in a save", marks=pytest.mark.long),
     ],
 )
 def test_a_lost_rank_costs_time_and_nothing_else(
@@ -166,12 +166,20 @@ def interrupted(faults_and_ends: Sequence[tuple[str, int]], output_dir: Path, *o
         pytest.param(
             [
                 ("driver.updated:kill@1", -signal.SIGKILL),  # step 1 again
+                ("driver.collected:term@2", EXIT_RESUMABLE),  # step 2 is updated to its end, saved, and not evaluated
+            ],
+            id="a kill and a signal",
+        ),
+        pytest.param(
+            [
+                ("driver.updated:kill@1", -signal.SIGKILL),  # step 1 again
                 ("save.written:term@1", EXIT_RESUMABLE),  # saved to its end
                 ("driver.collected:term@1", EXIT_RESUMABLE),  # step 2 is updated to its end, saved, and not evaluated
                 ("driver.evaluated:term@3", EXIT_RESUMABLE),  # that evaluation is begun, and will be again
                 ("save.placed:kill@1", -signal.SIGKILL),  # of step 3
             ],
             id="signals and kills",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             [

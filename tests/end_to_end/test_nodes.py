@@ -19,7 +19,7 @@ from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last
 from tests.support.runs import SMALL, TINY
 from workers.training import processes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
 
 ENGINES, RANKS = 2, 2
 WAIT_S = 600.0

@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 BESIDE = "checkpoint.async_save=true"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """The outcome of a run whose steps wait for their checkpoints."""
-    return outcome(runs.small(tmp_path_factory.mktemp("undisturbed") / "run", *RUN))
-
-
 def test_a_rank_lost_while_it_writes_beside_a_step_costs_time_and_nothing_else(
     runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +36,7 @@ def test_a_rank_lost_while_it_writes_beside_a_step_costs_time_and_nothing_else(
     assert_all_draws_are_accounted_for(found)
 
 
+@pytest.mark.long
 def test_a_driver_killed_while_ranks_write_beside_a_step_goes_on_with_the_same_command(
     ray_cluster: None, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ GROUPS = {
         "tests/end_to_end/test_budget.py",
         "tests/end_to_end/test_lora.py",
     ),
-    "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_nodes.py"),
+    "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_saves.py"),
     "ranks": (
         "tests/workers/training/test_parity.py",
         "tests/workers/training/test_invariance.py",
@@ -26,6 +26,8 @@ GROUPS = {
     ),
 }
 LONGEST = (  # beside the groups
+    "tests/workers/test_lost_engines.py",
+    "tests/workers/test_actor_faults.py",
     "tests/sampling/test_overlap.py",
     "tests/workers/test_rollout.py",
     "tests/bench/test_commands.py",

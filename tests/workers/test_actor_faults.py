@@ -334,11 +334,19 @@ def idle(signal_number: int) -> Callable[[ActorPool, TrainBatch], None]:
 
 FAULTS = [
     pytest.param(killed, "actor rank 1 .*: ActorDiedError", 30.0, id="killed"),
-    pytest.param(stopped, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stopped"),
+    pytest.param(
+        *(stopped, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0),
+        id="stopped",
+        marks=pytest.mark.long,
+    ),
     pytest.param(stuck, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stuck"),
     pytest.param(failed, "IndexError: index", 30.0, id="failed"),
-    pytest.param(half_done, "RuntimeError: the machine is faulty", 30.0, id="half_done"),
-    pytest.param(idle(signal.SIGKILL), "actor rank 1 .*: ActorDiedError", 30.0, id="killed while idle"),
+    pytest.param(half_done, "RuntimeError: the machine is faulty", 30.0, id="half_done", marks=pytest.mark.long),
+    pytest.param(
+        *(idle(signal.SIGKILL), "actor rank 1 .*: ActorDiedError", 30.0),
+        id="killed while idle",
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         idle(signal.SIGSTOP), r"waited 6 s for actor rank 1 \(a sign of life\)", 30.0, id="stopped while idle"
     ),

@@ -249,7 +249,7 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
             *[group_of(pool, f"flight{i}", 4000 + 100 * i, 32, LONG, ended) for i in range(count)]
         )
 
-    update = when_few_are_left(pool, on_all, 24 * count, lambda: sync(VERSION_1))
+    update = when_few_are_left(pool, on_all, 31 * count, lambda: sync(VERSION_1))
     counted(pool, loop)
     groups = loop.run(update)
     did = counted(pool, loop)
