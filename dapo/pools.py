@@ -151,7 +151,7 @@ class ActorPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """Holds the compute of a run, composed in `dapo.run.build_pools`.
+    """Holds the compute of a run, composed in `dapo.fleet.build_pools`.
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.

@@ -6,18 +6,16 @@ However a run ends (last step, Ctrl-C, a signal, a failure anywhere), what was t
 """
 
 import asyncio
-import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.util.metrics import Gauge
 
 from dapo.config.paths import resolve_path
@@ -29,8 +27,9 @@ from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
-from dapo.pools import Pools
+from dapo.fleet import STOP_GRACE_S, build_pools, create_rewards, create_rollouts, ray_cluster
 from dapo.preflight import preflight
+from dapo.replay.batches import steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.progress import Progress
@@ -41,14 +40,8 @@ from dapo.state.run_dir import RunDirectory
 from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
 from dapo.types import HeldOut, Prompt
-from workers.actor import ActorPool
-from workers.cluster import Placement, connect, count_gpus, engine_args, head, resolve_device, reward_model_device
-from workers.reward import RewardPool
-from workers.reward_model import RewardModelPool
+from workers.cluster import Placement, engine_args, head, resolve_device
 from workers.rollout import RolloutPool
-from workers.weight_sync import WeightSync
-
-STOP_GRACE_S = 3.0
 
 
 async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore) -> None:
@@ -79,8 +72,9 @@ async def train(
     store: CheckpointStore,
     rollouts: RolloutPool | None = None,
     stop: Stop | None = None,
+    until: int | None = None,
 ) -> None:
-    """Trains up to `trainer.total_steps`.
+    """Trains up to `trainer.total_steps`, or to step `until`.
 
     rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
     stop: catches signals.
@@ -91,6 +85,8 @@ async def train(
     began = time.monotonic()
     make_paths_absolute(cfg)
     preflight(cfg)
+    if cfg.trainer.only != "both":
+        until = _halve(cfg, until)
     # Both take seconds; those of Ray are spent waiting.
     loading = asyncio.create_task(asyncio.to_thread(load_data, cfg, run_dir.started))
     progress = Progress(cfg.trainer.total_steps, cfg.logging.watchdog_s)
@@ -101,7 +97,7 @@ async def train(
         with waiting("the prompts to be read and tokenized"):
             prompts, held_out, data_fingerprint = await loading
         run_dir.check_data(data_fingerprint)
-        store.keeps_groups = not run_dir.accepted
+        store.keeps_groups = not run_dir.accepted and cfg.trainer.only != "train"
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
@@ -112,7 +108,9 @@ async def train(
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
                     with hearing_warnings(lambda line: logger.event("warning", line)), progress:
-                        made = partial(Trainer, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit)
+                        made = partial(
+                            Trainer, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until
+                        )
                         await run_to_end(lambda: progress.of(made()), pools.actors, cfg.actor.max_restarts)
             except HeadLost as error:
                 logger.close()
@@ -120,6 +118,17 @@ async def train(
                 end_at_once(str(error))  # Ray's own way to end processes waits for the head
             finally:
                 logger.close()
+
+
+def _halve(cfg: Config, until: int | None) -> int | None:
+    """Leaves out of a run what its half does not need; returns the step that it can get to."""
+    cfg.data.val_files = []
+    if cfg.trainer.only == "rollout":
+        cfg.actor.num_workers = 0
+        return until
+    cfg.rollout.num_engines = 0
+    last = steps_kept(Path(cfg.data.batches))[-1]
+    return min(last, cfg.trainer.total_steps if until is None else until)
 
 
 def make_paths_absolute(cfg: Config) -> None:
@@ -181,7 +190,7 @@ async def evaluate(
         Stop(task).install()
         device = resolve_device(cfg.trainer.device)
         placement = Placement(cfg, device, warn=warn)
-        engines, rewards = _create_rollouts(cfg, placement), _create_rewards(cfg, placement, device)
+        engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
 
         async def rejoin(number: int) -> None:  # an engine that starts again has loaded the weights that all serve
             engines.admit((number,))
@@ -199,100 +208,3 @@ async def evaluate(
             await evaluation.close()
             rewards.stop()
             await engines.stop(STOP_GRACE_S)
-
-
-@contextmanager
-def ray_cluster(cfg: Config) -> Iterator[None]:
-    """Joins or starts Ray, and leaves or ends it."""
-    # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    with waiting("Ray to start, or to be joined"):
-        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@asynccontextmanager
-async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
-    """Starts all workers at the same time, and stops them at the end.
-
-    rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
-    actors' weights, whatever they served before.
-    """
-    device = resolve_device(cfg.trainer.device)
-    placement = Placement(cfg, device, warn=warn)
-    engines = _create_rollouts(cfg, placement) if rollouts is None else rollouts
-    actors = ActorPool(cfg, device, placement.actors)
-    rewards = _create_rewards(cfg, placement, device)
-
-    async def start_engines() -> None:
-        if rollouts is None:
-            await engines.start(cfg.model.path, engine_args(cfg, device))
-
-    async def start_others() -> None:
-        ready, _ = await asyncio.gather(rewards.start(cfg.rollout.start_timeout_s), actors.start())
-        say(ready)
-
-    try:
-        if cfg.trainer.colocate:  # an engine measures what memory is free; actors that load meanwhile would mislead it
-            await start_engines()
-            await start_others()
-        else:
-            await asyncio.gather(start_engines(), start_others())
-        sync = WeightSync(actors, engines, cfg)
-        engines.keeper.rejoin = sync.rejoin
-        gpus = count_gpus(cfg, device)
-        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock, gpus=gpus)
-    finally:
-        actors.close()
-        rewards.stop()
-        if rollouts is None:
-            await engines.stop(STOP_GRACE_S)
-
-
-@asynccontextmanager
-async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
-    """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
-
-    Raises:
-        ValueError: on GPUs, which one placement group per run hands to engines and actors together.
-    """
-    device = resolve_device(cfg.trainer.device)
-    if device != "cpu":
-        raise ValueError(
-            f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "
-            "run each configuration on its own with dapo.main_ppo"
-        )
-    engines = _create_rollouts(cfg, Placement(cfg, device))
-    try:
-        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, device))
-        yield engines
-    finally:
-        await engines.stop(STOP_GRACE_S)
-
-
-def engine_needs(cfg: Config) -> dict[str, Any]:
-    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
-
-    vLLM's seed is not among it: every response is a request with a seed of its own.
-    """
-    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
-    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
-    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
-    return {"model.path": resolve_path(cfg.model.path), **rollout, **arguments}
-
-
-def _create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
-    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
-
-
-def _create_rewards(cfg: Config, placement: Placement, device: str) -> RewardPool:
-    model = None
-    if cfg.reward.model.path:
-        where = reward_model_device(cfg, device)
-        model = RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
-    return RewardPool(
-        placement.rewards(), cfg.reward, max_response_length=cfg.data.max_response_length, model=model, warn=warn
-    )

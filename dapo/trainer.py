@@ -10,6 +10,7 @@ policy version is the number of completed updates; it names checkpoints and labe
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dapo.batch import build_batch, has_signal
 from dapo.clock import PhaseClock
@@ -23,6 +24,7 @@ from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
+from dapo.replay.batches import Batches, SavedStream
 from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
@@ -47,7 +49,9 @@ class Trainer:
         *,
         say: Callable[[str], None],
         limit: TimeLimit | None = None,
+        until: int | None = None,
     ) -> None:
+        """Starts nothing yet. until: the step to end with, where it is not `trainer.total_steps`."""
         self.version = 0
         self.clock = PhaseClock()
         self._cfg = cfg
@@ -59,15 +63,21 @@ class Trainer:
         self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger, self._limit)
         self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
-        self.stream = GroupStream(
-            self._order,
-            self._buffer,
-            pools.rollouts,
-            pools.rewards,
-            sampling_of(cfg.rollout, cfg.data.max_response_length),
-            seed=cfg.trainer.seed,
-            clock=self.clock,
-        )
+        self.stream: GroupStream | SavedStream
+        if cfg.trainer.only == "train":
+            self.stream = SavedStream(Path(cfg.data.batches), self._buffer, self._order.draw)
+        else:
+            self.stream = GroupStream(
+                self._order,
+                self._buffer,
+                pools.rollouts,
+                pools.rewards,
+                sampling_of(cfg.rollout, cfg.data.max_response_length),
+                seed=cfg.trainer.seed,
+                clock=self.clock,
+            )
+        self._batches = Batches.of(cfg, logger.output_dir)
+        self._until = cfg.trainer.total_steps if until is None else until
         self.evaluations = Evaluations(
             held_out, pools, cfg, self.saver, logger, clock=self.clock, limit=self._limit, say=say
         )
@@ -78,8 +88,9 @@ class Trainer:
         try:
             await self._resume()
             self.evaluations.begin(self.version)
-            while self.version < self._cfg.trainer.total_steps:
+            while self.version < self._until:
                 await self.step()
+            await self._batches.written()
             if self.saver.is_behind(self.version):
                 await finish(self.save())
             await self.evaluations.finish()
@@ -94,6 +105,7 @@ class Trainer:
         self._pools.lap()
         async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(self.stream.collect(), self._pools.actors)
+        await self._batches.put(self.version + 1, collected.groups)
         if self._cfg.algorithm.kl.reward_coeff:
             with self.clock("reference"):
                 collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
@@ -106,7 +118,7 @@ class Trainer:
             await self._sync()
             return {}
         self.evaluations.begin(self.version)
-        if self.version < self._cfg.trainer.total_steps and self.saver.is_due(self.version):
+        if self.version < self._until and self.saver.is_due(self.version):
             with self.clock("save"):
                 await finish(self.saver.save_or_go_on(self.version))
         return metrics

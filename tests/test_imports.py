@@ -61,8 +61,8 @@ def violations(name: str, source: str) -> list[str]:
     rules = {
         "the records and the configuration have nothing of ours above them": within(name, "dapo.config", "dapo.types")
         and {module for module in ours if not within(module, "dapo.config", "dapo.types")} - {"dapo"},
-        "only dapo.run and dapo.bench know Ray, vLLM and workers": within(name, "dapo")
-        and not within(name, "dapo.run", "dapo.bench")
+        "only dapo.run, dapo.fleet and dapo.bench know Ray, vLLM and workers": within(name, "dapo")
+        and not within(name, "dapo.run", "dapo.fleet", "dapo.bench")
         and {module for module in imported if within(module, *COMPUTE)},
         "torch only where tensors are": within(name, "dapo")
         and not within(name, *TENSORS, "dapo.bench")
@@ -79,7 +79,7 @@ def violations(name: str, source: str) -> list[str]:
             if within(module, *ROLES, *(part for part in PARTS if not within(name, part)), "workers.cluster")
         },
         "workers do not know their conductor": within(name, "workers")
-        and {module for module in ours if within(module, "dapo.run", "dapo.main_ppo", "dapo.trainer")},
+        and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name not in ("workers.engines.worker", "workers.weights.receiver")
         and {module for module in imported if within(module, "vllm")},
     }
@@ -117,9 +117,8 @@ def modules_in(*folders: str) -> list[str]:
     return [module_name(path) for path in FILES if within(module_name(path), *folders)]
 
 
-ALGORITHM = [
-    m for m in modules_in("dapo") if m.count(".") == 1 and m not in ("dapo.run", "dapo.bench", "dapo.ablation")
-]
+COMPOSED = ("dapo.run", "dapo.fleet", "dapo.bench", "dapo.ablation")
+ALGORITHM = [m for m in modules_in("dapo") if m.count(".") == 1 and m not in COMPOSED]
 # name: modules that are loaded together in a fresh process; what must not come along.
 LOADS = {
     "config": (modules_in("dapo.config", "dapo.types", "dapo.derived"), HEAVY),
@@ -128,7 +127,7 @@ LOADS = {
     "parts": (
         modules_in(
             *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
-            *("dapo.evaluate", "dapo.results"),
+            *("dapo.evaluate", "dapo.results", "dapo.replay"),
         ),
         HEAVY | {"dapo.run", "tensorboard", "matplotlib"},
     ),

@@ -150,7 +150,7 @@ def _bundles(cfg: Config, device: str) -> dict[str, list[dict[str, float]]]:
             groups[_engine(number)] = [{"GPU": gpus_per_engine(cfg.rollout.vllm), "CPU": 1}]
     if reward_model_gpus(cfg, device):
         groups[REWARD_MODEL] = [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers
-    return groups
+    return {name: bundles for name, bundles in groups.items() if bundles}
 
 
 def _engine(number: int) -> str:

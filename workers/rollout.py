@@ -43,7 +43,7 @@ class RolloutPool:
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
-        self._on_gpus = "num_gpus" in options[0]
+        self._on_gpus = any("num_gpus" in each for each in options)
         # By group: where it is generated, and by which start of that engine; None while no engine serves.
         self._homes: dict[str, tuple[EngineSlot, Any] | None] = {}
         self._left: dict[str, int] = {}  # responses of each group that have not ended

@@ -12,9 +12,10 @@ import ray
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimit
+from dapo.fleet import build_pools, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
-from dapo.run import build_pools, load_data, make_paths_absolute, ray_cluster
+from dapo.run import load_data, make_paths_absolute
 from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer

@@ -18,8 +18,8 @@ from dapo.bench.shapes import SYNC_SHAPES
 from dapo.config.checks import validate
 from dapo.config.model_shape import read_shape
 from dapo.config.schema import Config
+from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
-from dapo.run import STOP_GRACE_S
 from dapo.tiny.random_model import make_random_model
 from workers.actor import ActorPool
 from workers.cluster import Placement, engine_args, resolve_device

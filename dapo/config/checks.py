@@ -4,6 +4,7 @@ In: a `Config`. Out: nothing, or a ValueError that lists every problem, each wit
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from dapo.config import fields
 from dapo.config.model_checks import actor, model_directory
@@ -28,7 +29,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
-        *([_sampling, _batch_shapes] if trains else []),
+        *([_sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
         *([_objective] if trains else []),
         _engine_args,
@@ -69,6 +70,21 @@ def _batch_shapes(cfg: Config) -> Iterator[str]:
         yield (
             f"`filter_groups.max_num_gen_batches` ({cfg.filter_groups.max_num_gen_batches}) x `data.gen_batch_size` "
             f"({cfg.data.gen_batch_size}) allows {budget} draws, below `data.train_batch_size` ({batch}); raise one"
+        )
+
+
+def _halves(cfg: Config) -> Iterator[str]:
+    """Reports a half run without what the other half would give it."""
+    folder = cfg.data.batches
+    if (cfg.trainer.only == "train") != bool(folder):
+        yield (
+            f"`trainer.only` is {cfg.trainer.only}, and `data.batches` ({folder or 'empty'}) is for train, which needs "
+            "it: give both, as --train-only=RUN/batches does, or neither"
+        )
+    elif folder and not any(Path(folder).expanduser().glob("step_*/groups.parquet")):
+        yield (
+            f"`data.batches` ({folder}) holds no batch; give the folder batches/ of a run with `checkpoint.batches` or "
+            "--rollout-only"
         )
 
 

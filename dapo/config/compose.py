@@ -84,6 +84,24 @@ def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> C
     return cfg
 
 
+def half_flags(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with the flags for half a run as the keys that they stand for.
+
+    >>> half_flags(["--train-only=run/batches", "trainer.seed=1"])
+    ['trainer.only=train', 'data.batches=run/batches', 'trainer.seed=1']
+    """
+    found: list[str] = []
+    for argument in arguments:
+        flag, _, folder = argument.partition("=")
+        if argument == "--rollout-only":
+            found.append("trainer.only=rollout")
+        elif flag == "--train-only":
+            found += ["trainer.only=train", f"data.batches={folder}"]
+        else:
+            found.append(argument)
+    return found
+
+
 def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
     """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key.
 

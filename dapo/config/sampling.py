@@ -50,6 +50,7 @@ class DataConfig:
         holds=_are_sets,
         verl="data.val_files",
     )
+    batches: str = key("", "folder `batches/` of a run, which `trainer.only=train` trains on; else empty")
     train_batch_size: int = at_least(
         1,
         512,

@@ -15,6 +15,7 @@ from dapo.config.reward import DEVICES, RewardConfig
 from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, RolloutConfig
 
 RESUME = ("auto", "never")
+HALVES = ("both", "rollout", "train")
 # Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but
 # make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24,
 # 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
@@ -62,6 +63,12 @@ class CheckpointConfig:
     )
     journal: bool = key(
         True, "between checkpoints, write finished groups under `journal/`, so that a crash does not lose them"
+    )
+    batches: int = at_least(
+        0,
+        20,
+        "last steps whose groups are kept under `batches/`, for `python -m dapo.replay`, which needs a checkpoint "
+        "before them too; 0: none",
     )
 
 
@@ -135,6 +142,13 @@ class TrainerConfig:
     )
     ray_address: str = key(
         "", "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one"
+    )
+    only: str = one_of(
+        HALVES,
+        "both",
+        "the half that runs: `rollout` (the flag `--rollout-only`) generates and scores one batch per step with the "
+        "model as it is and keeps them all under `batches/`, `train` (`--train-only`) trains on those of "
+        "`data.batches`; neither evaluates",
     )
     colocate: bool = key(
         False,

@@ -49,9 +49,10 @@ def step_metrics(
         "perf/aborted_tokens": collected.lost_tokens,
         "perf/goodput": trained / generated,
         "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
-        "perf/update_tokens_per_s": update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9),
         "perf/rank/idle": 1.0 - sum(seconds.get(phase, 0.0) for phase in RANKS_WORK) / step_s,
     }
+    if "actor/response_tokens" in update:  # not where nothing is trained
+        perf["perf/update_tokens_per_s"] = update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9)
     if gpus:
         tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
         perf["perf/tokens_per_s_per_gpu"] = tokens / (step_s * gpus)

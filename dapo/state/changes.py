@@ -34,6 +34,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "model.attn_implementation",
     "model.gradient_checkpointing",
     "data.val_files",
+    "data.batches",
     "data.gen_batch_size",
     "data.max_contradictory",  # the prompts themselves are compared by their fingerprint
     "rollout.num_engines",
@@ -79,6 +80,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.device",
     "trainer.ray_address",
     "trainer.colocate",
+    "trainer.only",
 )
 
 

@@ -112,7 +112,8 @@ class Runs:
 
         beside: called with the engines again and again, until it returns True; the run must not end before.
         """
-        from dapo.run import build_rollouts, engine_needs, train
+        from dapo.fleet import build_rollouts, engine_needs
+        from dapo.run import train
 
         async def whole() -> None:
             if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte

@@ -1,0 +1,143 @@
+"""Starts what computes: Ray, engines, reward workers, actors; and stops it. Composed here and nowhere else.
+
+In: a `Config`. Out: `Pools` for the trainer, or engines alone; every process ends with the context. A run of one half
+(`trainer.only`) has no processes for the other.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import ray
+
+from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
+from dapo.pools import Pools
+from dapo.replay.fixed import FixedPolicy
+from dapo.report.console import say, warn
+from dapo.report.watchdog import waiting
+from workers.actor import ActorPool
+from workers.cluster import Placement, connect, count_gpus, engine_args, resolve_device, reward_model_device
+from workers.reward import RewardPool
+from workers.reward_model import RewardModelPool
+from workers.rollout import RolloutPool
+from workers.weight_sync import WeightSync
+
+STOP_GRACE_S = 3.0
+
+
+@contextmanager
+def ray_cluster(cfg: Config) -> Iterator[None]:
+    """Joins or starts Ray, and leaves or ends it."""
+    # The waits on Ray that a failure or signal cancels would be reported one by one at exit, each with a traceback.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    with waiting("Ray to start, or to be joined"):
+        connect(cfg.trainer.ray_address, worker_logs=cfg.logging.worker_logs)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
+    """Starts all workers at the same time, and stops them at the end.
+
+    rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
+    actors' weights, whatever they served before.
+    """
+    device = resolve_device(cfg.trainer.device)
+    placement = Placement(cfg, device, warn=warn)
+    engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
+    half = cfg.trainer.only
+    actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
+    rewards = create_rewards(cfg, placement, device)
+
+    async def start_engines() -> None:
+        if rollouts is None and half != "train":
+            await engines.start(cfg.model.path, engine_args(cfg, device))
+
+    async def start_rewards() -> None:
+        if half != "train":
+            say(await rewards.start(cfg.rollout.start_timeout_s))
+
+    async def start_others() -> None:
+        await asyncio.gather(start_rewards(), actors.start())
+
+    async def keep_weights(version: int) -> None:
+        engines.admit(engines.members())
+
+    async def keep_weights_of(number: int) -> None:
+        engines.admit((number,))
+
+    try:
+        if cfg.trainer.colocate:  # an engine measures what memory is free; actors that load meanwhile would mislead it
+            await start_engines()
+            await start_others()
+        else:
+            await asyncio.gather(start_engines(), start_others())
+        pools = partial(Pools, rollouts=engines, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device))
+        if isinstance(actors, FixedPolicy) or half == "train":  # there is one version of the weights, or none to serve
+            engines.keeper.rejoin = keep_weights_of
+            yield pools(sync_weights=keep_weights)
+        else:
+            sync = WeightSync(actors, engines, cfg)
+            engines.keeper.rejoin = sync.rejoin
+            yield pools(sync_weights=sync, weights=sync.lock)
+    finally:
+        actors.close()
+        rewards.stop()
+        if rollouts is None:
+            await engines.stop(STOP_GRACE_S)
+
+
+@asynccontextmanager
+async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
+    """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
+
+    Raises:
+        ValueError: on GPUs, which one placement group per run hands to engines and actors together.
+    """
+    device = resolve_device(cfg.trainer.device)
+    if device != "cpu":
+        raise ValueError(
+            f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "
+            "run each configuration on its own with dapo.main_ppo"
+        )
+    engines = create_rollouts(cfg, Placement(cfg, device))
+    try:
+        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, device))
+        yield engines
+    finally:
+        await engines.stop(STOP_GRACE_S)
+
+
+def engine_needs(cfg: Config) -> dict[str, Any]:
+    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
+
+    vLLM's seed is not among it: every response is a request with a seed of its own.
+    """
+    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
+    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
+    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
+    return {"model.path": resolve_path(cfg.model.path), **rollout, **arguments}
+
+
+def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
+    """Makes the engines' actors; `start` loads their model."""
+    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
+
+
+def create_rewards(cfg: Config, placement: Placement, device: str) -> RewardPool:
+    """Makes the reward workers and the reward model; `start` loads them."""
+    model = None
+    if cfg.reward.model.path:
+        where = reward_model_device(cfg, device)
+        model = RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
+    return RewardPool(
+        placement.rewards(), cfg.reward, max_response_length=cfg.data.max_response_length, model=model, warn=warn
+    )

@@ -1,0 +1,114 @@
+"""Prepares a run that takes one step of another again: from which checkpoint, with which batches, under which settings.
+
+In: the output directory of a run, a step, overrides. Out: a `Config`, or a ValueError that says what is missing.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from dapo.config.compose import checked_overrides, to_config
+from dapo.config.schema import Config
+from dapo.replay.batches import BATCHES, ranges, steps_kept
+from dapo.state.changes import alters_meaning
+from dapo.state.checkpoint import CheckpointStore, step_of
+from dapo.state.manifest import BrokenCheckpoint
+from dapo.state.run_dir import CHECKPOINTS, CONFIG, STARTED
+
+REPLAYS = "replays"  # folder in the output directory of the run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """Says how a step is taken again. Made by `prepare`.
+
+    run: the output directory of the run. step: to get to. origin: the checkpoint to start from; None: the model that
+    the run began with. folder: the new output directory, which is empty. cfg: of the new run. changed: keys that the
+    overrides give.
+    """
+
+    run: Path
+    step: int
+    origin: Path | None
+    folder: Path
+    cfg: Config
+    changed: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """Returns the first step that is taken again on the way."""
+        return 1 if self.origin is None else step_of(self.origin) + 1
+
+
+def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) -> Replay:
+    """Finds what a replay needs, and makes its empty directory.
+
+    out: for the new run; None: `replays/step_NNNNNN` in the run's own directory, in place of what an earlier replay
+    left there. Raises ValueError where a checkpoint, a batch or the configuration is missing, and for overrides as
+    `dapo.config.compose` does.
+    """
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run} holds no {CONFIG}; give the `trainer.output_dir` of a run")
+    origin = _origin(run, step)
+    first = 1 if origin is None else step_of(origin) + 1
+    kept = steps_kept(run / BATCHES)
+    if missing := sorted({*range(first, step + 1)} - {*kept}):
+        raise ValueError(
+            f"{run / BATCHES} has no batch of step {ranges(missing)}, which step {step} needs after "
+            f"{origin or 'the first model'}; it has {ranges(kept) or 'none'}; `checkpoint.batches` says how many a run "
+            "keeps"
+        )
+    folder = _empty(run, step, out)
+    if origin is None:
+        shutil.copyfile(run / STARTED, folder / STARTED)  # the date that the prompts name
+    changed = [override.partition("=")[0].lstrip("+") for override in overrides]
+    settings = {
+        "trainer": {"output_dir": str(folder), "only": "train", "max_hours": 0.0},
+        "data": {"batches": str((run / BATCHES).absolute()), "val_files": None},
+        "checkpoint": {
+            "resume": "auto" if origin is None else str(origin),
+            "accept_changes": [key for key in changed if alters_meaning(key)],
+            "every": 0,
+            "every_s": 0.0,
+        },
+        "logging": {"tensorboard": False, "wandb": {}, "prometheus": False},
+    }
+    tree = OmegaConf.merge(
+        OmegaConf.structured(Config),
+        OmegaConf.load(run / CONFIG),
+        settings,
+        OmegaConf.from_dotlist(checked_overrides(overrides)),
+    )
+    assert isinstance(tree, DictConfig)
+    cfg = to_config(tree)
+    return Replay(run=run, step=step, origin=origin, folder=folder, cfg=cfg, changed=tuple(changed))
+
+
+def _origin(run: Path, step: int) -> Path | None:
+    """Returns the newest whole checkpoint before the step; None where the run may be followed from its beginning."""
+    if step < 1:
+        raise ValueError(f"`--step` ({step}) must be at least 1")
+    root = (run / CHECKPOINTS).absolute()
+    store = CheckpointStore(root, keep=0)
+    for number in sorted(store.steps(), reverse=True):
+        path = root / f"step_{number:06d}"
+        if number < step:
+            try:
+                store.check(path)
+            except BrokenCheckpoint:
+                continue
+            return path
+    return None
+
+
+def _empty(run: Path, step: int, out: Path | None) -> Path:
+    folder = (run / REPLAYS / f"step_{step:06d}" if out is None else out).absolute()
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"`--out` ({out}) is not empty; give a new directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,129 @@
+"""Keeps what each step trained on, and reads it back: `batches/step_NNNNNN/groups.parquet` in the output directory.
+
+In: the groups of a step, before what the actors add to their rewards. Out: files, written beside the update; or the
+same groups again, for `python -m dapo.replay` and runs of one half. A failure here ends no run.
+"""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dapo.config.schema import Config
+from dapo.report.console import warn
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.draws import SURPLUS, TRAINED
+from dapo.sampling.outcome import MIXED
+from dapo.sampling.saved import read_groups, write_groups
+from dapo.sampling.traffic import Traffic
+from dapo.state.checkpoint import STEP_NAME, step_of
+from dapo.types import Collected, Draw, Group
+
+BATCHES = "batches"  # folder in the output directory
+TEMPORARY = ".tmp"
+
+
+class Batches:
+    """Writes the batches of one run, one at a time."""
+
+    def __init__(self, directory: Path, keep: int | None) -> None:
+        """Writes nothing yet. keep: newest batches that stay; 0: none is written; None: all stay."""
+        self._directory = directory
+        self._keep = keep
+        self._writing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, cfg: Config, output_dir: Path) -> "Batches":
+        """Makes the one of a run: what only generates keeps all, what reads batches writes none."""
+        keep = {"rollout": None, "train": 0}.get(cfg.trainer.only, cfg.checkpoint.batches)
+        return cls(output_dir / BATCHES, keep)
+
+    async def put(self, step: int, groups: Sequence[Group]) -> None:
+        """Begins to write the batch of a step; waits for the one before it, which has had a whole step."""
+        await self.written()
+        if self._keep != 0:
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, step, groups))
+
+    async def written(self) -> None:
+        """Returns when the batch before this call is on disk."""
+        running, self._writing = self._writing, None
+        if running is not None:
+            await running
+
+    def _write(self, step: int, groups: Sequence[Group]) -> None:
+        path = self._directory / f"step_{step:06d}"
+        temporary = path.with_suffix(TEMPORARY)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
+            temporary.mkdir(parents=True)
+            write_groups(temporary, [(group, step - 1) for group in groups])
+            shutil.rmtree(path, ignore_errors=True)  # a course that resuming has left
+            temporary.replace(path)
+            if self._keep:
+                for old in sorted(_paths(self._directory), key=step_of)[: -self._keep]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            warn(f"the batch of step {step} was not kept for `dapo.replay`: {error}")
+
+
+def _paths(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+
+
+def steps_kept(directory: Path) -> list[int]:
+    """Returns the steps whose batches are there, in order. directory: `batches/` of a run."""
+    return sorted(step_of(path) for path in _paths(directory))
+
+
+class SavedStream:
+    """Stands in for `dapo.sampling.stream.GroupStream` where batches are read and not generated."""
+
+    def __init__(self, directory: Path, buffer: OversamplingBuffer, draw: Callable[[int], Draw]) -> None:
+        """Reads nothing yet. directory: `batches/` of a run. buffer: says which step is next. draw: the stream's, by
+        index."""
+        self.buffer = buffer
+        self.traffic = Traffic()
+        self.on_filled: Callable[[], None] = lambda: None
+        self._directory = directory
+        self._draw = draw
+
+    async def collect(self) -> Collected:
+        """Returns the batch of the next step. Raises ValueError where it is not there."""
+        step = self.buffer.version + 1
+        path = self._directory / f"step_{step:06d}"
+        groups = tuple(group for group, _ in await asyncio.to_thread(read_groups, path, self._draw))
+        if not groups:
+            raise ValueError(
+                f"{self._directory} has no batch of step {step}; it has those of steps "
+                f"{ranges(steps_kept(self._directory)) or 'none'}"
+            )
+        return Collected(
+            drawn=groups,
+            groups=groups,
+            fates=(TRAINED,) * len(groups),
+            outcomes=Counter({MIXED: len(groups)}),
+            returned=(),
+            why_returned=SURPLUS,
+            unfinished=frozenset(),
+            lost=(),
+            lost_tokens=0,
+        )
+
+    async def close(self) -> None:
+        """Has nothing to end."""
+
+
+def ranges(steps: Sequence[int]) -> str:
+    """Returns numbers in words.
+
+    >>> ranges([1, 2, 3, 7, 9, 10])
+    '1-3, 7, 9-10'
+    """
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
