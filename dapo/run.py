@@ -1,4 +1,4 @@
-"""Runs one run, from a claimed output directory to stopped processes: the only module that composes the pools.
+"""Runs one run, from a claimed output directory to stopped processes (`dapo.fleet` starts them).
 
     Config ─▶ preflight ─▶ data, Ray ─▶ engines, reward workers, actors (started side by side) ─▶ Trainer.run ─▶ stopped
 
@@ -127,8 +127,10 @@ def _halve(cfg: Config, until: int | None) -> int | None:
         cfg.actor.num_workers = 0
         return until
     cfg.rollout.num_engines = 0
-    last = steps_kept(Path(cfg.data.batches))[-1]
-    return min(last, cfg.trainer.total_steps if until is None else until)
+    last, wanted = steps_kept(Path(cfg.data.batches))[-1], cfg.trainer.total_steps if until is None else until
+    if last < wanted:
+        say(f"`data.batches` ends with step {last}, and so does this run")
+    return min(last, wanted)
 
 
 def make_paths_absolute(cfg: Config) -> None:

@@ -10,7 +10,6 @@ policy version is the number of completed updates; it names checkpoints and labe
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from dapo.batch import build_batch, has_signal
 from dapo.clock import PhaseClock
@@ -24,12 +23,11 @@ from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
-from dapo.replay.batches import Batches, SavedStream
+from dapo.replay.batches import Batches, stream_of
 from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.saving import Saver
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, HeldOut, Prompt, TrainBatch
@@ -63,19 +61,7 @@ class Trainer:
         self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger, self._limit)
         self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
         self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
-        self.stream: GroupStream | SavedStream
-        if cfg.trainer.only == "train":
-            self.stream = SavedStream(Path(cfg.data.batches), self._buffer, self._order.draw)
-        else:
-            self.stream = GroupStream(
-                self._order,
-                self._buffer,
-                pools.rollouts,
-                pools.rewards,
-                sampling_of(cfg.rollout, cfg.data.max_response_length),
-                seed=cfg.trainer.seed,
-                clock=self.clock,
-            )
+        self.stream = stream_of(cfg, self._order, self._buffer, pools, self.clock)
         self._batches = Batches.of(cfg, logger.output_dir)
         self._until = cfg.trainer.total_steps if until is None else until
         self.evaluations = Evaluations(

@@ -12,6 +12,7 @@ from dapo.ablation import __main__ as ablation
 from dapo.compare import __main__ as compare
 from dapo.config.compose import compose
 from dapo.inspect import __main__ as inspect
+from dapo.replay import __main__ as replay
 from dapo.simulate import __main__ as simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +25,7 @@ READMES = sorted(
 STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker ", ".venv/bin/", ".ci/")
 HAND = "by hand: "
 RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
+REPLAY = "tests/replay/test_again.py::"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -36,6 +38,7 @@ RUN_BY = {
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
+    r"python -m dapo\.main_ppo .*--(rollout|train)-only": REPLAY + "test_one_half_generates_and_the_other_trains_on_it",
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
     r"python -m dapo\.config\b": "tests/config/test_compose.py::test_the_reference_of_all_keys_is_current",
     r"python -m dapo\.report\b": "tests/report/test_names.py::test_the_readme_is_what_the_command_prints",
@@ -59,6 +62,7 @@ RUN_BY = {
     r"python -m dapo\.inspect .*findings$": "tests/inspect/test_page.py::test_a_page_of_200_steps_is_small",
     r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
     r"python -m dapo\.compare\b": "tests/compare/test_command.py::test_curves_over_steps_tokens_and_seconds",
+    r"python -m dapo\.replay\b": REPLAY + "test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",
 }
 # What reads the arguments of a program, where that needs no more than the arguments.
@@ -66,6 +70,9 @@ PARSERS = {
     "python -m dapo.simulate ": lambda words: simulate.parser().parse_args(words),
     "python -m dapo.ablation ": ablation.parse,
     "python -m dapo.inspect ": lambda words: inspect.parser().parse_args(words),
+    "python -m dapo.replay ": lambda words: replay.parser().parse_intermixed_args(
+        ["1" if word == "N" else word for word in words]
+    ),
     "python -m dapo.compare ": lambda words: compare.parser().parse_args(words),
 }
 

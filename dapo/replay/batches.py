@@ -10,12 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dapo.clock import PhaseClock
 from dapo.config.schema import Config
+from dapo.data.prompts import PromptOrder
+from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS, TRAINED
 from dapo.sampling.outcome import MIXED
 from dapo.sampling.saved import read_groups, write_groups
+from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.sampling.traffic import Traffic
 from dapo.state.checkpoint import STEP_NAME, step_of
 from dapo.types import Collected, Draw, Group
@@ -77,7 +81,7 @@ def steps_kept(directory: Path) -> list[int]:
 
 
 class SavedStream:
-    """Stands in for `dapo.sampling.stream.GroupStream` where batches are read and not generated."""
+    """Gives batches as `dapo.sampling.stream.GroupStream` does, where they are read and not generated."""
 
     def __init__(self, directory: Path, buffer: OversamplingBuffer, draw: Callable[[int], Draw]) -> None:
         """Reads nothing yet. directory: `batches/` of a run. buffer: says which step is next. draw: the stream's, by
@@ -112,6 +116,16 @@ class SavedStream:
 
     async def close(self) -> None:
         """Has nothing to end."""
+
+
+def stream_of(
+    cfg: Config, order: PromptOrder, buffer: OversamplingBuffer, pools: Pools, clock: PhaseClock
+) -> GroupStream | SavedStream:
+    """Returns what gives a run its batches: prompts in `order`, answered and scored by `pools`, or saved batches."""
+    if cfg.trainer.only == "train":
+        return SavedStream(Path(cfg.data.batches), buffer, order.draw)
+    sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
+    return GroupStream(order, buffer, pools.rollouts, pools.rewards, sampling, seed=cfg.trainer.seed, clock=clock)
 
 
 def ranges(steps: Sequence[int]) -> str:

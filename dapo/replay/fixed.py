@@ -44,7 +44,7 @@ class FixedPolicy:
         return {}
 
     async def until_lost(self) -> str:
-        """Never returns."""
+        """Waits for ever: there is nothing to lose."""
         await asyncio.Event().wait()
         return ""
 

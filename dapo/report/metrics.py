@@ -48,9 +48,10 @@ def step_metrics(
         "perf/length_ks": length_distance(collected.groups, (*collected.drawn, *collected.lost)),
         "perf/aborted_tokens": collected.lost_tokens,
         "perf/goodput": trained / generated,
-        "perf/generation_tokens_per_s": generated / max(seconds.get("generation", 0.0), 1e-9),
         "perf/rank/idle": 1.0 - sum(seconds.get(phase, 0.0) for phase in RANKS_WORK) / step_s,
     }
+    if seconds.get("generation"):  # not where batches are read
+        perf["perf/generation_tokens_per_s"] = generated / seconds["generation"]
     if "actor/response_tokens" in update:  # not where nothing is trained
         perf["perf/update_tokens_per_s"] = update["actor/response_tokens"] / max(seconds.get("update", 0.0), 1e-9)
     if gpus:

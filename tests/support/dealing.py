@@ -12,6 +12,7 @@ GROUPS = {
         "tests/end_to_end/test_program.py",
         "tests/end_to_end/test_learning.py",
         "tests/end_to_end/test_budget.py",
+        "tests/replay/test_again.py",
         "tests/end_to_end/test_lora.py",
     ),
     "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_saves.py"),

@@ -107,7 +107,7 @@ class Runs:
         cfg = compose([*SMALL, f"trainer.output_dir={output_dir}", "data.val_files=[]", *overrides], TINY)
         return self.train(cfg, beside)
 
-    def train(self, cfg: Config, beside: Callable[[Any], bool] | None = None) -> Path:
+    def train(self, cfg: Config, beside: Callable[[Any], bool] | None = None, until: int | None = None) -> Path:
         """Returns the directory of the run. Raises what the program ends with as a message.
 
         beside: called with the engines again and again, until it returns True; the run must not end before.
@@ -122,7 +122,7 @@ class Runs:
             with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
                 other = asyncio.create_task(_repeat(beside, self._engines))
                 try:
-                    await train(cfg, run_dir, run_dir.store, self._engines)
+                    await train(cfg, run_dir, run_dir.store, self._engines, until=until)
                     assert other.done(), "the run ended before what was to happen beside it"
                 finally:
                     other.cancel()

@@ -1,0 +1,134 @@
+"""What a replay needs, said before anything starts; how its outcome reads; batches on disk."""
+
+import asyncio
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dapo.config.compose import checked_overrides, compose, half_flags
+from dapo.replay.__main__ import main
+from dapo.replay.batches import Batches, SavedStream, steps_kept
+from dapo.replay.outcome import Outcome, outcome, words
+from dapo.sampling.buffer import OversamplingBuffer
+from dapo.state.run_dir import CONFIG, HEADER, STARTED
+from tests.support.fakes import make_group
+
+TINY = "dapo_tiny"
+
+
+def kept(folder: Path, *steps: int, keep: int | None = None) -> Path:
+    """A directory of batches: in step k, draws 2k and 2k + 1."""
+    batches = Batches(folder, keep)
+
+    async def put() -> None:
+        for step in steps:
+            await batches.put(step, [make_group(2 * step + k, [1.0, 0.0]) for k in range(2)])
+        await batches.written()
+
+    asyncio.run(put())
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The files of a run of three steps of which no checkpoint is left, and the batch of the second is gone."""
+    from dataclasses import asdict
+
+    from omegaconf import OmegaConf
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / CONFIG).write_text(HEADER + OmegaConf.to_yaml(OmegaConf.create(asdict(compose([], TINY)))))
+    (folder / STARTED).write_text("2026-01-02T03:04:05\n")
+    kept(folder / "batches", 1, 3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words_given", "said"),
+    [
+        (["NOWHERE", "--step", "1"], r"NOWHERE holds no config.yaml; give the `trainer.output_dir` of a run"),
+        (["RUN", "--step", "0"], r"`--step` \(0\) must be at least 1"),
+        (["RUN", "--step", "3"], r"no batch of step 2, which step 3 needs after the first model; it has 1, 3; `checkp"),
+        (["RUN", "--step", "1", "--out", "RUN"], r"`--out` \(.*run\) is not empty; give a new directory"),
+        (["RUN", "--step", "1", "algorithm.clip_ratio_hihg=1"], r"did you mean `algorithm.clip_ratio_high`\?"),
+        (["RUN", "--step", "1", "algorithm.clip_ratio_high=-1"], r"`algorithm.clip_ratio_high` \(-1.0\) must be"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(run: Path, words_given: list[str], said: str) -> None:
+    arguments = [word.replace("RUN", str(run)) for word in words_given]
+    with pytest.raises(SystemExit, match=f"^dapo.replay: .*{said}"):
+        main(arguments)
+
+
+def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "step_000003.tmp").mkdir()  # of a start that was killed
+    assert steps_kept(kept(tmp_path, 1, 2, 3, keep=2)) == [2, 3]
+    assert steps_kept(kept(tmp_path / "none", 1, 2, keep=0)) == []
+    groups = {index: make_group(index, [1.0, 0.0]) for index in range(10)}
+    buffer = OversamplingBuffer(train_batch_size=2, max_in_flight=8)
+    stream = SavedStream(tmp_path, buffer, lambda index: groups[index].draw)
+    buffer.serving(2)
+    collected = asyncio.run(stream.collect())
+    assert [group.draw.index for group in collected.groups] == [6, 7] and collected.drawn == collected.groups
+    for found in collected.groups:
+        whole = groups[found.draw.index]
+        assert found.scores == whole.scores
+        for one, other in zip(found.responses, whole.responses, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.rollout_logprobs.tolist() == other.rollout_logprobs.tolist()
+    buffer.serving(3)
+    with pytest.raises(ValueError, match=r"has no batch of step 4; it has those of steps 2-3"):
+        asyncio.run(stream.collect())
+
+
+def test_a_batch_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no directory")
+    kept(tmp_path / "file", 1)
+    assert "the batch of step 1 was not kept for `dapo.replay`" in capsys.readouterr().err
+
+
+def test_an_outcome_tells_what_differs() -> None:
+    metrics = {"actor/loss": (0.5, 0.25), "actor/lr": (1.0, 1.0), "batch/x": (math.nan, math.nan)}
+    found = Outcome(metrics=metrics, weights={"a": 0.0, "b": 0.125})
+    assert not found.same and found.differing == {"actor/loss": (0.5, 0.25)}
+    text = words(found, 7)
+    assert "differs" in text.splitlines()[1]
+    assert text.endswith(
+        "step 7 again: 2 of 3 metrics of the update are equal to the bit; 1 of 2 parameters differ, by 0.125 at most"
+    )
+    same = Outcome(metrics={"actor/lr": (1.0, 1.0)}, weights={"a": 0.0})
+    assert same.same and words(same, 7).endswith("equal to the bit, and all 1 parameters")
+
+
+def test_a_step_without_a_line_of_metrics_is_named(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics.jsonl has no line for an update of step 2"):
+        outcome(run, run, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--train-only"], r"`trainer.only` is train, and `data.batches` \(empty\) .*give both, as --train-only="),
+        (["data.batches=x"], r"`trainer.only` is both, and `data.batches` \(x\) is for train"),
+        (["--train-only=NONE"], r"`data.batches` \(NONE\) holds no batch; give the folder batches/ of a run"),
+        (["trainer.only=half"], r"`trainer.only` \(half\) must be one of both, rollout, train"),
+    ],
+)
+def test_half_a_run_without_the_other_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compose(half_flags(overrides), TINY)
+
+
+def test_flags_are_keys(run: Path) -> None:
+    shutil.copytree(run / "batches", run / "other batches")
+    flags = ["--rollout-only", f"--train-only={run / 'batches'}", "trainer.seed=3"]
+    assert half_flags(flags) == [
+        "trainer.only=rollout",
+        *("trainer.only=train", f"data.batches={run / 'batches'}"),
+        "trainer.seed=3",
+    ]
+    assert compose(half_flags(flags[1:]), TINY).trainer.only == "train"
+    assert checked_overrides(half_flags(flags)) == half_flags(flags)
