@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.doctor import access, clocks, files, inputs, limits, planned, software, storage
+from dapo.doctor import cluster, files, inputs, limits, planned, software, storage
 from dapo.doctor.allreduce import judged
 from dapo.doctor.finding import FAULT, OK, SKIPPED, Blocked, Finding, fault, worst
 from dapo.doctor.machines import Machines, Silent
@@ -60,12 +60,12 @@ CHECKS = (
     Check("temporary disk", NODE, "room for Ray's session", limits.temporary_disk, cheap=True),
     Check("model", NODE, "local files whole and as the driver's, or the hub's cache, or the hub", files.models),
     Check("files", NODE, "reward functions and data can be read", files.data),
-    Check("clock", ALL, "how far the nodes' clocks are apart", clocks.clocks),
+    Check("clock", ALL, "how far the nodes' clocks are apart", cluster.clocks),
     Check("free disk", DRIVER, "room for the planner's checkpoints", storage.free_disk, cheap=True),
     Check("disk speed", DRIVER, "the output directory takes files, and a checkpoint in time", storage.write_speed),
     Check("shared directory", ALL, "a token in the output directory, read and answered by every node", storage.shared),
-    Check("authentication", DRIVER, "Ray's token: whoever reaches Ray's ports can run code", access.authentication),
-    Check("placement", ALL, "GPUs that the run asks for, and that are there", access.placement),
+    Check("authentication", DRIVER, "Ray's token: whoever reaches Ray's ports can run code", cluster.authentication),
+    Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement),
     Check("all-reduce", ALL, "gloo or NCCL over the whole allocation, with its bandwidth", all_reduce),
     Check("settings", DRIVER, "what a run tries first: schedule, reward functions on known answers", inputs.settings),
     Check("tokenizer", DRIVER, "it loads, and has an end of sequence", inputs.tokenizer),
