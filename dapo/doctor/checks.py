@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo.doctor import cluster, files, inputs, limits, planned, software, storage
 from dapo.doctor.allreduce import judged
-from dapo.doctor.finding import FAULT, OK, SKIPPED, Blocked, Finding, fault, worst
+from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
 from dapo.doctor.machines import Machines, Silent
 from dapo.doctor.question import question
 from dapo.doctor.subject import Subject
@@ -23,12 +23,14 @@ MAX_NODES = 3  # of which a line tells
 @dataclass(frozen=True, slots=True)
 class Check:
     """Describes one check. where: `NODE` (look takes a `Question`), `DRIVER` (a `Subject`), or `ALL` (a `Subject` and
-    the machines). text: what it looks at. cheap: whether each run makes it too."""
+    the machines). text: what it looks at. needs: checks without whose success it cannot look. cheap: whether each run
+    makes it too."""
 
     name: str
     where: str
     text: str
     look: Callable[..., Finding]
+    needs: tuple[str, ...] = ()
     cheap: bool = False
 
 
@@ -65,14 +67,18 @@ CHECKS = (
     Check("disk speed", DRIVER, "the output directory takes files, and a checkpoint in time", storage.write_speed),
     Check("shared directory", ALL, "a token in the output directory, read and answered by every node", storage.shared),
     Check("authentication", DRIVER, "Ray's token: whoever reaches Ray's ports can run code", cluster.authentication),
-    Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement),
+    Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement, ("GPUs",)),
     Check("all-reduce", ALL, "gloo or NCCL over the whole allocation, with its bandwidth", all_reduce),
     Check("settings", DRIVER, "what a run tries first: schedule, reward functions on known answers", inputs.settings),
-    Check("tokenizer", DRIVER, "it loads, and has an end of sequence", inputs.tokenizer),
-    Check("chat template", DRIVER, "a question survives it; it opens the model's turn; no date", inputs.chat_template),
-    Check("prompts", DRIVER, "rows of `data.train_files` that repeat or contradict each other", inputs.prompts),
-    Check("held-out", DRIVER, "problems of `data.val_files` that are trained on", inputs.held_out),
-    Check("verifier", DRIVER, "reference answers are right for themselves, wrong for others", inputs.verifier),
+    Check("tokenizer", DRIVER, "it loads, and has an end of sequence", inputs.tokenizer, ("model",)),
+    Check(
+        "chat template", DRIVER, "shows what was asked, opens the model's turn; date", inputs.template, ("tokenizer",)
+    ),
+    Check("prompts", DRIVER, "rows that repeat or contradict each other", inputs.prompts, ("chat template",)),
+    Check("held-out", DRIVER, "problems of `data.val_files` that are trained on", inputs.held_out, ("prompts",)),
+    Check(
+        "verifier", DRIVER, "reference answers: right for themselves, wrong for others", inputs.verifier, ("prompts",)
+    ),
     Check("plan", DRIVER, "`python -m dapo.plan`, with the memory that is there", planned.verdict),
 )
 
@@ -80,23 +86,28 @@ CHECKS = (
 def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:
     """Yields an outcome per check, as soon as it is known."""
     asked = question(subject.cfg, joined=bool(subject.address), gpus=subject.uses_gpus)
+    missing: set[str] = set()
     for check in checks:
-        began = time.monotonic()
-        if check.where == NODE:
-            answers = machines.ask_all(check.look, asked)
-            said = {name: _finding(answer) for name, answer in answers.items()}
-            yield Outcome(check.name, _together(said), time.monotonic() - began, said)
-            continue
-        arguments: tuple[Any, ...] = (subject, machines) if check.where == ALL else (subject,)
-        try:
-            finding = check.look(*arguments)
-        except Blocked as reason:
-            finding = Finding(SKIPPED, f"not looked at: {reason}")
-        except (ValueError, RuntimeError, OSError) as error:  # a sentence with the remedy
-            finding = fault(str(error), "")
-        except Exception as error:  # the other checks have something to say all the same
-            finding = fault(f"the check failed: {type(error).__name__}: {error}", "")
-        yield Outcome(check.name, finding, time.monotonic() - began)
+        began, said = time.monotonic(), dict[str, Finding]()
+        if blocked := [name for name in check.needs if name in missing]:
+            finding = Finding(SKIPPED, f"not looked at, for want of `{'` and `'.join(blocked)}`")
+        elif check.where == NODE:
+            said = {name: _finding(answer) for name, answer in machines.ask_all(check.look, asked).items()}
+            finding = _together(said)
+        else:
+            finding = _looked(check.look, (subject, machines) if check.where == ALL else (subject,))
+        if finding.level in (FAULT, SKIPPED):
+            missing.add(check.name)
+        yield Outcome(check.name, finding, time.monotonic() - began, said)
+
+
+def _looked(look: Callable[..., Finding], arguments: tuple[Any, ...]) -> Finding:
+    try:
+        return look(*arguments)
+    except (ValueError, RuntimeError, OSError) as error:  # a sentence with the remedy
+        return fault(str(error), "")
+    except Exception as error:  # the other checks have something to say all the same
+        return fault(f"the check failed: {type(error).__name__}: {error}", "")
 
 
 def _finding(answer: Any) -> Finding:

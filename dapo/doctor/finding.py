@@ -16,10 +16,6 @@ class Finding:
     remedy: str = ""
 
 
-class Blocked(Exception):
-    """Says that a check cannot look, because of another check's fault, which it names."""
-
-
 def ok(found: str) -> Finding:
     """Returns that all is well."""
     return Finding(OK, found)

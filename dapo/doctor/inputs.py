@@ -48,7 +48,7 @@ def tokenizer(subject: Subject) -> Finding:
     return ok(found)
 
 
-def chat_template(subject: Subject) -> Finding:
+def template(subject: Subject) -> Finding:
     """Looks whether the chat template is there, shows what a person wrote, and opens the model's turn."""
     tokenizer, path = subject.tokenizer, subject.cfg.model.path
     if tokenizer.chat_template is None:

@@ -1,11 +1,10 @@
 """Holds the run that is looked at, and loads its model's shape, tokenizer and data once, when a check first asks.
 
-In: the arguments of a run. Out: its configuration, and what its checks share; `Blocked` for whoever asks again for what
-could not be loaded, so that one fault is told once.
+In: the arguments of a run. Out: its configuration, and what its checks share.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,6 @@ from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport, load_prompts
-from dapo.doctor.finding import Blocked
 from dapo.plan.actor import device_of
 from dapo.plan.report import checkpoint_terms
 from dapo.types import HeldOut, Prompt
@@ -30,7 +28,6 @@ class Subject:
         cfg = compose(overrides, plan=True)
         assert isinstance(cfg, PlannedConfig)
         self.cfg = cfg
-        self._loaded: dict[str, Any] = {}
 
     @property
     def address(self) -> str:
@@ -56,46 +53,27 @@ class Subject:
         """Returns the planner's bytes of one checkpoint on disk; None where it does not know the model."""
         return None if self.shape is None else sum(term.amount for term in checkpoint_terms(self.cfg, self.shape))
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
-        """Returns the model's tokenizer, of transformers. Raises as that does, or Blocked the next time."""
+        """Returns the model's tokenizer, of transformers. Raises as that does."""
+        from transformers import AutoTokenizer  # loads torch
 
-        def load() -> Any:
-            from transformers import AutoTokenizer  # loads torch
+        path = resolve_path(self.cfg.model.path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=self.cfg.model.trust_remote_code)
 
-            path = resolve_path(self.cfg.model.path)
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=self.cfg.model.trust_remote_code)
-
-        return self._once("tokenizer", load)
-
-    @property
+    @cached_property
     def prompts(self) -> tuple[list[Prompt], DataReport]:
-        """Returns the training prompts and what became of their rows. Raises ValueError, or Blocked the next time."""
-        tokenizer = self.tokenizer
-
-        def load() -> tuple[list[Prompt], DataReport]:
-            data = self.cfg.data
-            return load_prompts(
-                data.train_files,
-                tokenizer,
-                max_prompt_length=data.max_prompt_length,
-                max_contradictory=data.max_contradictory,
-                key="data.train_files",
-                today=datetime.now(),
-            )
-
-        return self._once("prompts", load)
+        """Returns the training prompts and what became of their rows. Raises ValueError."""
+        data = self.cfg.data
+        return load_prompts(
+            data.train_files,
+            self.tokenizer,
+            max_prompt_length=data.max_prompt_length,
+            max_contradictory=data.max_contradictory,
+            key="data.train_files",
+            today=datetime.now(),
+        )
 
     def held_out(self) -> list[HeldOut]:
-        """Returns the held-out sets. Raises ValueError, or Blocked where there is no tokenizer."""
+        """Returns the held-out sets. Raises ValueError."""
         return load_held_out(self.cfg, self.tokenizer)
-
-    def _once(self, check: str, load: Callable[[], Any]) -> Any:
-        """Returns what `load` gives. check: the name of the check that tells where it fails, for those that follow."""
-        if check not in self._loaded:
-            self._loaded[check] = Blocked(f"`{check}` has a fault")
-            self._loaded[check] = load()
-        found = self._loaded[check]
-        if isinstance(found, Blocked):
-            raise found
-        return found

@@ -1,0 +1,58 @@
+"""`python -m dapo.doctor` as a program: lines, JSON, exit code, and nothing found where nothing is wrong."""
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from dapo.doctor import __main__ as command
+from dapo.doctor import software
+from dapo.doctor.checks import CHECKS, Outcome
+from dapo.doctor.finding import FAULT, Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*overrides: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "dapo.doctor", "+experiment=dapo_tiny", *overrides]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+def test_a_healthy_machine_has_nothing(tmp_path: Path) -> None:
+    done = run(f"trainer.output_dir={tmp_path / 'out'}", "--json")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    said = json.loads(done.stdout)
+    assert [check for check in said["checks"] if check["level"] != "ok"] == []
+    assert (said["faults"], said["warnings"]) == (0, 0)
+    assert [check["name"] for check in said["checks"]] == ["configuration", *(check.name for check in CHECKS)]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_lines_and_exit_code(tmp_path: Path) -> None:
+    done = run(f"model.path={tmp_path / chr(27)}[31m", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["faults"] == 1
+    done = run(f"model.path={tmp_path}/none")
+    [line] = done.stdout.splitlines()
+    assert line.startswith("fault    configuration    `model.path` (") and "did you mean" not in line
+    assert (done.returncode, done.stderr) == (1, "dapo: 1 fault\n")
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    done = run(f"trainer.ray_address=127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert f"no cluster at 127.0.0.1:{port}" in done.stdout and "Connection refused" in done.stdout
+
+
+def test_what_a_file_says_does_not_reach_the_terminal() -> None:
+    outcome = Outcome("prompts", Finding(FAULT, "\x1b[2J '9\u202e'\nok all", "none"), 0.0)
+    assert command.line(outcome).split() == ["fault", "prompts", "[2J", "'9", "'", "ok", "all;", "none"]
+
+
+def test_supported_versions_are_those_of_the_project() -> None:
+    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert versions == f">={'.'.join(map(str, software.PYTHONS[0]))},<3.{software.PYTHONS[-1][1] + 1}"
