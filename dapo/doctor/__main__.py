@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dapo.config.compose import compose
 from dapo.doctor.checks import CHECKS, Outcome, diagnose, failed
 from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
 from dapo.doctor.machines import Machines, ThisMachine
@@ -73,7 +74,7 @@ def main() -> None:
 
 def _look(arguments: Sequence[str], tell: Any) -> None:
     try:
-        subject = Subject(arguments)
+        subject = Subject(compose(arguments, plan=True))
     except ValueError as error:
         tell(Outcome("configuration", fault(str(error), ""), 0.0))
         return

@@ -61,8 +61,9 @@ class RayNodes:
         address = self.ask(ranks[0], free_address)
         if isinstance(address, Silent):
             return [address]
+        host, port = address
         options = {"num_gpus": 1} if device == "cuda" else {}
-        rings = [Ring(rank, len(ranks), *address, device, 0) for rank in range(len(ranks))]
+        rings = [Ring(rank, len(ranks), host, port, device, 0) for rank in range(len(ranks))]
         refs = [self._start(name, measure, (ring,), **options) for name, ring in zip(ranks, rings, strict=True)]
         return _answers(refs, LIMIT_S)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dapo.config.schema import Config
 from dapo.doctor.finding import Finding, fault, ok
 from dapo.doctor.machines import Machines
 from dapo.doctor.subject import Subject
@@ -32,7 +33,7 @@ def free_disk(subject: Subject) -> Finding:
     one = subject.checkpoint_bytes
     if one is None:
         return ok(f"{size(free)} free; the planner does not know this model, nor its checkpoints")
-    kept = subject.cfg.checkpoint.keep or -(-subject.cfg.trainer.total_steps // max(1, subject.cfg.checkpoint.every))
+    kept = _kept(subject.cfg)
     written = sum(path.stat().st_size for path in directory.glob("checkpoints/**/*") if path.is_file())
     needed = max(0.0, one * (kept + 1) - written)
     found = f"{size(free)} free in {there}; {kept + 1} checkpoints of {size(one)} need {size(needed)}"
@@ -43,6 +44,13 @@ def free_disk(subject: Subject) -> Finding:
             "0: all)",
         )
     return ok(found)
+
+
+def _kept(cfg: Config) -> int:
+    """Counts the checkpoints that are there at the end: the last one, and those before it that are not deleted."""
+    every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
+    saved = 1 + (cfg.trainer.total_steps // every if every else 0)
+    return min(cfg.checkpoint.keep or saved, saved)
 
 
 def write_speed(subject: Subject) -> Finding:

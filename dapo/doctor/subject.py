@@ -1,18 +1,18 @@
 """Holds the run that is looked at, and loads its model's shape, tokenizer and data once, when a check first asks.
 
-In: the arguments of a run. Out: its configuration, and what its checks share.
+In: a configuration. Out: what the checks of it share.
 """
 
 import os
-from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from dapo.config.compose import compose
 from dapo.config.model_shape import ModelShape, UnknownShape, read_config, shape_of
 from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
+from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport, load_prompts
 from dapo.plan.actor import device_of
@@ -21,13 +21,11 @@ from dapo.types import HeldOut, Prompt
 
 
 class Subject:
-    """Holds one run."""
+    """Holds one run. cfg: checked; without the planner's assumptions the default ones count."""
 
-    def __init__(self, overrides: Sequence[str]) -> None:
-        """Composes the configuration as a run does. Raises ValueError as `dapo.config.compose.compose`."""
-        cfg = compose(overrides, plan=True)
-        assert isinstance(cfg, PlannedConfig)
-        self.cfg = cfg
+    def __init__(self, cfg: Config) -> None:
+        given = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+        self.cfg = PlannedConfig(**given)
 
     @property
     def address(self) -> str:

@@ -6,9 +6,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from dapo.config.compose import compose
 from dapo.doctor import __main__ as command
-from dapo.doctor import software
+from dapo.doctor import limits, readme, software
+from dapo.doctor.before_run import check_machine
 from dapo.doctor.checks import CHECKS, Outcome
 from dapo.doctor.finding import FAULT, Finding
 
@@ -56,3 +61,24 @@ def test_what_a_file_says_does_not_reach_the_terminal() -> None:
 def test_supported_versions_are_those_of_the_project() -> None:
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert versions == f">={'.'.join(map(str, software.PYTHONS[0]))},<3.{software.PYTHONS[-1][1] + 1}"
+
+
+def test_the_readme_is_current() -> None:
+    assert (ROOT / "dapo" / "doctor" / "README.md").read_text() == readme.reference()
+
+
+def test_each_run_looks_at_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults end it, all at once; a warning is told."""
+    told: list[str] = []
+    cfg = compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny")
+    check_machine(cfg, told.append)
+    assert told == []
+    monkeypatch.setattr(limits, "MIN_FILES", 0)
+    monkeypatch.setattr(limits, "FILES", 1 << 40)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=1 << 20))
+    with pytest.raises(ValueError) as error:
+        check_machine(cfg, told.append)
+    lines = str(error.value).splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["shared memory", "temporary disk", "free disk"]
+    assert "trainer.preflight=false" in lines[-1]
+    assert len(told) == 1 and told[0].startswith("open files: ") and "ulimit -n" in told[0]

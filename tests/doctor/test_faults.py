@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.doctor import limits, question, software, storage
 from dapo.doctor.checks import CHECKS, diagnose
@@ -29,7 +30,7 @@ def doctor(*overrides: str, only: str) -> Finding:
     needed = {only}
     for check in reversed(CHECKS):
         needed |= set(check.needs) if check.name in needed else set()
-    subject = Subject(["+experiment=dapo_tiny", *overrides])
+    subject = Subject(compose(overrides, "dapo_tiny", plan=True))
     checks = [check for check in CHECKS if check.name in needed]
     return {outcome.name: outcome.finding for outcome in diagnose(subject, ThisMachine(), checks)}[only]
 
@@ -150,6 +151,7 @@ def small(total: int, free: int) -> Callable[[Any], SimpleNamespace]:
     return lambda path: SimpleNamespace(total=total, free=free, used=total - free)
 
 
+NEVER_DELETED = arguments("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
 PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
@@ -163,7 +165,7 @@ PLANTED = [
     ("model", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
     ("model", model(shard_missing), FAULT, ["model-2-of-2.safetensors is missing"]),
     ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
-    ("free disk", arguments("checkpoint.keep=100000000"), FAULT, ["need 1.47 PB", "checkpoint.keep"]),
+    ("free disk", NEVER_DELETED, FAULT, ["100000002 checkpoints of 14.73 MB need 1.47 PB", "keep"]),
     ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
     ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
     ("authentication", variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/no/such"), FAULT, ["/no/such", "umask"]),
@@ -247,7 +249,7 @@ def test_what_is_wrong_on_another_node_is_told_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(storage, "SEEN_S", 0.2)
-    subject = Subject(["+experiment=dapo_tiny", f"trainer.output_dir={tmp_path / 'out'}"])
+    subject = Subject(compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny", plan=True))
     checks = [check for check in CHECKS if check.name == name]
     [outcome] = diagnose(subject, OtherNodes(planted), checks)
     assert outcome.finding.level == level, outcome
