@@ -65,12 +65,13 @@ def launch(cfg: Config) -> None:
         if last is not None and not owes_evaluation(last, run_dir.path):
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        from dapo.doctor.before_run import check_machine
+        if cfg.trainer.preflight:
+            from dapo.doctor.before_run import check_machine
+
+            check_machine(cfg, warn)
         from dapo.results.summary import concluded
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
-        if cfg.trainer.preflight:
-            check_machine(cfg, warn)
         with concluded(run_dir.path, run_dir.check):
             asyncio.run(train_until_signal(cfg, run_dir, store))
 

@@ -43,6 +43,12 @@ def tokenizer(subject: Subject) -> Finding:
             "copy the tokenizer's files beside the weights",
         )
     found = f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+    rows = subject.shape.vocab_size if subject.shape else None
+    if rows is not None and len(tokenizer) > rows:
+        return fault(
+            f"{found}, and the model's embedding has {rows} rows (vocab_size)",
+            "take the tokenizer that belongs to these weights",
+        )
     if tokenizer.eos_token_id is None:
         return fault(f"{found} has no end of sequence, so that every response runs into the cap", "set `eos_token`")
     return ok(found)

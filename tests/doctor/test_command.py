@@ -1,6 +1,7 @@
 """`python -m dapo.doctor` as a program: lines, JSON, exit code, and nothing found where nothing is wrong."""
 
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -82,3 +83,16 @@ def test_each_run_looks_at_its_machine(tmp_path: Path, monkeypatch: pytest.Monke
     assert [line.partition(":")[0] for line in lines[:-1]] == ["shared memory", "temporary disk", "free disk"]
     assert "trainer.preflight=false" in lines[-1]
     assert len(told) == 1 and told[0].startswith("open files: ") and "ulimit -n" in told[0]
+
+
+def test_a_run_on_a_machine_with_a_fault_ends_before_its_workers(tmp_path: Path) -> None:
+    few = (1024, 1024)
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", f"trainer.output_dir={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("dapo: open files: 1024 open files") and "trainer.preflight=false" in done.stderr
