@@ -16,7 +16,7 @@ from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.doctor import limits, question, software, storage
 from dapo.doctor.checks import CHECKS, diagnose
-from dapo.doctor.finding import FAULT, OK, WARNING, Finding
+from dapo.doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding
 from dapo.doctor.machines import Silent, ThisMachine
 from dapo.doctor.subject import Subject
 
@@ -206,6 +206,15 @@ def test_a_planted_fault_is_found(
     assert [part for part in parts if part not in text] == [], text
 
 
+def test_what_needs_a_faulty_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cause is one fault."""
+    subject = Subject(compose(model(cut_off)(tmp_path, monkeypatch), "dapo_tiny", plan=True))
+    names = ("model", "tokenizer", "chat template", "prompts", "verifier", "plan")
+    checks = [check for check in CHECKS if check.name in names]
+    levels = [outcome.finding.level for outcome in diagnose(subject, ThisMachine(), checks)]
+    assert levels == [FAULT, SKIPPED, SKIPPED, SKIPPED, SKIPPED, OK]
+
+
 class OtherNodes:
     """Three nodes: the second does what is planted."""
 
@@ -231,7 +240,13 @@ ACROSS = [
     pytest.param("clock", lambda call, *args: call(*args) + 90, FAULT, ["+90.0", "at b", "chrony"], id="clock"),
     pytest.param("clock", lambda call, *args: call(*args) - 5, WARNING, ["-5.0", "at b", "chrony"], id="slow-clock"),
     pytest.param("clock", lambda call, *args: call(*args) + 0.5, OK, ["3 nodes"], id="close-clock"),
-    pytest.param("shared directory", lambda *_: "FileNotFoundError", FAULT, ["1 of 3 nodes: b", "share"], id="private"),
+    pytest.param(
+        "shared directory",
+        lambda *_: "gone",
+        FAULT,
+        ["1 of 3 nodes: b: the driver's file is not there (gone)"],
+        id="private",
+    ),
     pytest.param(
         "shared directory",
         lambda call, folder, name: (Path(folder) / "token").read_text(),
