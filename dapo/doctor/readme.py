@@ -29,7 +29,7 @@ the worst say.
 With `trainer.preflight`, which is the default, each run makes some of the checks on the driver's machine before it
 starts workers (`before_run.py`): a fault ends it, a warning is printed.
 
-`dapo_tiny` without a cluster takes 12 s of CPU time on two cores. On GPUs (NCCL, the driver's CUDA) nothing of it ever
+`dapo_tiny` without a cluster takes 12 to 16 s of CPU time on two cores. On GPUs (NCCL, CUDA) nothing of it ever
 ran, for lack of them.
 """
 WHERE = {NODE: "every node", DRIVER: "the driver", ALL: "all nodes together"}
