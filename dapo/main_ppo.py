@@ -18,7 +18,7 @@ from dapo.config.compose import checked_overrides, half_flags, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
-from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
+from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling.driver_state import owes_evaluation
 from dapo.state.run_dir import claim_output_dir
@@ -65,6 +65,10 @@ def launch(cfg: Config) -> None:
         if last is not None and not owes_evaluation(last, run_dir.path):
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
+        if cfg.trainer.preflight:
+            from dapo.doctor.before_run import check_machine
+
+            check_machine(cfg, warn)
         from dapo.results.summary import concluded
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 

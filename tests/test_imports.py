@@ -22,6 +22,7 @@ FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder
 ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
 PARTS = ("workers.scoring", "workers.training", "workers.weights")
 TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
+ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and the package that may ask it
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
@@ -30,6 +31,8 @@ TENSORS = (
     "dapo.schedule",
     "dapo.report.events",
     "dapo.tiny",
+    "dapo.doctor.allreduce",
+    "dapo.doctor.software",
 )
 COMPUTE = {"ray", "vllm", "workers"}
 HEAVY = {"torch", "transformers", "datasets", *COMPUTE}
@@ -61,14 +64,17 @@ def violations(name: str, source: str) -> list[str]:
     rules = {
         "the records and the configuration have nothing of ours above them": within(name, "dapo.config", "dapo.types")
         and {module for module in ours if not within(module, "dapo.config", "dapo.types")} - {"dapo"},
-        "only dapo.run, dapo.fleet and dapo.bench know Ray, vLLM and workers": within(name, "dapo")
-        and not within(name, "dapo.run", "dapo.fleet", "dapo.bench")
+        "only dapo.run, dapo.fleet, dapo.bench and dapo.doctor.nodes know Ray, vLLM and workers": within(name, "dapo")
+        and not within(name, "dapo.run", "dapo.fleet", "dapo.bench", "dapo.doctor.nodes")
         and {module for module in imported if within(module, *COMPUTE)},
         "torch only where tensors are": within(name, "dapo")
         and not within(name, *TENSORS, "dapo.bench")
         and {module for module in imported if within(module, "torch")},
         "nothing imports a tool": {
-            module for tool in TOOLS for module in ours if within(module, tool) and not within(name, tool)
+            module
+            for tool in TOOLS
+            for module in ours
+            if within(module, tool) and not within(name, tool) and (tool, name.rpartition(".")[0]) not in ASKS
         },
         "roles do not import each other": name in ROLES
         and {module for module in ours if within(module, *ROLES) and not within(module, name)},
@@ -101,6 +107,8 @@ def test_import_direction(path):
         pytest.param("dapo.sampling.buffer", "import torch.nn", "torch only", id="torch"),
         pytest.param("dapo.trainer", "from dapo.plan import fit", "nothing imports a tool", id="tool"),
         pytest.param("dapo.plan.fit", "from dapo.bench.step import x", "nothing imports a tool", id="tool by tool"),
+        pytest.param("dapo.doctor.files", "import ray", "only dapo.run", id="ray in the doctor"),
+        pytest.param("dapo.doctor.files", "import dapo.inspect.rules", "nothing imports a tool", id="tool by doctor"),
         pytest.param("workers.actor", "from workers import rollout", "roles do not", id="roles"),
         pytest.param("workers.weights.sender", "from workers.training import fsdp", "a part imports", id="parts"),
         pytest.param("workers.scoring.fleet", "import workers.reward", "a part imports", id="role of a part"),
@@ -134,6 +142,10 @@ LOADS = {
     "plan": (modules_in("dapo.plan"), HEAVY | {"dapo.run", "dapo.trainer"}),
     "simulate": (modules_in("dapo.simulate"), HEAVY | {"dapo.run", "dapo.trainer"}),
     "compare": (modules_in("dapo.compare"), HEAVY | {"dapo.run", "dapo.trainer", "matplotlib"}),
+    "doctor": (
+        [m for m in modules_in("dapo.doctor") if m != "dapo.doctor.nodes"],
+        HEAVY | {"dapo.run", "dapo.trainer"},
+    ),
     "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }

@@ -140,6 +140,11 @@ class TrainerConfig:
         "where actors and engines compute; `auto`: cuda where the cluster has GPUs",
         verl="trainer.device",
     )
+    preflight: bool = key(
+        True,
+        "look at the driver's machine before workers start, the cheap part of `python -m dapo.doctor`: limits, disks, "
+        "shared memory; a fault ends the run",
+    )
     ray_address: str = key(
         "", "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one"
     )

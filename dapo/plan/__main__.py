@@ -29,12 +29,16 @@ def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
     """
     cfg = compose(overrides, plan=True)
     assert isinstance(cfg, PlannedConfig)
-    config = read_config(cfg.model.path)
-    shape = shape_of(config, cfg.model.path)
-    found = [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_unpredictable(cfg)]
-    if found:
+    shape = shape_of(read_config(cfg.model.path), cfg.model.path)
+    if found := refusals(cfg):
         raise ValueError("\n".join(found))
     return cfg, shape
+
+
+def refusals(cfg: PlannedConfig) -> list[str]:
+    """Returns what the planner cannot plan. Raises UnknownShape where no config.json of the model is found."""
+    config = read_config(cfg.model.path)
+    return [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_unpredictable(cfg)]
 
 
 def _unpredictable(cfg: PlannedConfig) -> Iterator[str]:

@@ -55,8 +55,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure."""
+
+    right: int
+    compared: int
+    wrong: int
+    lines: list[str]
+
+
 def check(name: str, references: Sequence[Reference], compute_score: Callable[..., Any]) -> int:
-    """Scores every reference against its own truth and the next different one, prints the counts; returns failures."""
+    """Prints what `verdicts` finds; returns failures."""
+    found = verdicts(references, compute_score)
+    print(
+        f"{name}: {found.right} of {len(references)} right against themselves, {found.wrong} of {found.compared} wrong "
+        "against another"
+    )
+    for line in found.lines[:MAX_SHOWN]:
+        print(f"  {line}")
+    if len(found.lines) > MAX_SHOWN:
+        print(f"  ... and {len(found.lines) - MAX_SHOWN} more")
+    return len(found.lines)
+
+
+def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any]) -> Verdicts:
+    """Scores every reference against its own truth and the next different one."""
     failures: list[str] = []
     compared = right = wrong = 0
     for index, own in enumerate(references):
@@ -71,12 +95,7 @@ def check(name: str, references: Sequence[Reference], compute_score: Callable[..
             wrong += not verdict["acc"]
             if verdict["acc"]:
                 failures.append(f"row {own.row}: {own.short!r} is right against {other.short!r} of row {other.row}")
-    print(f"{name}: {right} of {len(references)} right against themselves, {wrong} of {compared} wrong against another")
-    for line in failures[:MAX_SHOWN]:
-        print(f"  {line}")
-    if len(failures) > MAX_SHOWN:
-        print(f"  ... and {len(failures) - MAX_SHOWN} more")
-    return len(failures)
+    return Verdicts(right, compared, wrong, failures)
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
@@ -88,7 +107,6 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
             whole = function == "gsm8k"
             yield Reference(row, answer if whole else f"Answer: {short}", answer if whole else short, short)
         return
-    label = "####" if function == "gsm8k" else "Answer:"
     rows = 0
     for chunk in read_chunks(name, "FILE"):
         for row, model in enumerate(chunk.reward_models, chunk.first_row):
@@ -98,11 +116,16 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
                     f"{name}, row {row} (counted from 0): `reward_model.ground_truth` ({shown(truth)}) must be a text; "
                     "write the answer there"
                 )
-            short = truth.rpartition("####")[2].strip()
-            yield Reference(row, f"{label} {short}", truth, short)
+            yield reference(row, truth, function)
             rows += 1
     if not rows:
         raise ValueError(f"{name} has no rows; give a file with reference answers")
+
+
+def reference(row: int, truth: str, function: str) -> Reference:
+    """Returns the answer that `function` must find right. truth: `reward_model.ground_truth` of a row."""
+    short = truth.rpartition("####")[2].strip()
+    return Reference(row, f"{'####' if function == 'gsm8k' else 'Answer:'} {short}", truth, short)
 
 
 def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:

@@ -78,6 +78,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.max_hours",
     "trainer.output_dir",
     "trainer.device",
+    "trainer.preflight",
     "trainer.ray_address",
     "trainer.colocate",
     "trainer.only",

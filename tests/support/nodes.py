@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -19,9 +20,11 @@ OBJECT_STORE_BYTES = 100 << 20
 
 
 class Node:
-    """A node that has joined the cluster of this process. id: Ray's."""
+    """A node that has joined the cluster of this process. within: the command that starts it in a world of its own.
+    id: Ray's."""
 
-    def __init__(self, gpus: int) -> None:
+    def __init__(self, gpus: int, within: Sequence[str] = ()) -> None:
+        self._within = within
         deadline, found = time.monotonic() + JOINED_S, []
         self._start(gpus)
         while not found:
@@ -36,6 +39,7 @@ class Node:
         self._name = uuid4().hex
         self._process = subprocess.Popen(
             [
+                *self._within,
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
                 *(f"--address={ray.get_runtime_context().gcs_address}", f"--node-name={self._name}"),
                 *("--num-cpus=8", f"--num-gpus={gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),

@@ -1,0 +1,112 @@
+"""Looks at a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json]`.
+
+    command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
+
+The arguments are those of the run, so that each check looks at its own model, data, directories and sizes; `plan.*`
+says what the planner assumes. Where `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on every node
+of it; else here, without Ray. Nothing is written that stays. Exit status 0, or 1 with a fault.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dapo.config.compose import compose
+from dapo.doctor.checks import CHECKS, Outcome, diagnose, failed
+from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
+from dapo.doctor.machines import Machines, ThisMachine
+from dapo.doctor.subject import Subject
+from dapo.report.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
+
+JSON = "--json"
+WIDTH = max(len(check.name) for check in CHECKS)
+
+
+def line(outcome: Outcome) -> str:
+    """Returns the line of one check, without control characters that a file's name or text may hold."""
+    found = outcome.finding
+    text = f"{found.found}; {found.remedy}" if found.remedy else found.found
+    shown = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    return f"{found.level:<8} {outcome.name:<{WIDTH}} {shown}"
+
+
+def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns all of it for a program: level, found and remedy of each check, and what each node said."""
+    levels = [outcome.finding.level for outcome in outcomes]
+    checks = [
+        {
+            "name": outcome.name,
+            **asdict(outcome.finding),
+            "seconds": round(outcome.seconds, 3),
+            "nodes": {name: asdict(finding) for name, finding in outcome.nodes.items()},
+        }
+        for outcome in outcomes
+    ]
+    return {"faults": levels.count(FAULT), "warnings": levels.count(WARNING), "checks": checks}
+
+
+def main() -> None:
+    """Looks, prints, and ends with 1 where there is a fault."""
+    arguments = [argument for argument in sys.argv[1:] if argument != JSON]
+    if {"-h", "--help"} & set(arguments):
+        say(__doc__)
+        return
+    show = JSON not in sys.argv[1:]
+    outcomes: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        if show:
+            say(line(outcome))
+
+    try:
+        _look(arguments, tell)
+    except KeyboardInterrupt:
+        end("interrupted", EXIT_INTERRUPTED)
+    if not show:
+        say(json.dumps(document(outcomes), indent=1))
+    if failed(outcomes):
+        count = sum(outcome.finding.level == FAULT for outcome in outcomes)
+        end(f"{count} {'fault' if count == 1 else 'faults'}", EXIT_FAILED)
+
+
+def _look(arguments: Sequence[str], tell: Any) -> None:
+    try:
+        subject = Subject(compose(arguments, plan=True))
+    except ValueError as error:
+        tell(Outcome("configuration", fault(str(error), ""), 0.0))
+        return
+    tell(Outcome("configuration", ok(f"output directory {subject.cfg.trainer.output_dir}"), 0.0))
+    if not subject.address:
+        _diagnose(subject, ThisMachine(), tell)
+        return
+    from dapo.doctor.nodes import RayNodes  # loads Ray
+
+    try:
+        nodes = RayNodes(subject.address)
+    except (OSError, ValueError, RuntimeError) as error:
+        tell(Outcome("Ray", _unreachable(subject.address, error), 0.0))
+        return
+    try:
+        tell(Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0))
+        _diagnose(subject, nodes, tell)
+    finally:
+        nodes.close()
+
+
+def _diagnose(subject: Subject, machines: Machines, tell: Any) -> None:
+    for outcome in diagnose(subject, machines):
+        tell(outcome)
+
+
+def _unreachable(address: str, error: Exception) -> Finding:
+    return fault(
+        f"no cluster at {address} (`trainer.ray_address`, RAY_ADDRESS): {error}",
+        "start it, give the head's HOST:PORT and the token that it was started with, or `trainer.ray_address=local`",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Looks at the cluster that a run joins: who may use it, whether it has what the run asks for, whether clocks agree.
+
+In: a `Subject` and the machines of its run. Out: one `Finding` per function.
+"""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.machines import Machines
+from dapo.doctor.subject import Subject
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+DEFAULT_PATH = Path("~/.ray/auth_token")
+MAKE = f"`export {MODE}=token` on every node, and one token: `(umask 077; ray get-auth-token --generate)`"
+SKEW_S, FAULT_SKEW_S = 1.0, 30.0  # the second: half of what a lease of the output directory is watched for
+ASKED = 3  # times; the fastest answer counts
+
+
+def authentication(subject: Subject) -> Finding:
+    """Looks at Ray's token: set, there, and readable by its owner alone."""
+    mode, given = os.environ.get(MODE, ""), os.environ.get(TOKEN_PATH)
+    if not subject.address and mode != "token" and not given:
+        return ok("Ray starts on this machine, for this run alone")
+    if mode != "token":
+        return warning(f"{MODE} is not `token`: whoever reaches Ray's ports can run code as this user", MAKE)
+    if os.environ.get(TOKEN):
+        return ok(f"token in {TOKEN}")
+    path = Path(given or DEFAULT_PATH).expanduser()
+    try:
+        held, bits = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+    except OSError as error:
+        if not subject.address and not given:
+            return ok("Ray makes a token when it starts")
+        return fault(f"{MODE} is `token`, and its file cannot be read: {error}", MAKE)
+    if not held:
+        return fault(f"{path} is empty", MAKE)
+    if bits & (stat.S_IRWXG | stat.S_IRWXO):
+        return fault(f"{path} has mode {stat.S_IMODE(bits):o}: other users may use it", f"`chmod 600 {path}`")
+    return ok(f"token in {path}")
+
+
+def placement(subject: Subject, machines: Machines) -> Finding:
+    """Compares the GPUs that the roles ask for with those that are there."""
+    if not subject.uses_gpus:
+        return ok("no GPU asked for")
+    from dapo.doctor.nodes import gpus_asked  # loads Ray
+
+    there = machines.gpus()
+    try:
+        return ok(f"{gpus_asked(subject.cfg, there)} GPUs asked for, {there} there")
+    except ValueError as error:
+        return fault(str(error), "")
+
+
+def clocks(subject: Subject, machines: Machines) -> Finding:
+    """Compares the clocks of all nodes with the driver's: files, leases, tokens and logs carry their times."""
+    if len(machines.names) == 1:
+        return ok("one machine")
+    skews = {name: skew for name in machines.names if (skew := _skew(machines, name)) is not None}
+    if not skews:
+        return warning("no node told its time", "see what the checks of the nodes say")
+    name = max(skews, key=lambda each: abs(skews[each]))
+    found = f"{skews[name]:+.2f} s at {name}, the most of {len(skews)} nodes"
+    remedy = "let chrony or systemd-timesyncd set the clocks of all nodes (`chronyc tracking`, `timedatectl`)"
+    if abs(skews[name]) > FAULT_SKEW_S:
+        return fault(found, remedy)
+    return warning(found, remedy) if abs(skews[name]) > SKEW_S else ok(found)
+
+
+def _skew(machines: Machines, name: str) -> float | None:
+    """Returns by how many seconds a node's clock is ahead, at least; None: it told no time."""
+    best: tuple[float, float] | None = None
+    for _ in range(ASKED):
+        before = time.time()
+        there = machines.ask(name, time.time)
+        after = time.time()
+        if isinstance(there, float) and (best is None or after - before < best[0]):
+            best = (after - before, there - (before + after) / 2)
+    if best is None:
+        return None
+    window, skew = best
+    return max(0.0, skew - window / 2) if skew > 0 else min(0.0, skew + window / 2)

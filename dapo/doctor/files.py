@@ -1,0 +1,119 @@
+"""Looks at what a node reads: models, on disk or from the hub, reward functions, data.
+
+In: a `Question`. Out: one `Finding` per function. Each runs on every node.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.question import Question, sizes_of
+from dapo.plan.terms import size
+
+HUB_S = 15.0
+SHARED = "copy it to the same path on every node, or put it on a file system that all nodes share"
+
+
+def models(question: Question) -> Finding:
+    """Looks whether each model can be read here, and is the driver's."""
+    found = []
+    for key, path in question.models.items():
+        here = _directory(key, path, question.sizes[key]) if key in question.sizes else _hub(key, path)
+        if here.level != "ok":
+            return here
+        found.append(here.found)
+    return ok("; ".join(found))
+
+
+def _directory(key: str, path: str, expected: dict[str, int]) -> Finding:
+    folder = Path(path)
+    try:
+        here = sizes_of(folder)
+        for name in here:
+            with (folder / name).open("rb") as file:
+                file.read(1)
+    except OSError as error:
+        return fault(f"`{key}` ({path}) cannot be read: {error}", SHARED)
+    if others := sorted(name for name in expected | here if expected.get(name) != here.get(name)):
+        return fault(f"`{key}` ({path}) differs from the driver's in {', '.join(others[:4])}", SHARED)
+    if problems := _weights_problems(folder, here):
+        return fault(f"`{key}` ({path}): {problems[0]}", "copy or download the model again")
+    weights = [here[name] for name in here if name.endswith(".safetensors")]
+    return ok(f"`{key}`: {len(weights)} files of {size(sum(weights))}")
+
+
+def _weights_problems(folder: Path, sizes: dict[str, int]) -> list[str]:
+    """Returns what is wrong with files of weights: one that is missing or cut off is found by the ranks minutes
+    later."""
+    problems, named = [], {name for name in sizes if name.endswith(".safetensors")}
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            named |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        for name in sorted(named):
+            if name not in sizes:
+                problems.append(f"{name} is missing, which {index.name} names")
+            elif sizes[name] != (whole := _whole_bytes(folder / name)):
+                problems.append(f"{name} has {sizes[name]} bytes, and its header says {whole}: it is cut off")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        problems.append(f"a header or index cannot be read ({type(error).__name__}: {error})")
+    return problems
+
+
+def _whole_bytes(path: Path) -> int:
+    """Returns how long a safetensors file is by its own header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > 100 << 20:  # the format's own bound
+            raise ValueError(f"{path.name} has no header of safetensors")
+        tensors: dict[str, Any] = json.loads(file.read(length))
+    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
+def _hub(key: str, name: str) -> Finding:
+    import huggingface_hub
+
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return ok(f"`{key}` ({name}) is in the hub's cache")
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return fault(
+            f"`{key}` ({name}) is not in the hub's cache ({huggingface_hub.constants.HF_HUB_CACHE}), and "
+            "HF_HUB_OFFLINE is set",
+            f"`hf download {name}` on this node, give a local directory, or unset HF_HUB_OFFLINE",
+        )
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=HUB_S)
+    except Exception as error:  # network, proxy, certificates, permissions: whatever the client raises
+        short = str(error).strip().splitlines()[:1]
+        return fault(
+            f"`{key}` ({name}): {type(error).__name__}: {short[0] if short else 'no message'}",
+            "check the name and the network, log in with `hf auth login` (HF_TOKEN) for a gated model, or give a local "
+            "directory",
+        )
+    return ok(f"`{key}` ({name}) can be fetched from the hub")
+
+
+def data(question: Question) -> Finding:
+    """Looks whether reward functions and data can be read here; the latter only the driver must read."""
+    for key, path in question.files.items():
+        if reason := _unreadable(path):
+            return fault(f"`{key}` ({path}) cannot be read: {reason}", SHARED)
+    for key, path in question.data.items():
+        if reason := _unreadable(path):
+            return warning(f"`{key}` ({path}) cannot be read, and a driver here would need it: {reason}", SHARED)
+    return ok(f"{len(question.files)} reward functions and {len(question.data)} data files can be read")
+
+
+def _unreadable(path: str) -> str:
+    try:
+        if Path(path).is_dir():
+            os.listdir(path)
+        else:
+            with open(path, "rb") as file:
+                file.read(1)
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,120 @@
+"""Looks at what the operating system and a container grant a node: files, processes, shared memory, temporary disk.
+
+In: a `Question`. Out: one `Finding` per function. Each runs on every node, and needs the standard library and psutil
+alone.
+"""
+
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.question import Question
+from dapo.plan.terms import size
+
+MIN_FILES, FILES = 4096, 8192  # below the first Ray warns at each start; it recommends the second
+MIN_THREADS = 4096  # of a node with Ray, engines and ranks: about 60 of each process
+MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise
+GIB = 1 << 30
+RAY_STOPS_SPILLING = 0.95  # share of a full disk
+MIN_TEMPORARY_BYTES = 2 * GIB
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def open_files(question: Question) -> Finding:
+    """Looks at RLIMIT_NOFILE: Ray raises the soft limit of what it starts up to the hard one, and not on nodes that
+    run already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = soft if question.joined else hard
+    found = f"{_limit(limit)} open files"
+    remedy = f"`ulimit -n {8 * FILES}` before Ray starts, or LimitNOFILE, --ulimit nofile={8 * FILES} of the container"
+    if limit != resource.RLIM_INFINITY and limit < MIN_FILES:
+        return fault(f"{found}, and Ray, engines and ranks need {MIN_FILES}", remedy)
+    if limit != resource.RLIM_INFINITY and limit < FILES:
+        return warning(f"{found}, and Ray recommends {FILES}", remedy)
+    return ok(found)
+
+
+def processes(question: Question) -> Finding:
+    """Looks at how many threads may still start: RLIMIT_NPROC of the user, and pids.max of the container."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit, taken, key = cgroup("pids.max"), cgroup("pids.current"), "`pids.max` of the container (--pids-limit)"
+    left = None if limit is None else limit - (taken or 0)
+    if soft != resource.RLIM_INFINITY and (left is None or soft - _own_threads() < left):
+        limit, left, key = soft, soft - _own_threads(), "`ulimit -u`"
+    if left is None:
+        return ok("no limit of processes")
+    found = f"{left} more threads of {limit} ({key})"
+    if left < MIN_THREADS:
+        return fault(f"{found}, and Ray, engines and ranks need {MIN_THREADS}", f"raise {key}")
+    return ok(found)
+
+
+def shared_memory(question: Question) -> Finding:
+    """Looks at /dev/shm, which Ray's object store, NCCL and vLLM's processes share."""
+    disk = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm has {size(disk.total)}, {size(disk.free)} free"
+    remedy = "run the container with --shm-size=32g (or --ipc=host; in Kubernetes an emptyDir of medium Memory)"
+    if disk.total < MIN_SHARED_BYTES:
+        return fault(f"{found}, below {size(MIN_SHARED_BYTES)}", remedy)
+    wanted = min(memory_bytes() // 5, 8 * GIB)  # what dapo gives the object store of a Ray that it starts
+    if not question.joined and disk.free < wanted:
+        return warning(f"{found}, and Ray's object store takes {size(wanted)}: it will lie on disk, slowly", remedy)
+    return ok(found)
+
+
+def temporary_disk(question: Question) -> Finding:
+    """Looks at the disk on which Ray keeps its sessions and spills objects."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        return fault(f"Ray's temporary directory {folder}: {error}", "create it, or set RAY_TMPDIR to another one")
+    found = f"{folder} has {size(disk.free)} free of {size(disk.total)}"
+    remedy = "make room there, or set RAY_TMPDIR to a directory on a local disk with room"
+    if disk.free < MIN_TEMPORARY_BYTES:
+        return fault(f"{found}; Ray's session takes up to {size(MIN_TEMPORARY_BYTES)}", remedy)
+    if disk.free < (1 - RAY_STOPS_SPILLING) * disk.total:
+        return warning(f"{found}; Ray spills nothing to a disk that is {RAY_STOPS_SPILLING:.0%} full", remedy)
+    return ok(found)
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of this machine's memory, or of the container's where it has fewer."""
+    limit = cgroup("memory.max")
+    total: int = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
+
+
+def cgroup(name: str) -> int | None:
+    """Returns the smallest number under a name in this process's control groups (version 2); None: unlimited."""
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return None
+    found = []
+    for folder in (CGROUPS / own, *(CGROUPS / own).parents):
+        if folder.is_relative_to(CGROUPS):
+            try:
+                found.append(int((folder / name).read_text(encoding="ascii")))
+            except (OSError, ValueError):  # "max", or the root, which has no limits
+                continue
+    return min(found, default=None)
+
+
+def _own_threads() -> int:
+    user, total = os.getuid(), 0
+    for process in psutil.process_iter():
+        try:
+            total += process.num_threads() if process.uids().real == user else 0
+        except psutil.Error:  # it has ended, or is not ours to ask
+            continue
+    return total
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)

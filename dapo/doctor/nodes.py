@@ -1,0 +1,108 @@
+"""Asks the nodes of a Ray cluster, one task per node and one per GPU: the only module here that knows Ray.
+
+In: the address of a cluster. Out: `dapo.doctor.machines.Machines` over its nodes.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dapo.config.schema import Config
+from dapo.doctor.allreduce import LIMIT_S, Ring, measure
+from dapo.doctor.machines import CPU_RANKS, Silent, called
+from dapo.report.watchdog import waiting
+from workers.cluster import check_gpus, connect, count_gpus
+from workers.training.processes import free_address
+
+CONNECT_S = 10.0
+ANSWER_S = 120.0  # for a worker process to start and import, beside 60 s of the hub's and nvidia-smi's own deadlines
+
+
+class RayNodes:
+    """Answers for the nodes that are alive when it is made."""
+
+    def __init__(self, address: str) -> None:
+        """Joins the cluster. Raises OSError, ValueError or RuntimeError where there is none, or it refuses."""
+        _reachable(address)
+        with waiting("Ray to be joined"):
+            connect(address, worker_logs=False)
+        own = ray.get_runtime_context().get_node_id()
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
+        self._ids = {f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}": node["NodeID"] for node in alive}
+        gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
+        self._gpus = {name: gpus[identity] for name, identity in self._ids.items()}
+        self.names = [*self._ids]
+
+    def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Returns what `call` gives on a node, or a `Silent`."""
+        return _answers([self._start(name, call, args)], ANSWER_S)[0]
+
+    def ask_all(self, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        """Returns what `call` gives on each node, or a `Silent`."""
+        refs = [self._start(name, call, args) for name in self.names]
+        return dict(zip(self.names, _answers(refs, ANSWER_S), strict=True))
+
+    def gpus(self) -> int:
+        """Counts the GPUs that Ray knows."""
+        return sum(self._gpus.values())
+
+    def all_reduce(self, device: str) -> list[Any]:
+        """Starts a task per rank; those on one node see a GPU each."""
+        ranks = [name for name in self.names for _ in range(self._gpus[name] if device == "cuda" else 1)]
+        ranks = ranks * CPU_RANKS if len(ranks) == 1 and device == "cpu" else ranks
+        if not ranks:
+            return []
+        address = self.ask(ranks[0], free_address)
+        if isinstance(address, Silent):
+            return [address]
+        host, port = address
+        options = {"num_gpus": 1} if device == "cuda" else {}
+        rings = [Ring(rank, len(ranks), host, port, device, 0) for rank in range(len(ranks))]
+        refs = [self._start(name, measure, (ring,), **options) for name, ring in zip(ranks, rings, strict=True)]
+        return _answers(refs, LIMIT_S)
+
+    def _start(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+        there = NodeAffinitySchedulingStrategy(node_id=self._ids[name], soft=False)
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(called)
+        return remote.options(scheduling_strategy=there, **options).remote(call, args)
+
+    def close(self) -> None:
+        """Leaves the cluster."""
+        ray.shutdown()
+
+
+def gpus_asked(cfg: Config, there: int) -> int:
+    """Counts the GPUs that all roles ask for. Raises ValueError where that is more than are there."""
+    check_gpus(cfg, there)
+    return count_gpus(cfg, "cuda")
+
+
+def _answers(refs: list[Any], limit_s: float) -> list[Any]:
+    """Returns results in order; a `Silent` for each that failed, or did not come in time and is given up."""
+    deadline = time.monotonic() + limit_s
+    found: list[Any] = []
+    for ref in refs:
+        try:
+            found.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            with suppress(ray.exceptions.RayError):
+                ray.cancel(ref, force=True)
+            found.append(Silent(f"no answer within {limit_s:g} s"))
+        except Exception as error:  # the node is gone, has no dapo, has another one: whatever Ray makes of it
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            found.append(Silent(lines[-1].strip()))
+    return found
+
+
+def _reachable(address: str) -> None:
+    """Raises OSError where nothing takes connections at HOST:PORT, which Ray would try for a minute."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    if parts.hostname and parts.port:
+        with socket.create_connection((parts.hostname, parts.port), timeout=CONNECT_S):
+            pass

@@ -1,0 +1,43 @@
+"""Asks the planner whether the run fits, first with the memory that it assumes, then with what is there.
+
+In: a `Subject`. Out: one `Finding`.
+"""
+
+from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.limits import memory_bytes
+from dapo.doctor.software import visible_gpus
+from dapo.doctor.subject import Subject
+from dapo.plan.__main__ import refusals
+from dapo.plan.actor import ActorMemory
+from dapo.plan.fit import changed, problems
+from dapo.plan.terms import size
+
+MEMORY = "plan.gpu_memory_bytes"
+HIDDEN = 0.03  # of a device's memory, which its driver keeps: an 80 GB one shows 79.6
+
+
+def verdict(subject: Subject) -> Finding:
+    """Returns what the planner says."""
+    cfg, shape = subject.cfg, subject.shape
+    if shape is None:
+        return warning(
+            f"the planner does not know the architecture of `model.path` ({cfg.model.path})",
+            "watch the memory of the first steps",
+        )
+    if found := refusals(cfg) or problems(cfg, shape):
+        return fault(found[0], f"and {len(found) - 1} more: `python -m dapo.plan`" if found[1:] else "")
+    there, assumed = _memory(subject), cfg.plan.gpu_memory_bytes
+    if there is not None and there < (1 - HIDDEN) * assumed:
+        if found := problems(changed(cfg, {MEMORY: there}), shape):
+            return fault(f"with the {size(there)} that are there: {found[0]}", "")
+    peak = ActorMemory(cfg, shape).peak()
+    what = "GPU" if subject.uses_gpus else "machine"
+    measured = "" if there is None else f"; this {what} has {size(there)}"
+    return ok(f"fits in {size(assumed)} (`{MEMORY}`): a rank's peak is {size(peak.total)}{measured}")
+
+
+def _memory(subject: Subject) -> float | None:
+    """Returns the bytes of this machine's smallest GPU, or of the machine for a run on CPUs; None: not known here."""
+    if subject.uses_gpus:
+        return min((gpu.total for gpu in visible_gpus()), default=None)
+    return float(memory_bytes())

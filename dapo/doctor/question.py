@@ -1,0 +1,102 @@
+"""Holds what a node is asked: the few settings of a run that its checks need, small enough to travel.
+
+In: the run's configuration on the driver. Out: a `Question`, the same for every node.
+"""
+
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo.config.paths import checked_path, resolve_path
+from dapo.config.schema import Config
+from dapo.data.held_out import sets_of
+
+LOCKS = (Path(__file__).resolve().parents[2] / "docker", Path.cwd() / "docker")  # a checkout, or a job's copy of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """Holds what a node's checks compare with.
+
+    joined: whether the node belongs to a Ray cluster that runs already. python: the driver's version. lock: the name of
+    `pins`, empty without one. pins: versions by package. models: paths or hub names by key. files: paths on the
+    driver by key: code that every node runs. data: the same, which the driver alone reads. sizes: bytes of the files in
+    a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs.
+    """
+
+    joined: bool
+    python: tuple[int, int]
+    lock: str
+    pins: dict[str, str]
+    models: dict[str, str]
+    files: dict[str, str]
+    data: dict[str, str]
+    sizes: dict[str, dict[str, int]]
+    gpus: bool
+
+
+def question(cfg: Config, *, joined: bool, gpus: bool) -> Question:
+    """Returns what the nodes of a run are asked. gpus: whether it computes on GPUs."""
+    models = {"model.path": resolve_path(cfg.model.path)}
+    if cfg.reward.model.path:
+        models["reward.model.path"] = resolve_path(cfg.reward.model.path)
+    files = {
+        f"reward.functions[{index}].path": str(Path(spec.path).expanduser().absolute())
+        for index, spec in enumerate(cfg.reward.functions)
+        if spec.path.endswith(".py")
+    }
+    lock, pins = locked()
+    return Question(
+        joined=joined,
+        python=sys.version_info[:2],
+        lock=lock,
+        pins=pins,
+        models=models,
+        files=files,
+        data=_data(cfg),
+        sizes={key: sizes_of(Path(path)) for key, path in models.items() if Path(path).is_dir()},
+        gpus=gpus,
+    )
+
+
+def _data(cfg: Config) -> dict[str, str]:
+    """Returns local data files by key; hub names are not among them."""
+    sets = {"data.train_files": cfg.data.train_files}
+    sets |= {
+        f"data.val_files.{name}".removesuffix("."): files for name, files in sets_of(cfg.data.val_files or []).items()
+    }
+    found = {}
+    for key, names in sets.items():
+        for index, name in enumerate(names):
+            try:
+                path = checked_path(name, key=key)
+            except ValueError:  # what loads the data says it better
+                continue
+            if Path(path).exists():
+                found[f"{key}[{index}]"] = path
+    return found
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Returns the bytes of each file that lies in a folder, by name."""
+    return {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
+
+
+def locked() -> tuple[str, dict[str, str]]:
+    """Returns the name of the lock that this environment is made from, and its versions by package; empty without
+    one."""
+    name = "gpu.lock" if _version("vllm") else "cpu.lock"
+    for folder in LOCKS:
+        if (folder / name).is_file():
+            lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            return f"docker/{name}", dict(re.findall(r"^([\w.-]+)==(\S+)", line)[0] for line in lines if "==" in line)
+    return "", {}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

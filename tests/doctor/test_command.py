@@ -1,0 +1,98 @@
+"""`python -m dapo.doctor` as a program: lines, JSON, exit code, and nothing found where nothing is wrong."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.doctor import __main__ as command
+from dapo.doctor import limits, readme, software
+from dapo.doctor.before_run import check_machine
+from dapo.doctor.checks import CHECKS, Outcome
+from dapo.doctor.finding import FAULT, Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*overrides: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "dapo.doctor", "+experiment=dapo_tiny", *overrides]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+def test_a_healthy_machine_has_nothing(tmp_path: Path) -> None:
+    done = run(f"trainer.output_dir={tmp_path / 'out'}", "--json")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    said = json.loads(done.stdout)
+    assert [check for check in said["checks"] if check["level"] != "ok"] == []
+    assert (said["faults"], said["warnings"]) == (0, 0)
+    assert [check["name"] for check in said["checks"]] == ["configuration", *(check.name for check in CHECKS)]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_lines_and_exit_code(tmp_path: Path) -> None:
+    done = run(f"model.path={tmp_path / chr(27)}[31m", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["faults"] == 1
+    done = run(f"model.path={tmp_path}/none")
+    [line] = done.stdout.splitlines()
+    assert line.startswith("fault    configuration    `model.path` (") and "did you mean" not in line
+    assert (done.returncode, done.stderr) == (1, "dapo: 1 fault\n")
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    done = run(f"trainer.ray_address=127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert f"no cluster at 127.0.0.1:{port}" in done.stdout and "Connection refused" in done.stdout
+
+
+def test_what_a_file_says_does_not_reach_the_terminal() -> None:
+    outcome = Outcome("prompts", Finding(FAULT, "\x1b[2J '9\u202e'\nok all", "none"), 0.0)
+    assert command.line(outcome).split() == ["fault", "prompts", "[2J", "'9", "'", "ok", "all;", "none"]
+
+
+def test_supported_versions_are_those_of_the_project() -> None:
+    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert versions == f">={'.'.join(map(str, software.PYTHONS[0]))},<3.{software.PYTHONS[-1][1] + 1}"
+
+
+def test_the_readme_is_current() -> None:
+    assert (ROOT / "dapo" / "doctor" / "README.md").read_text() == readme.reference()
+
+
+def test_each_run_looks_at_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults end it, all at once; a warning is told."""
+    told: list[str] = []
+    cfg = compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny")
+    check_machine(cfg, told.append)
+    assert told == []
+    monkeypatch.setattr(limits, "MIN_FILES", 0)
+    monkeypatch.setattr(limits, "FILES", 1 << 40)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=1 << 20))
+    with pytest.raises(ValueError) as error:
+        check_machine(cfg, told.append)
+    lines = str(error.value).splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["shared memory", "temporary disk", "free disk"]
+    assert "trainer.preflight=false" in lines[-1]
+    assert len(told) == 1 and told[0].startswith("open files: ") and "ulimit -n" in told[0]
+
+
+def test_a_run_on_a_machine_with_a_fault_ends_before_its_workers(tmp_path: Path) -> None:
+    few = (1024, 1024)
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", f"trainer.output_dir={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("dapo: open files: 1024 open files") and "trainer.preflight=false" in done.stderr

@@ -1,0 +1,279 @@
+"""Planted faults: for each there is one line that names it, with a figure and a remedy."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.config.compose import compose
+from dapo.config.paths import resolve_path
+from dapo.doctor import limits, question, software, storage
+from dapo.doctor.checks import CHECKS, diagnose
+from dapo.doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding
+from dapo.doctor.machines import Silent, ThisMachine
+from dapo.doctor.subject import Subject
+
+BASE = "pkg://dapo.tiny/base"
+GB = 10**9
+Plant = Callable[[Path, pytest.MonkeyPatch], list[str]]
+
+
+def doctor(*overrides: str, only: str) -> Finding:
+    """What one check says, with those that it needs."""
+    needed = {only}
+    for check in reversed(CHECKS):
+        needed |= set(check.needs) if check.name in needed else set()
+    subject = Subject(compose(overrides, "dapo_tiny", plan=True))
+    checks = [check for check in CHECKS if check.name in needed]
+    return {outcome.name: outcome.finding for outcome in diagnose(subject, ThisMachine(), checks)}[only]
+
+
+def row(question: str, truth: str) -> dict[str, Any]:
+    return {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+    }
+
+
+def data(*rows: tuple[str, str]) -> Callable[[Path, pytest.MonkeyPatch], list[str]]:
+    """Sixteen sums, and these rows."""
+
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        sums = [(f"{number}+1=", str(number + 1)) for number in range(16)]
+        pq.write_table(pa.Table.from_pylist([row(*each) for each in [*sums, *rows]]), folder / "data.parquet")
+        return [f"data.train_files=[{folder / 'data.parquet'}]"]
+
+    return plant
+
+
+def model(change: Callable[[Path], None]) -> Plant:
+    """A copy of the base model, changed."""
+
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        shutil.copytree(resolve_path(BASE), folder / "model")
+        change(folder / "model")
+        return [f"model.path={folder / 'model'}"]
+
+    return plant
+
+
+def cut_off(path: Path) -> None:
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-4])
+
+
+def shard_missing(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}')
+
+
+def template(change: Callable[[str], str]) -> Plant:
+    def rewrite(path: Path) -> None:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        file = path / "chat_template.jinja"
+        text = file.read_text() if file.exists() else settings.pop("chat_template")
+        file.write_text(change(text))
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    return model(rewrite)
+
+
+def without_template(path: Path) -> None:
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def trained_on(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    [train] = data()(folder, patch)
+    return [train, train.replace("train", "val", 1)]
+
+
+def other_tokenizer(path: Path) -> None:
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"vocab_size": 200}))
+
+
+def arguments(*overrides: str) -> Plant:
+    return lambda folder, patch: [*overrides]
+
+
+def patched(module: Any, name: str, value: Any) -> Plant:
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        patch.setattr(module, name, value)
+        return []
+
+    return plant
+
+
+def variables(**values: str) -> Plant:
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        return []
+
+    return plant
+
+
+def open_token(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "token").write_text("0" * 64)
+    (folder / "token").chmod(0o644)
+    return variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(folder / "token"))(folder, patch)
+
+
+def no_directory(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "file").write_text("")
+    return [f"trainer.output_dir={folder / 'file' / 'run'}"]
+
+
+def limit(name: int, value: int) -> Plant:
+    """A limit of the operating system, of this process and those that it starts."""
+
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        own = resource.getrlimit
+        patch.setattr(limits.resource, "getrlimit", lambda kind: (value, value) if kind == name else own(kind))
+        return []
+
+    return plant
+
+
+def another_lock(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    lines = (question.LOCKS[0] / "cpu.lock").read_text().replace("ray==2", "ray==1")
+    (folder / "cpu.lock").write_text(lines)
+    patch.setattr(question, "LOCKS", (folder,))
+    return []
+
+
+def small(total: int, free: int) -> Callable[[Any], SimpleNamespace]:
+    return lambda path: SimpleNamespace(total=total, free=free, used=total - free)
+
+
+NEVER_DELETED = arguments("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
+PLANTED = [
+    ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
+    ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
+    ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
+    ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
+    ("open files", limit(resource.RLIMIT_NOFILE, 1024), FAULT, ["1024 open files", "ulimit -n"]),
+    ("processes", limit(resource.RLIMIT_NPROC, 2000), FAULT, ["of 2000", "`ulimit -u`"]),
+    ("shared memory", patched(limits.shutil, "disk_usage", small(64 << 20, 64 << 20)), FAULT, ["67.11 MB", "shm-size"]),
+    ("temporary disk", patched(limits.shutil, "disk_usage", small(100 * GB, GB)), FAULT, ["1.00 GB", "RAY_TMPDIR"]),
+    ("temporary disk", patched(limits.shutil, "disk_usage", small(100 * GB, 4 * GB)), WARNING, ["95%", "RAY_TMPDIR"]),
+    ("model", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
+    ("model", model(shard_missing), FAULT, ["model-2-of-2.safetensors is missing"]),
+    ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
+    ("free disk", NEVER_DELETED, FAULT, ["100000002 checkpoints of 14.73 MB need 1.47 PB", "keep"]),
+    ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
+    ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
+    ("authentication", variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/no/such"), FAULT, ["/no/such", "umask"]),
+    ("authentication", variables(RAY_ADDRESS="10.0.0.1:6379"), WARNING, ["RAY_AUTH_MODE", "get-auth-token"]),
+    ("all-reduce", variables(GLOO_SOCKET_IFNAME="none0"), FAULT, ["none0", "GLOO_SOCKET_IFNAME"]),
+    ("settings", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["/no/such.py"]),
+    ("tokenizer", model(lambda path: (path / "tokenizer.json").write_text("{")), FAULT, ["does not load"]),
+    ("tokenizer", model(other_tokenizer), FAULT, ["264 tokens", "200 rows"]),
+    ("chat template", model(without_template), FAULT, ["no chat template", "chat_template.jinja"]),
+    ("chat template", template(lambda text: "{{ strftime_now('%d %b') }}" + text), WARNING, ["today's date"]),
+    ("chat template", template(lambda text: "{{ messages[0]['role'] }}"), FAULT, ["leaves out what the user says"]),
+    ("chat template", template(lambda text: "{{ messages[0]['content'] }}"), WARNING, ["add_generation_prompt"]),
+    ("prompts", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
+    ("prompts", data(("1+1=", "2"), ("2+1=", "3")), WARNING, ["16 prompts of 18 rows", "2 rows repeat"]),
+    ("prompts", data(("1+1=", "3")), WARNING, ["1 prompts have ground truths that disagree"]),
+    ("prompts", data(*[(f"{number}+1=", "0") for number in range(3)]), FAULT, ["3 of 16", "contradict", "'0'"]),
+    ("held-out", trained_on, WARNING, ["16 held-out"]),
+    ("verifier", data(("7+7=", "None")), FAULT, ["16 of 17 reference", "'None'", "dapo.rewards.selfcheck"]),
+    ("plan", arguments("plan.gpu_memory_bytes=1e9"), FAULT, ["1.00 GB", "need"]),
+    ("plan", patched(limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * GB)), FAULT, ["2.00 GB"]),
+]  # fmt: skip
+IDS = [f"{one[0]}-{number}" for number, one in enumerate(PLANTED)]
+
+
+@pytest.mark.parametrize(("name", "plant", "level", "parts"), PLANTED, ids=IDS)
+def test_a_planted_fault_is_found(
+    name: str, plant: Plant, level: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [f"trainer.output_dir={tmp_path / 'out'}", *plant(tmp_path, monkeypatch)]
+    found = doctor(*overrides, only=name)
+    assert found.level == level, found
+    text = f"{found.found}; {found.remedy}"
+    assert [part for part in parts if part not in text] == [], text
+
+
+def test_what_needs_a_faulty_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cause is one fault."""
+    subject = Subject(compose(model(cut_off)(tmp_path, monkeypatch), "dapo_tiny", plan=True))
+    names = ("model", "tokenizer", "chat template", "prompts", "verifier", "plan")
+    checks = [check for check in CHECKS if check.name in names]
+    levels = [outcome.finding.level for outcome in diagnose(subject, ThisMachine(), checks)]
+    assert levels == [FAULT, SKIPPED, SKIPPED, SKIPPED, SKIPPED, OK]
+
+
+class OtherNodes:
+    """Three nodes: the second does what is planted."""
+
+    names = ["a", "b", "c"]
+
+    def __init__(self, planted: Callable[..., Any]) -> None:
+        self._planted = planted
+
+    def ask(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        return self._planted(call, *args) if name == "b" else call(*args)
+
+    def ask_all(self, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        return {name: self.ask(name, call, *args) for name in self.names}
+
+    def gpus(self) -> int:
+        return 0
+
+    def all_reduce(self, device: str) -> list[Any]:
+        return [0.1, Silent("connection refused"), 0.1]
+
+
+ACROSS = [
+    pytest.param("clock", lambda call, *args: call(*args) + 90, FAULT, ["+90.0", "at b", "chrony"], id="clock"),
+    pytest.param("clock", lambda call, *args: call(*args) - 5, WARNING, ["-5.0", "at b", "chrony"], id="slow-clock"),
+    pytest.param("clock", lambda call, *args: call(*args) + 0.5, OK, ["3 nodes"], id="close-clock"),
+    pytest.param(
+        "shared directory",
+        lambda *_: "gone",
+        FAULT,
+        ["1 of 3 nodes: b: the driver's file is not there (gone)"],
+        id="private",
+    ),
+    pytest.param(
+        "shared directory",
+        lambda call, folder, name: (Path(folder) / "token").read_text(),
+        FAULT,
+        ["b: what this node writes is not there"],
+        id="read-only",
+    ),
+    pytest.param("shared directory", lambda call, *args: call(*args), OK, ["the same on 3 nodes"], id="shared"),
+    pytest.param("python", lambda *_: Silent("no answer within 120 s"), FAULT, ["1 of 3 nodes: b", "120 s"], id="dead"),
+    pytest.param("all-reduce", lambda *_: None, FAULT, ["gloo, 3 ranks", "connection refused"], id="all-reduce"),
+]
+
+
+@pytest.mark.parametrize(("name", "planted", "level", "parts"), ACROSS)
+def test_what_is_wrong_on_another_node_is_told_with_its_name(
+    name: str,
+    planted: Callable[..., Any],
+    level: str,
+    parts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "SEEN_S", 0.2)
+    subject = Subject(compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny", plan=True))
+    checks = [check for check in CHECKS if check.name == name]
+    [outcome] = diagnose(subject, OtherNodes(planted), checks)
+    assert outcome.finding.level == level, outcome
+    text = f"{outcome.finding.found}; {outcome.finding.remedy}"
+    assert [part for part in parts if part not in text] == [], text
+    assert not (tmp_path / "out").exists(), "nothing stays behind"
