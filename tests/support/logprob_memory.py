@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from workers.training.logprobs import token_logprobs
+from workers.training.forward.logprobs import token_logprobs
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

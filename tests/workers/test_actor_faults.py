@@ -37,7 +37,8 @@ from tests.support.plain_reference import (
 )
 from workers.actor import ActorPool
 from workers.remote import RemoteError, wait
-from workers.training import processes, state
+from workers.training import processes
+from workers.training.files import state
 from workers.training.processes import own_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

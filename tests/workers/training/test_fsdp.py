@@ -33,7 +33,7 @@ from tests.support.plain_reference import (
     update,
 )
 from workers.actor import ActorPool, split_batch
-from workers.training import state
+from workers.training.files import state
 from workers.training.fsdp import load_policy, load_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -158,7 +158,7 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Fo
 
     The optimizer's own step is left out: the gradient is what parity is about.
     """
-    from workers.training import logprobs
+    from workers.training.forward import logprobs
 
     whole = dict(logprobs.LOGITS_CHUNK_ELEMENTS)
     logprobs.LOGITS_CHUNK_ELEMENTS["cpu"] = chunk_elements

@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from dapo.config.actor import ModelConfig
-from workers.training.attention import implementation
+from workers.training.forward.attention import implementation
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -28,10 +28,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from dapo.config.actor import ModelConfig
 from dapo.state.manifest import DIGESTS, SHARDS_OF, leave_digests
-from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
-from workers.training.loading import INDEX_FILE
-from workers.training.lora import has_adapters
-from workers.training.lora_files import (
+from workers.training.files.adapters import (
     IDENTITY_FILE,
     check_identity,
     gather_adapters,
@@ -39,8 +36,11 @@ from workers.training.lora_files import (
     save_adapter_config,
     save_identity,
 )
+from workers.training.files.loading import INDEX_FILE
+from workers.training.forward.policy import PackedPolicy
+from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
+from workers.training.lora import has_adapters
 from workers.training.mesh import Mesh
-from workers.training.policy import PackedPolicy
 from workers.training.unanimous import OwnWork, files_error
 
 EXPORT_FILE_BYTES = 4 << 30

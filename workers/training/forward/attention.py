@@ -2,7 +2,7 @@
 
 In: queries, keys and values of all sequences of a micro-batch laid end to end, and their `Segments`. Out: causal
 attention within each sequence. No [T, T] mask exists: variable-length kernels on GPU, one call per sequence on CPU.
-Sequence-parallel ranks each compute all tokens of some heads (`workers.training.ulysses`).
+Sequence-parallel ranks each compute all tokens of some heads (`workers.training.forward.ulysses`).
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from workers.training.ulysses import gather_heads, scatter_heads
+from workers.training.forward.ulysses import gather_heads, scatter_heads
 
 PACKED_ATTENTION = "dapo_packed"
 _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
@@ -27,7 +27,8 @@ _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).par
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Says where the sequences of a micro-batch lie. Made by `workers.training.policy`, consumed by `packed_attention`.
+    """Says where the sequences of a micro-batch lie. Made by `workers.training.forward.policy`, consumed by
+    `packed_attention`.
 
     lengths: tokens of each of the N sequences. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
     group: the sequence-parallel ranks, each with an equal run of the tokens; None: this rank has all.

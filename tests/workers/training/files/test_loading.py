@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from dapo.config.actor import ModelConfig
 from tests.support.loading_rank import resident
 from tests.support.plain_reference import make_model
-from workers.training.loading import load_buffers, load_parameters, meta_model
+from workers.training.files.loading import load_buffers, load_parameters, meta_model
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 MIB = 1 << 20
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo.config.schema import Config
 from workers.remote import RemoteError
-from workers.training import state
+from workers.training.files import state
 from workers.training.ranks import Ranks, Submit
 
 THREAD = "files"  # Ray's concurrency group

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dapo.types import TrainSequence
-from workers.training.attention import Segments
-from workers.training.logprobs import token_logprobs
+from workers.training.forward.attention import Segments
+from workers.training.forward.logprobs import token_logprobs
+from workers.training.forward.ulysses import gather_rows
 from workers.training.mesh import SequenceParallel
-from workers.training.ulysses import gather_rows
 
 ALONE = SequenceParallel()
 
@@ -99,8 +99,8 @@ def _lay_out(
 class PackedPolicy(nn.Module):
     """Wraps a causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
-    `model` must have been built with an attention of `workers.training.attention.implementation`. Dropout is off for
-    good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
+    `model` must have been built with an attention of `workers.training.forward.attention.implementation`. Dropout is
+    off for good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import workers.training.logprobs
-from workers.training.logprobs import token_logprobs
+import workers.training.forward.logprobs
+from workers.training.forward.logprobs import token_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 33, 12, 101
 GIB = 1 << 30
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 MEMORY = ROOT / "tests/support/logprob_memory.py"
 
 
 def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setitem(workers.training.logprobs.LOGITS_CHUNK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(workers.training.forward.logprobs.LOGITS_CHUNK_ELEMENTS, "cpu", elements)
 
 
 def plain(

@@ -13,7 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from workers.training.attention import Segments, implementation, packed_attention
+from workers.training.forward.attention import Segments, implementation, packed_attention
 
 SIZES = {
     "hidden_size": 32,
