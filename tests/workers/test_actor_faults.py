@@ -20,7 +20,7 @@ import pytest
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost, BatchRefused
 from dapo.types import TrainBatch, TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
     checksum,

@@ -21,7 +21,7 @@ from dapo.derived import resolve_transport
 from dapo.pools import ActorsLost
 from dapo.types import TrainSequence
 from tests.support.local_actors import local_sync
-from tests.support.plain_reference import make_config, make_model, start_own_pool
+from tests.support.training.plain_reference import make_config, make_model, start_own_pool
 from workers.remote import RemoteError
 from workers.weight_sync import WeightSync
 from workers.weights.bucket import Endpoint, digest

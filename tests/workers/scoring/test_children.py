@@ -5,8 +5,8 @@ import math
 import pytest
 
 from dapo.config.reward import LimitsConfig
-from tests.support.reward_children import item, use
-from tests.support.reward_programs import PROGRAM
+from tests.support.rewards.reward_children import item, use
+from tests.support.rewards.reward_programs import PROGRAM
 
 
 @pytest.mark.parametrize(

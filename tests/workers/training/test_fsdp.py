@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
-from tests.support.fsdp_ranks import counted, memory, travelling
-from tests.support.plain_reference import (
+from tests.support.training.fsdp_ranks import counted, memory, travelling
+from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
     full_weights,

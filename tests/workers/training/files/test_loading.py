@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from dapo.config.actor import ModelConfig
-from tests.support.loading_rank import resident
-from tests.support.plain_reference import make_model
+from tests.support.training.loading_rank import resident
+from tests.support.training.plain_reference import make_model
 from workers.training.files.loading import load_buffers, load_parameters, meta_model
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -214,7 +214,7 @@ def test_no_rank_ever_holds_more_than_its_shard(tmp_path: Path, ranks: int, fsdp
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    module = [sys.executable, "-m", "tests.support.loading_rank", str(tmp_path)]
+    module = [sys.executable, "-m", "tests.support.training.loading_rank", str(tmp_path)]
     running = [
         subprocess.Popen([*module, *map(str, (rank, ranks, fsdp_size, port))], cwd=ROOT, stdout=subprocess.PIPE)
         for rank in range(ranks)

@@ -16,7 +16,7 @@ from workers.training.forward.logprobs import token_logprobs
 ROWS, HIDDEN, VOCABULARY = 33, 12, 101
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[4]
-MEMORY = ROOT / "tests/support/logprob_memory.py"
+MEMORY = ROOT / "tests/support/training/logprob_memory.py"
 
 
 def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.plain_reference import rank_checksum, update_on
+from tests.support.training.plain_reference import rank_checksum, update_on
 from workers.actor import RankWork
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.plain_reference import VOCABULARY, save_tokenizer
+from tests.support.training.plain_reference import VOCABULARY, save_tokenizer
 
 SIZES = {
     "hidden_size": 32,

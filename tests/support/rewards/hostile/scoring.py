@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.rewards import fork_server as child
-from tests.support.hostile.corpus import Item
+from tests.support.rewards.hostile.corpus import Item
 from workers.scoring.children import Children
 from workers.scoring.verdict import Verdict
 

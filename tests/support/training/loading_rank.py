@@ -1,4 +1,4 @@
-"""One rank that loads a model: `python -m tests.support.loading_rank MODEL RANK RANKS FSDP_SIZE PORT`.
+"""One rank that loads a model: `python -m tests.support.training.loading_rank MODEL RANK RANKS FSDP_SIZE PORT`.
 
 Out: one line of JSON, bytes: growth of the resident set at its peak and in the end, and of this rank's shards.
 """
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.support.plain_reference import make_config
+from tests.support.training.plain_reference import make_config
 from workers.training.fsdp import load_policy
 from workers.training.mesh import arrange, join
 

@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.hostile.answers import ANSWERS
-from tests.support.hostile.injections import INJECTIONS
-from tests.support.hostile.texts import TEXTS
+from tests.support.rewards.hostile.answers import ANSWERS
+from tests.support.rewards.hostile.injections import INJECTIONS
+from tests.support.rewards.hostile.texts import TEXTS
 
 KINDS = (*ANSWERS, *INJECTIONS, *TEXTS)
 MAX_TRACE_CHARS = 120  # with a longer path the payloads would not fit into the 300 characters that are read

@@ -14,7 +14,7 @@ from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     TEMPERATURE,
     distance,

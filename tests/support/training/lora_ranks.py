@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     on_all,
     plain_logprobs,
     rank_checksum,
