@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from dapo.driver.saving import SaveFailed
 from dapo.faults import restarts
 from dapo.faults.losses import unless_lost
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.log import read_metrics
-from dapo.saving import SaveFailed
 from dapo.state.quarantine import QUARANTINE, read_quarantined
 from tests.sampling.test_stream import make_trainer, tiny_config
 from tests.support.fakes import FakeActors, FakeRollouts

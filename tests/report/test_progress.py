@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dapo import clock as clock_module
-from dapo.clock import PhaseClock
+from dapo.measure import clock as clock_module
+from dapo.measure.clock import PhaseClock
 from dapo.report import console, watchdog
 from dapo.report.progress import GENERATING, Moment, Progress, line_of, moment_of
 from dapo.report.watchdog import Watchdog, waiting

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.faults.recovery import run_to_end
+from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.sampling.budget import BudgetExhausted
@@ -249,7 +249,7 @@ def test_a_cancelled_run_finishes_the_update_that_was_under_way(tmp_path):
 
 def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("dapo.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dapo.measure.clock.time.monotonic", lambda: now[0])
     clock = PhaseClock()
     with clock("generation"):
         now[0] += 1

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
+from dapo.measure.clock import PhaseClock
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
 from dapo.types import Collected, HeldOut, Int32Array, Prompt, Response, Sampling, Score, VersionSpan

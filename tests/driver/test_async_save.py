@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from dapo.batch import build_batch
+from dapo.driver.saving import SaveFailed
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from dapo.sampling.driver_state import DRIVER_STATE, DriverState
 from dapo.sampling.saved import FILE, write_groups
-from dapo.saving import SaveFailed
 from dapo.state.checkpoint import CheckpointStore
+from tests.driver.test_saving import FULL, seen, tokens
 from tests.sampling.test_stream import make_trainer, tiny_config
 from tests.support.fakes import FakeActors
 from tests.support.faulty_pools import turns
-from tests.test_saving import FULL, seen, tokens
 
 
 class SlowDisk(FakeActors):

@@ -18,7 +18,7 @@ import yaml
 
 from dapo.config.compose import known_keys
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run", ROOT / "docker/lock.sh"]
 )

@@ -5,7 +5,7 @@ import subprocess
 import psutil
 import pytest
 
-from dapo.usage import Level, peak_flops, resident_bytes
+from dapo.measure.usage import Level, peak_flops, resident_bytes
 
 
 class Clock:

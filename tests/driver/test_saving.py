@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from dapo.driver.saving import SaveFailed
 from dapo.evaluate.evaluation import Evaluation
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from dapo.report.log import read_metrics
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
-from dapo.saving import SaveFailed
 from dapo.state import manifest
 from dapo.state.checkpoint import CheckpointStore
 from tests.sampling.test_stream import make_trainer, tiny_config
@@ -374,7 +374,7 @@ def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
     cfg = tiny_config(total_steps=99)
     cfg.checkpoint.every, cfg.checkpoint.every_s = 4, 60.0
     now = [1000.0]
-    monkeypatch.setattr("dapo.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dapo.driver.saving.time.monotonic", lambda: now[0])
     trainer, actors = make_trainer(tmp_path, cfg)
     saver = trainer.saver
     assert [version for version in range(10) if saver.is_due(version)] == [4, 8]

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from dapo.config.compose import compose
-from dapo.preflight import preflight
+from dapo.driver.preflight import preflight
 
 
 @pytest.mark.parametrize(
