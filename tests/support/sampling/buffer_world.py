@@ -5,10 +5,8 @@ and asserts at each event what the rules of dynamic sampling say about it.
 """
 
 import copy
-import math
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,33 +15,16 @@ from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, TRAINED, State
 from dapo.sampling.driver_state import DriverState
 from dapo.sampling.journaled import note, recover
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED
 from dapo.sampling.saved import read_groups, write_groups
 from dapo.state.journal import Journal
-from dapo.types import Draw, Group
-from tests.support.fakes import make_group, make_prompt, make_response
+from dapo.types import Group
+from tests.support.fakes import make_group, make_response
+from tests.support.sampling.verdicts import ACCURACIES, Verdict, draw_of
 
-NAN = math.nan
 IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY = State.IN_GENERATION, State.IN_REWARD, State.BUFFERED, State.TO_RETRY
 TRAINING = State.TRAINING
-ACCURACIES = {MIXED: [1.0, 0.0], ALL_CORRECT: [1.0, 1.0], ALL_WRONG: [0.0, 0.0], UNSCORABLE: [NAN, 1.0]}
 BASE = {"train_batch_size": 3, "max_in_flight": 8}
-
-Verdict = Callable[[int, int], str]  # the outcome of a draw, by index and by policy version at its start
-
-
-def verdicts(seed: int, share: float) -> Verdict:
-    """`share` of the draws are mixed, the others anything else."""
-
-    def outcome(index: int, version: int) -> str:
-        rng = random.Random(f"{seed}/{index}/{version}")
-        return MIXED if rng.random() < share else rng.choice([ALL_CORRECT, ALL_WRONG, UNSCORABLE])
-
-    return outcome
-
-
-def draw_of(index: int) -> Draw:
-    return Draw(index=index, prompt=make_prompt(index))
 
 
 class World:
