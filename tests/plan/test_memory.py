@@ -19,7 +19,7 @@ CONFIG = {
     "vocab_size": 264,
     "num_hidden_layers": 3,
 }
-LENGTHS = (200, 120, 192)
+LENGTHS = (100, 60, 96)
 TOKENS = sum(LENGTHS)
 DTYPES = [pytest.param(torch.float32, 4, id="float32"), pytest.param(torch.bfloat16, 2, id="bfloat16")]
 
