@@ -15,12 +15,12 @@ def item(text, truth="7"):
     return Item(source="test", text=text, ground_truth=truth, extra_info={})
 
 
-def use(path, body, *, count=1, **limits):
+def use(path, body, *, count=1, timeout_s=60, **limits):
     """Runs `body(children)` with children of the function at `path`; afterwards none of the processes is left."""
 
     async def whole():
         async with Children([RewardFunctionConfig(path=path)], LimitsConfig(**{**LIMITS, **limits}), count) as children:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(timeout_s):
                 result = await body(children)
             left = [*children.pids, children.about["pid"]]
         deadline = time.monotonic() + 5
