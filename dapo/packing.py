@@ -1,7 +1,7 @@
 """Packs the sequences of one optimizer step into micro-batches: lengths in, indices per rank and micro-batch out.
 
-No padding token is computed: a micro-batch is a set of whole sequences laid end to end (`workers.training.policy`).
-Pure Python, so that the driver packs without torch.
+No padding token is computed: a micro-batch is a set of whole sequences laid end to end
+(`workers.training.forward.policy`). Pure Python, so that the driver packs without torch.
 """
 
 import heapq

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import psutil
 
+from dapo.measure.usage import RankUse, resident_bytes
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
-from dapo.usage import RankUse, resident_bytes
 
 
 class RolloutPool(Protocol):

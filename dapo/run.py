@@ -22,13 +22,13 @@ from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport, fingerprint, load_prompts
+from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
 from dapo.fleet import STOP_GRACE_S, build_pools, create_rewards, create_rollouts, ray_cluster
-from dapo.preflight import preflight
 from dapo.replay.batches import steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger

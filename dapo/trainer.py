@@ -12,15 +12,16 @@ policy version is the number of completed updates; it names checkpoints and labe
 from collections.abc import Callable, Sequence
 
 from dapo.batch import build_batch, has_signal
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
+from dapo.driver.saving import Saver
 from dapo.evaluate.aside import Evaluations
 from dapo.faults.limit import TimeLimit
 from dapo.faults.losses import unless_lost
 from dapo.faults.points import fault_point
 from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
+from dapo.measure.clock import PhaseClock
 from dapo.pools import BatchRefused, Pools
 from dapo.reference import penalized
 from dapo.replay.batches import Batches, stream_of
@@ -28,7 +29,6 @@ from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.saving import Saver
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, HeldOut, Prompt, TrainBatch
 

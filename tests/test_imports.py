@@ -100,7 +100,7 @@ def test_import_direction(path):
 @pytest.mark.parametrize(
     ("name", "line", "rule"),
     [
-        pytest.param("dapo.types", "import dapo.clock", "nothing of ours above", id="types"),
+        pytest.param("dapo.types", "import dapo.measure.clock", "nothing of ours above", id="types"),
         pytest.param("dapo.config.paths", "from dapo.derived import num_shards", "nothing of ours above", id="config"),
         pytest.param("dapo.trainer", "def f():\n    import ray", "only dapo.run", id="ray in a function"),
         pytest.param("dapo.plan.fit", "from workers import cluster", "only dapo.run", id="workers"),
@@ -126,7 +126,10 @@ def modules_in(*folders: str) -> list[str]:
 
 
 COMPOSED = ("dapo.run", "dapo.fleet", "dapo.bench", "dapo.ablation")
-ALGORITHM = [m for m in modules_in("dapo") if m.count(".") == 1 and m not in COMPOSED]
+ALGORITHM = [
+    *(m for m in modules_in("dapo") if m.count(".") == 1 and m not in COMPOSED),
+    *modules_in("dapo.driver"),
+]
 # name: modules that are loaded together in a fresh process; what must not come along.
 LOADS = {
     "config": (modules_in("dapo.config", "dapo.types", "dapo.derived"), HEAVY),
@@ -135,7 +138,7 @@ LOADS = {
     "parts": (
         modules_in(
             *("dapo.data", "dapo.sampling", "dapo.rewards", "dapo.state", "dapo.report", "dapo.store"),
-            *("dapo.evaluate", "dapo.results", "dapo.replay"),
+            *("dapo.evaluate", "dapo.results", "dapo.replay", "dapo.measure"),
         ),
         HEAVY | {"dapo.run", "tensorboard", "matplotlib"},
     ),
@@ -149,42 +152,77 @@ LOADS = {
     "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }
-PROGRAM = (
-    "import importlib, json, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nprint(json.dumps([*sys.modules]))"
+# What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
+BEFORE = (
+    ([], ["inspect"]),
+    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare"]),
+    (["torch", "transformers"], ["algorithm"]),
+    (["ray"], list(ROLES)),
 )
+PROGRAM = """
+import importlib, json, os, sys
+for before, names in json.loads(sys.argv[1]):
+    for module in before:
+        importlib.import_module(module)
+    for name, modules in names.items():
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0, name
+            continue
+        for module in modules:
+            importlib.import_module(module)
+        print(json.dumps([name, *sys.modules]), flush=True)
+        os._exit(0)
+"""
 
 
-def loaded(modules: list[str], root: Path) -> set[str]:
-    """What a fresh process in `root` has loaded after it has imported the modules."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *modules], cwd=root, capture_output=True, text=True, timeout=300
-    )
+def loaded(names: list[str], root: Path) -> dict[str, set[str]]:
+    """What a process that has none of ours has loaded after it has imported the modules of a name, by name."""
+    stages = [(before, {name: LOADS[name][0] for name in group if name in names}) for before, group in BEFORE]
+    while not stages[-1][1]:
+        stages.pop()
+    command = [sys.executable, "-c", PROGRAM, json.dumps(stages)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return {name: set(modules) for name, *modules in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def loads() -> dict[str, set[str]]:
+    return loaded(list(LOADS), ROOT)
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_what_a_fresh_process_loads(name):
+def test_what_a_fresh_process_loads(name, loads):
     modules, banned = LOADS[name]
-    assert modules and loaded(modules, ROOT) & banned == set()
+    assert modules and set(modules) <= loads[name] and loads[name] & banned == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "line", "module"),
-    [
-        pytest.param("config", "dapo/config/paths.py", "import ray", "ray", id="config"),
-        pytest.param("plan", "dapo/packing.py", "import torch", "torch", id="plan, two steps away"),
-        pytest.param("entry", "dapo/state/durable.py", "import pyarrow", "pyarrow", id="entry, two steps away"),
-        pytest.param("workers.rollout", "workers/remote.py", "import workers.reward", "workers.reward", id="role"),
-    ],
+PLANTED = (  # name, file, line, module
+    pytest.param("config", "dapo/config/paths.py", "import ray", "ray", id="config"),
+    pytest.param("plan", "dapo/packing.py", "import torch", "torch", id="plan, two steps away"),
+    pytest.param("entry", "dapo/state/durable.py", "import pyarrow", "pyarrow", id="entry, two steps away"),
+    pytest.param("workers.rollout", "workers/remote.py", "import workers.reward", "workers.reward", id="role"),
 )
-def test_a_planted_transitive_import_is_seen(name, file, line, module, tmp_path):
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """What is loaded where every file of `PLANTED` has its line, and what is heavy is an empty module."""
+    root = tmp_path_factory.mktemp("planted")
     for folder in ("dapo", "workers", "config"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    path = tmp_path / file
-    path.write_text(path.read_text() + f"\n{line}\n")
-    modules, banned = LOADS[name]
-    assert loaded(modules, tmp_path) & banned >= {module}
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    for _, file, line, _ in (case.values for case in PLANTED):
+        path = root / file
+        path.write_text(f"{path.read_text()}\n{line}\n")
+    found = loaded(["workers.rollout"], root)
+    for module in ("ray", "torch", "pyarrow"):
+        (root / f"{module}.py").touch()
+    return found | loaded(["config", "plan", "entry"], root)
+
+
+@pytest.mark.parametrize(("name", "file", "line", "module"), PLANTED)
+def test_a_planted_transitive_import_is_seen(name, file, line, module, planted):
+    assert planted[name] & LOADS[name][1] >= {module}
 
 
 @pytest.fixture(scope="module")

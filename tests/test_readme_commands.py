@@ -24,17 +24,17 @@ READMES = sorted(
 )
 STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker ", ".venv/bin/", ".ci/")
 HAND = "by hand: "
-RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
+RUNTIME_ENV = "tests/launch/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
 REPLAY = "tests/replay/test_again.py::"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
 RUN_BY = {
-    r"bash launch/quickstart\.sh": "tests/test_launch.py::test_quickstart_starts_the_main_job_from_any_folder",
-    r"bash launch/test\.sh": "tests/test_launch.py::test_test_command_ends_with_pytest_and_hides_no_failure",
-    r"bash launch/install\.sh": "tests/test_launch.py::test_install_is_idempotent_and_follows_the_lock",
-    r"\.ci/run": "tests/test_launch.py::test_shellcheck_finds_nothing",
-    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": "tests/test_launch.py::test_sbatch_ends_as_its_driver_does",
+    r"bash launch/quickstart\.sh": "tests/launch/test_launch.py::test_quickstart_starts_the_main_job_from_any_folder",
+    r"bash launch/test\.sh": "tests/launch/test_launch.py::test_test_command_ends_with_pytest_and_hides_no_failure",
+    r"bash launch/install\.sh": "tests/launch/test_launch.py::test_install_is_idempotent_and_follows_the_lock",
+    r"\.ci/run": "tests/launch/test_launch.py::test_shellcheck_finds_nothing",
+    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": "tests/launch/test_launch.py::test_sbatch_ends_as_its_driver_does",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",

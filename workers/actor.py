@@ -18,8 +18,9 @@ from dapo.packing import pack
 from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
-from workers.training import fsdp, mesh, state
-from workers.training.checkpoints import THREAD, Checkpoints
+from workers.training import fsdp, mesh
+from workers.training.files import state
+from workers.training.files.checkpoints import THREAD, Checkpoints
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, own_process, read_file
 from workers.training.ranks import Ranks, Submit

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import ray
 
 from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
+from dapo.measure.usage import Level, resident_bytes
 from dapo.report.watchdog import Member
 from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score
-from dapo.usage import Level, resident_bytes
 from workers.remote import RemoteError, wait
 from workers.scoring.children import Children
 from workers.scoring.fleet import Fleet, WorkerLost

@@ -22,8 +22,8 @@ from dapo.ablation.report import write_report
 from dapo.ablation.results import RUNGS, run_folder
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from dapo.driver.preflight import preflight
 from dapo.fleet import build_rollouts, engine_needs, ray_cluster
-from dapo.preflight import preflight
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
 from dapo.run import train
 from dapo.state.checkpoint import CheckpointStore

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dapo.config.schema import Config
 from dapo.types import TrainSequence
 from workers.actor import ActorWorker, RankWork
-from workers.training.attention import implementation
-from workers.training.policy import MicroBatch, PackedPolicy, collate
+from workers.training.forward.attention import implementation
+from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 
 
 def load_model(cfg: Config) -> PreTrainedModel:

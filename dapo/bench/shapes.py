@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dapo.usage import PEAK_FLOPS
+from dapo.measure.usage import PEAK_FLOPS
 
 LENGTHS = ("short", "long")  # worked sums, 20 to 60 tokens; geometric, mean about 110, up to 2,048
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")

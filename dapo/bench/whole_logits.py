@@ -1,5 +1,5 @@
-"""Compares log-probabilities in chunks (`workers.training.logprobs`) with whole logits and plain autograd: sizes in,
-seconds out.
+"""Compares log-probabilities in chunks (`workers.training.forward.logprobs`) with whole logits and plain autograd:
+sizes in, seconds out.
 
 Both give log-probability and entropy and go backward through the first, or through both. On one thread, in CPU
 seconds, with the two ways taking turns: other processes of a shared machine count little.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.training.logprobs import token_logprobs
+from workers.training.forward.logprobs import token_logprobs
 
 Way = Callable[[Tensor], tuple[Tensor, Tensor]]
 

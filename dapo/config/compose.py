@@ -4,7 +4,9 @@ In: the arguments after the program's name. Out: a `Config`, or a ValueError for
 Overrides are checked before Hydra sees them: Hydra names an unknown key but not the one meant, and adds a trace.
 """
 
+import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,7 +111,7 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     """
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
     many = any(argument in ("-m", "--multirun") for argument in arguments)
-    tree = OmegaConf.structured(PlannedConfig)
+    tree = copy.deepcopy(_schema())
     parser = OverridesParser.create()
     checked: list[str] = []
     problems: list[str] = []
@@ -140,6 +142,12 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     if not own_configs and any(override.startswith("~") for override in overrides):
         _composed(overrides)  # only Hydra knows whether an experiment has what is to be removed
     return checked
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """Returns the tree that values are tried on, for copies: to make it takes five times as long as to copy it."""
+    return OmegaConf.structured(PlannedConfig)
 
 
 def _for_hydra(argument: str, override: Override) -> str:

@@ -16,9 +16,9 @@ from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, Rol
 
 RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
-# Logits that `workers.training.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches but
-# make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and 2^24,
-# 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
+# Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches
+# but make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and
+# 2^24, 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
 # float32 gradient of the weight costs little next to the products.
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 

@@ -9,15 +9,15 @@ belongs to exactly one policy version.
 import asyncio
 from collections.abc import Callable, Sequence
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
+from dapo.driver.saving import Saver
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from dapo.faults.limit import TimeLimit
+from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.report.log import MetricsLogger
-from dapo.saving import Saver
 from dapo.store.schema import UNNAMED
 from dapo.types import HeldOut
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.faults.points import fault_point
+from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, response_seed, sampling_of, scored_group
 from dapo.types import Cut, Draw, Group, HeldOut, Prompt

@@ -57,7 +57,7 @@ class Activations:
         """Counts what each layer keeps until its backward pass."""
         if self.checkpointing == "full":
             return self.input
-        if self.checkpointing == "selective":  # attention, and the products k, o and up (`workers.training.recompute`)
+        if self.checkpointing == "selective":  # attention, and the products k, o and up (see `forward/recompute.py`)
             own = self.shape.kv_size + self.shape.hidden_size + self.shape.intermediate_size
             attention = self.element * self.shape.attention_size + FLOAT32 * self.shape.num_heads
             return self.input + self.element * own + attention

@@ -1,10 +1,9 @@
 """Says what cannot fit, and which keys would change that, with the numbers needed: a configuration in, messages out."""
 
+import copy
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
@@ -106,10 +105,16 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
 
 def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
     """Returns a copy with other values under dotted keys."""
-    tree = OmegaConf.structured(cfg)
+    copied = copy.deepcopy(cfg)
     for key, value in change.items():
-        OmegaConf.update(tree, key, value, force_add=True)
-    copied: Any = OmegaConf.to_object(tree)
+        *sections, name = key.split(".")
+        section: Any = copied
+        for each in sections:
+            section = getattr(section, each)
+        if isinstance(section, dict):
+            section[name] = value
+        else:
+            setattr(section, name, value)
     return copied
 
 

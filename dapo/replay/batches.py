@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
+from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer

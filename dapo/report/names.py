@@ -163,7 +163,7 @@ PARITY = Family(
 PERF = Family(
     "perf",
     "the step; depends on timing",
-    "dapo/clock.py, dapo/report/metrics.py, dapo/pools.py",
+    "dapo/measure/clock.py, dapo/report/metrics.py, dapo/pools.py",
     (
         Metric("step_s", "s", "wall time from the end of the step before", "timing_s/step, perf/time_per_step"),
         Metric("generation_s", "s", "in which an engine had requests", "timing_s/gen"),

@@ -24,9 +24,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
-from dapo.clock import PhaseClock
 from dapo.config.sampling import SamplingConfig
 from dapo.data.prompts import PromptOrder
+from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.traffic import Traffic

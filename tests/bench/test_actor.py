@@ -17,9 +17,9 @@ from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import tiny_config
 from dapo.config.model_shape import read_shape
 from workers.actor import split_batch
-from workers.training.attention import PACKED_ATTENTION
-from workers.training.loading import load_parameters, meta_model
-from workers.training.policy import PackedPolicy, collate
+from workers.training.files.loading import load_parameters, meta_model
+from workers.training.forward.attention import PACKED_ATTENTION
+from workers.training.forward.policy import PackedPolicy, collate
 
 TINY = "pkg://dapo.tiny/base"
 

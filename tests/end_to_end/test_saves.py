@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ray
 
+from dapo.driver.saving import SaveFailed
 from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
-from dapo.saving import SaveFailed
 from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import START_S, Runs, command, metrics
 

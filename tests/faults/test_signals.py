@@ -18,7 +18,10 @@ PATIENCE_S = 60
 # Prints where it is; a byte on its input lets the shielded work go on.
 RUN = """
 import asyncio, signal, sys
+from dapo.faults import signals
 from dapo.faults.signals import Stop, finish
+
+signals.SAME_S = float(sys.argv[1])
 
 async def work():
     print("working", flush=True)
@@ -43,10 +46,11 @@ asyncio.run(body())
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
-    """A run in the middle of its shielded work."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", RUN], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as running:
+def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A run in the middle of its shielded work. Its parameter: the seconds in which signals are one."""
+    pipe, same_s = subprocess.PIPE, getattr(request, "param", SAME_S)
+    command = [sys.executable, "-c", RUN, str(same_s)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as running:
         assert line(running) == "working"
         yield running
         running.kill()
@@ -90,6 +94,7 @@ def test_a_burst_is_one_signal(process):
     assert line(process) == "saved" and process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.parametrize("process", [0.1], indirect=True, ids=["soon"])
 @pytest.mark.parametrize("working", [True, False], ids=["in the work", "in the save"])
 @pytest.mark.parametrize(
     ("second", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)], ids=lambda each: str(each)
@@ -99,7 +104,7 @@ def test_a_later_signal_ends_the_process_at_once(process, second, code, working)
     if not working:
         go_on(process)
         assert (line(process), line(process)) == ("worked", "cancelled by 15")
-    time.sleep(SAME_S + 0.3)
+    time.sleep(0.4)
     assert process.poll() is None
     process.send_signal(second)
     assert process.wait(PATIENCE_S) == code

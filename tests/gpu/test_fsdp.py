@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.config.schema import Config
-from tests.support.plain_reference import LENGTHS, make_config, make_model, make_sequences
+from tests.support.training.plain_reference import LENGTHS, make_config, make_model, make_sequences
 from workers.training import fsdp
-from workers.training.loading import SINGLE_FILE
+from workers.training.files.loading import SINGLE_FILE
+from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.mesh import Mesh, arrange, join
-from workers.training.policy import MicroBatch, PackedPolicy, collate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,7 +15,7 @@ from dapo.plan.actor import ActorMemory
 from dapo.plan.report import checkpoint_terms
 from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
-from tests.support.plain_reference import on_all, start_pool, version_of
+from tests.support.training.plain_reference import on_all, start_pool, version_of
 from workers.actor import RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]

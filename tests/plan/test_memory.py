@@ -8,8 +8,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo.config.model_shape import shape_of
 from dapo.plan.activations import Activations
-from workers.training.attention import PACKED_ATTENTION, Segments
-from workers.training.recompute import checkpoint_activations
+from workers.training.forward.attention import PACKED_ATTENTION, Segments
+from workers.training.forward.recompute import checkpoint_activations
 
 CONFIG = {
     "hidden_size": 128,
@@ -19,7 +19,7 @@ CONFIG = {
     "vocab_size": 264,
     "num_hidden_layers": 3,
 }
-LENGTHS = (200, 120, 192)
+LENGTHS = (100, 60, 96)
 TOKENS = sum(LENGTHS)
 DTYPES = [pytest.param(torch.float32, 4, id="float32"), pytest.param(torch.bfloat16, 2, id="bfloat16")]
 
@@ -92,7 +92,7 @@ def test_bytes_per_token_with_a_kernel_like_that_of_a_gpu(monkeypatch):
         q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
         return _Kernel.apply(q, k, v).unsqueeze(0)
 
-    monkeypatch.setattr("workers.training.attention._per_segment", kernel)
+    monkeypatch.setattr("workers.training.forward.attention._per_segment", kernel)
     (one, _), (three, _) = measured(torch.bfloat16, "none", 1), measured(torch.bfloat16, "none", 3)
     assert (three - one) / 2 == predicted(2, "none", cuda=True).kept
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from dapo import clock as clock_module
-from dapo.clock import PhaseClock
+from dapo.measure import clock as clock_module
+from dapo.measure.clock import PhaseClock
 from dapo.report import console, watchdog
 from dapo.report.progress import GENERATING, Moment, Progress, line_of, moment_of
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling import traffic as traffic_module
 from dapo.sampling.traffic import Traffic
-from tests.sampling.test_stream import make_trainer, some_mixed, tiny_config
+from tests.support.driver.loops import make_trainer, some_mixed, tiny_config
 from tests.support.fakes import FakeActors, FakeRewards
 from tests.support.faulty_pools import EndlessRollouts, NarrowRollouts, make_stream, run, turns
 

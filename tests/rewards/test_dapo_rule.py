@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from dapo.rewards.math import compute_score
-from tests.support import dapo_rule
+from tests.support.rewards import dapo_rule
 
 THOUSANDS = re.compile(r"(?<![0-9])(?<![0-9],)[0-9]{1,3}(,[0-9]{3})+(?![0-9]|,[0-9])")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dapo.config.reward import LimitsConfig
-from tests.support.hostile.corpus import KINDS, MAX_TRACE_CHARS, Item, corpus
-from tests.support.hostile.injections import INJECTIONS
-from tests.support.hostile.scoring import AT_LIMIT, broken_rules, run
+from tests.support.rewards.hostile.corpus import KINDS, MAX_TRACE_CHARS, Item, corpus
+from tests.support.rewards.hostile.injections import INJECTIONS
+from tests.support.rewards.hostile.scoring import AT_LIMIT, broken_rules, run
 
 HOSTILE = 160
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

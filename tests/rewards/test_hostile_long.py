@@ -16,8 +16,8 @@ import pytest
 from dapo.config.reward import OverlongBufferConfig, RewardConfig, RewardFunctionConfig
 from dapo.types import Score
 from tests.support.fakes import make_prompt, make_response
-from tests.support.hostile.corpus import Item, corpus
-from tests.support.hostile.scoring import broken_rules, run
+from tests.support.rewards.hostile.corpus import Item, corpus
+from tests.support.rewards.hostile.scoring import broken_rules, run
 
 HOSTILE = 1500
 MAX_AT_CPU_LIMIT = 100

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from dapo.sampling.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from tests.support.buffer_world import IN_GENERATION, IN_REWARD, TO_RETRY, Verdict, World, verdicts
 from tests.support.fakes import make_group
+from tests.support.sampling.buffer_world import IN_GENERATION, IN_REWARD, TO_RETRY, World
+from tests.support.sampling.verdicts import Verdict, verdicts
 
 SHARES = st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0])
 SEEDS = st.integers(0, 10**6)

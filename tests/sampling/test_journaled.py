@@ -18,8 +18,9 @@ from dapo.sampling.saved import decode_group, encode_group
 from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
 from tests.sampling.test_buffer_properties import due, endless, move, some_sizes
-from tests.support.buffer_world import World, draw_of, verdicts
 from tests.support.fakes import make_group, make_prompt, make_response
+from tests.support.sampling.buffer_world import World
+from tests.support.sampling.verdicts import draw_of, verdicts
 
 MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 9 + ["stop", "crash", "crash", "checkpoint"]
 EVENTS = st.lists(

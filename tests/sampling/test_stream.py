@@ -1,47 +1,24 @@
-"""The stream and the trainer's loop with in-process fakes: order, refills, aborts, resume, ends."""
+"""The stream with in-process fakes: order, refills, aborts, ends."""
 
 import asyncio
-import json
 import math
-from dataclasses import replace
 
 import pytest
 
-from dapo.clock import PhaseClock
-from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
-from dapo.faults.recovery import run_to_end
-from dapo.pools import Pools
-from dapo.report.log import MetricsLogger
+from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream, response_seed
-from dapo.state.checkpoint import CheckpointStore
-from dapo.trainer import Trainer
-from dapo.types import Collected, HeldOut, Sampling
-from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
-from tests.support.faulty_pools import collect, turns
-
-PROMPTS = [make_prompt(number) for number in range(40)]
-SETTINGS = Sampling(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
-
-
-def some_mixed(prompt, sample, response) -> float:
-    """Every third prompt is never solved, the others by odd samples."""
-    return float(prompt.id % 3 != 0 and sample % 2 == 1)
+from tests.support.driver.loops import PROMPTS, SETTINGS, some_mixed, step
+from tests.support.fakes import FakeRewards, FakeRollouts
+from tests.support.faulty_pools import collect
 
 
 def make_stream(rollouts, rewards, *, batch: int = 4, max_batches: int = 0) -> GroupStream:
     buffer = OversamplingBuffer(train_batch_size=batch, max_in_flight=12, max_draws=12 * max_batches)
     order = PromptOrder(PROMPTS, seed=0, shuffle=True)
     return GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
-
-
-async def step(stream: GroupStream, version: int) -> Collected:
-    """Collects a batch, and trains on it."""
-    collected = await collect(stream, version)
-    stream.buffer.trained()
-    return collected
 
 
 def texts(collected) -> list[tuple[int, str]]:
@@ -121,225 +98,3 @@ def test_seeds_differ_by_draw_sample_version_and_repeat():
     assert len(set(seeds)) == len(seeds)
     assert response_seed(0, 1, 1, 0) == seeds[words.index((0, 1, 1, 0))]
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def tiny_config(**trainer) -> Config:
-    cfg = Config()
-    cfg.data.train_batch_size, cfg.data.gen_batch_size = 4, 12
-    cfg.data.max_response_length = 32
-    cfg.rollout.n, cfg.actor.ppo_mini_batch_size = 4, 2
-    cfg.eval.every, cfg.eval.n, cfg.checkpoint.every = 2, 2, 2
-    cfg.checkpoint.hf_export = False
-    for key, value in trainer.items():
-        setattr(cfg.trainer, key, value)
-    return cfg
-
-
-def make_trainer(tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None, actors=None, samples=None):
-    rollouts, actors = rollouts or FakeRollouts(), actors or FakeActors()
-    tmp_path.mkdir(exist_ok=True)
-
-    async def sync(version: int) -> None:
-        rollouts.version = version
-        if synced is not None:
-            synced.append(version)
-
-    pools = Pools(rollouts=rollouts, rewards=FakeRewards(verdict), actors=actors, sync_weights=sync)
-    store = CheckpointStore(tmp_path / "checkpoints", keep=0)
-    logger = MetricsLogger(tmp_path, store=samples)
-    held_out = HeldOut(name="", prompts=tuple(PROMPTS[:5]), samples=(cfg.eval.n,) * 5)
-    trainer = Trainer(cfg, pools, PROMPTS, [held_out], store, logger, say=lambda line: None)
-    return trainer, actors
-
-
-class CutOffRollouts(FakeRollouts):
-    """Every response of an odd draw runs into the cap."""
-
-    async def generate(self, key, prompt, sampling, seeds, **how):
-        reason = "length" if int(key.partition("-d")[2]) % 2 else "stop"
-        async for sample, response in super().generate(key, prompt, sampling, seeds):
-            yield sample, replace(response, finish_reason=reason)
-
-
-@pytest.mark.parametrize("enable", [False, True])
-def test_a_group_that_overlong_filtering_empties_takes_no_place_in_the_batch(tmp_path, enable):
-    cfg = tiny_config(total_steps=3)
-    cfg.reward.overlong_filtering.enable = enable
-    cfg.eval.every, cfg.eval.before_train, cfg.eval.after_train = 0, False, False
-    trainer, actors = make_trainer(tmp_path, cfg, rollouts=CutOffRollouts())
-    asyncio.run(trainer.run())
-    sizes = [sum(len(minibatch) for minibatch in batch.minibatches) for batch in actors.batches]
-    assert sizes == [cfg.data.train_batch_size * cfg.rollout.n] * 3
-    trained = [line["buffer/mixed"] - line["buffer/trained"] for line in lines(tmp_path)]
-    assert (sum(trained) > 0) == enable
-
-
-def lines(tmp_path) -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_loop_updates_syncs_evaluates_and_saves(tmp_path):
-    synced: list[int] = []
-    trainer, actors = make_trainer(tmp_path, tiny_config(total_steps=5), synced=synced)
-    asyncio.run(trainer.run())
-    assert trainer.version == 5
-    assert synced == [0, 1, 2, 3, 4, 5]
-    assert [batch.version for batch in actors.batches] == [0, 1, 2, 3, 4]
-    assert [len(batch.minibatches) for batch in actors.batches] == [2] * 5
-    assert [line["step"] for line in lines(tmp_path) if "eval/accuracy" in line] == [0, 2, 4, 5]
-    assert [line["step"] for line in lines(tmp_path) if line.get("perf/restarted_reward_workers") == 2] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
-        "step_000002",
-        "step_000004",
-        "step_000005",
-    ]
-
-
-def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir(), parts.mkdir()
-    trainer, straight = make_trainer(whole, tiny_config(total_steps=6))
-    asyncio.run(trainer.run())
-    first, _ = make_trainer(parts, tiny_config(total_steps=3))
-    asyncio.run(first.run())
-    second, resumed = make_trainer(parts, tiny_config(total_steps=6))
-    asyncio.run(second.run())
-    assert resumed.loaded and [batch.version for batch in resumed.batches] == [3, 4, 5]
-
-    def tokens(batch):
-        return [sequence.token_ids.tolist() for minibatch in batch.minibatches for sequence in minibatch]
-
-    assert [tokens(batch) for batch in resumed.batches] == [tokens(batch) for batch in straight.batches[3:]]
-
-    def of_the_seed(path):
-        return [{k: v for k, v in line.items() if not k.startswith(("perf/", "ledger/"))} for line in lines(path)]
-
-    steps = [line for line in of_the_seed(whole) if "buffer/drawn" in line]
-    assert steps == [line for line in of_the_seed(parts) if "buffer/drawn" in line]
-
-
-def test_a_cancelled_run_finishes_the_update_that_was_under_way(tmp_path):
-    trainer, actors = make_trainer(tmp_path, tiny_config(total_steps=100))
-    started = asyncio.Event()
-
-    async def slow_update(batch):
-        started.set()
-        await asyncio.sleep(0.05)
-        return await FakeActors.update(actors, batch)
-
-    actors.update = slow_update
-
-    async def run_and_cancel():
-        task = asyncio.create_task(trainer.run())
-        await started.wait()
-        task.cancel()
-        await task
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run_and_cancel())
-    assert trainer.version == 1 and len(actors.batches) == 1
-    assert trainer.saver.is_behind(trainer.version)
-
-
-def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("dapo.clock.time.monotonic", lambda: now[0])
-    clock = PhaseClock()
-    with clock("generation"):
-        now[0] += 1
-        with clock("generation"), clock("reward"):
-            now[0] += 2
-    now[0] += 4
-    assert clock.lap() == {"driver": 4.0, "generation": 3.0, "reward": 2.0, "step": 7.0}
-    assert clock.lap() == {"driver": 0.0, "step": 0.0}
-
-
-def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
-    """The verdicts of a run that stopped may be why it stopped."""
-    cfg = tiny_config(total_steps=1)
-    cfg.filter_groups.max_num_gen_batches = 1
-    first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
-    with pytest.raises(BudgetExhausted):
-        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
-    held = {group.draw.index for group, _ in first._buffer.held()}
-    cfg.filter_groups.max_num_gen_batches = 0
-    second, resumed = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: float(sample % 2))
-    asyncio.run(second.run())
-    assert held and not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
-    assert second._buffer.draws.counts["all_correct"] == 0 and resumed.batches
-
-
-def test_above_staleness_0_generation_goes_on_during_the_update_within_its_bound(tmp_path):
-    cfg = tiny_config(total_steps=12)
-    cfg.filter_groups.max_staleness = 1
-    trainer, actors = make_trainer(tmp_path, cfg)
-    rollouts = trainer._pools.rollouts
-    grown: list[int] = []
-
-    async def slow_update(batch):
-        before = len(rollouts.seen)
-        for _ in range(40):
-            await asyncio.sleep(0)
-        grown.append(len(rollouts.seen) - before)
-        return await FakeActors.update(actors, batch)
-
-    actors.update = slow_update
-    asyncio.run(trainer.run())
-    assert trainer.version == 12 and max(grown) > 0
-    staleness = [s.staleness for batch in actors.batches for minibatch in batch.minibatches for s in minibatch]
-    assert {int(value) for tokens in staleness for value in tokens} == {0, 1}
-    assert trainer._buffer.draws.counts["trained"] == 12 * cfg.data.train_batch_size
-
-
-def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_them(tmp_path):
-    def one_in_ten(prompt, sample, response) -> float:
-        return float(prompt.id % 10 == 0 and sample % 2 == 1)
-
-    cfg = tiny_config(total_steps=1)
-    cfg.filter_groups.max_num_gen_batches = 1
-    first, _ = make_trainer(tmp_path, cfg, verdict=one_in_ten)
-    with pytest.raises(BudgetExhausted):
-        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
-    held = [group.draw.index for group, _ in first._buffer.held()]
-    assert held == list(range(12)) and (tmp_path / "checkpoints" / "step_000000").is_dir()
-
-    cfg.filter_groups.max_num_gen_batches = 0
-    second, resumed = make_trainer(tmp_path, cfg, verdict=one_in_ten)
-    asyncio.run(second.run())
-    assert not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
-    straight, wanted = make_trainer(tmp_path / "straight", cfg, verdict=one_in_ten)
-    asyncio.run(straight.run())
-    for found, whole in zip(resumed.batches[0].minibatches, wanted.batches[0].minibatches, strict=True):
-        for one, other in zip(found, whole, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist() and one.advantage == other.advantage
-
-
-@pytest.mark.parametrize(("staleness", "more"), [(0, False), (1, True), (2, True)])
-def test_engines_that_ran_dry_get_work_as_soon_as_they_serve_the_next_version(staleness, more):
-    """Evaluation and saving come before the next `collect`."""
-    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12, max_staleness=staleness)
-    rollouts = FakeRollouts()
-    rewards = FakeRewards(lambda prompt, sample, _: float(sample % 2))
-    buffer.rate.restore([1e6, 1e6])  # no more than what can be trained on is started ahead
-    order = PromptOrder(PROMPTS, seed=0, shuffle=True)
-    stream = GroupStream(order, buffer, rollouts, rewards, SETTINGS, seed=7, clock=PhaseClock())
-
-    async def update() -> tuple[int, int]:
-        await stream.collect()
-        await turns(200)
-        assert buffer.in_flight == 0, "they ran dry"
-        before = len(rollouts.seen)
-        buffer.trained()
-        buffer.serving(1)
-        await turns(20)
-        await stream.close()
-        return before, len(rollouts.seen)
-
-    before, after = asyncio.run(update())
-    assert (after > before) == more

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dapo.clock import PhaseClock
+from dapo.measure.clock import PhaseClock
 from dapo.sampling.stream import scored_group
 from dapo.types import Cut, Draw
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response

@@ -1,5 +1,6 @@
 """The buffer on a simulated fleet: dispatch close to an oracle's, little waste, no bias to short responses."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -7,15 +8,22 @@ import numpy as np
 import pytest
 
 from dapo.sampling.buffer import COMPLETION
-from dapo.simulate.books import Scenario
+from dapo.simulate.books import Scenario, Simulation
 from dapo.simulate.fleet import Draws, Fleet, Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 
 def make_scenario(
-    rate: float = 0.5, slots: int = 64, steps: int = 4, update: float = 0.0, sync: float = 0.0, **workload
+    rate: float = 0.5, slots: int = 32, steps: int = 4, update: float = 0.0, sync: float = 0.0, **workload
 ) -> Scenario:
-    return Scenario(workload=Workload(rate=rate, **workload), slots=slots, steps=steps, update=update, sync=sync)
+    """512 groups of 8 an update: slots and draws in flight stand to the batch as with 16 of them and twice the slots,
+    at half the cost."""
+    return Scenario(workload=Workload(rate=rate, n=8, **workload), slots=slots, steps=steps, update=update, sync=sync)
+
+
+@functools.cache
+def streamed(scenario: Scenario, max_staleness: int = 0) -> Simulation:
+    return streaming(scenario, max_staleness=max_staleness)
 
 
 def later(times: tuple[float, ...]) -> float:
@@ -23,10 +31,10 @@ def later(times: tuple[float, ...]) -> float:
     return sum(times[1:])
 
 
-@pytest.mark.parametrize("slots", [64, 128])
+@pytest.mark.parametrize("slots", [32, 64])
 @pytest.mark.parametrize("rate", [0.28, 0.5, 0.9])
 def test_streaming_is_as_fast_as_an_oracle_and_wastes_little(rate, slots):
-    result = streaming(make_scenario(rate, slots))
+    result = streamed(make_scenario(rate, slots))
     assert later(result.generation) <= 1.05 * later(result.oracle)
     assert result.generation[0] <= 1.3 * result.oracle[0]
     assert result.wasted <= 0.05
@@ -39,21 +47,21 @@ def test_it_follows_a_rate_that_drifts(drift):
     assert result.wasted <= 0.05
 
 
-@pytest.mark.parametrize("slots", [64, 128])
+@pytest.mark.parametrize("slots", [32, 64])
 def test_it_beats_a_barrier_and_a_refill(slots):
     scenario = make_scenario(slots=slots)
-    own = later(streaming(scenario).generation)
+    own = later(streamed(scenario).generation)
     assert own <= 0.75 * later(barrier(scenario).generation)
     assert own <= 0.5 * later(refill_in_rounds(scenario).generation)
-    # At 64 slots the plain refill takes 1.85 to 2.3 times as long, from seed to seed.
-    assert own <= (0.5 if slots == 128 else 0.6) * later(refill(scenario).generation)
+    # At 32 slots the plain refill takes 1.6 to 2 times as long, from seed to seed.
+    assert own <= (0.5 if slots == 64 else 0.65) * later(refill(scenario).generation)
 
 
 @pytest.mark.parametrize(
     ("rate", "slots", "drift"),
     [
-        *[(rate, slots, 0.0) for rate in (0.28, 0.5, 0.9) for slots in (64, 128)],
-        *[(0.5, 64, drift) for drift in (0.02, -0.02)],
+        *[(rate, slots, 0.0) for rate in (0.28, 0.5, 0.9) for slots in (32, 64)],
+        *[(0.5, 32, drift) for drift in (0.02, -0.02)],
     ],
 )
 def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, slots, drift):
@@ -66,11 +74,11 @@ def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, slots
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_generation_overlaps_the_update(max_staleness):
-    generation = later(streaming(make_scenario()).generation) / 3
+    generation = later(streamed(make_scenario()).generation) / 3
     scenario = make_scenario(steps=8, update=0.43 * generation, sync=0.005 * generation)
     result = streaming(scenario, max_staleness=max_staleness)
     assert result.idle <= 0.05 and result.wasted <= 0.01
-    assert later(streaming(scenario).steps) >= 1.3 * later(result.steps)
+    assert later(streamed(scenario).steps) >= 1.3 * later(result.steps)
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -94,8 +102,11 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[fl
     ],
 )
 def test_draw_order_is_not_biased_to_short_responses_and_completion_is(policy, biased):
-    """Mean lengths of trained groups against those of all mixed groups drawn, finished or not."""
-    scenario = Scenario(workload=Workload(rate=0.5, wrong_longer=1.5), batch=64, slots=128, steps=160)
+    """Mean lengths of trained groups against those of all mixed groups drawn, finished or not.
+
+    Means of few responses differ most: with 4 the D of `completion` is 2.5 times that with 16, at the same bound.
+    """
+    scenario = Scenario(workload=Workload(rate=0.5, wrong_longer=1.5, n=4), batch=64, slots=32, steps=120)
     result = policy(scenario)
     trained, drawn = result.trained_lengths, result.mixed_lengths
     distance, p = kolmogorov_smirnov(trained, drawn)

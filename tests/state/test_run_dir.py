@@ -1,12 +1,8 @@
 """Claiming an output directory: who may have it, who is refused, and in which words."""
 
-import asyncio
 import copy
-import fcntl
-import socket
 import subprocess
 import sys
-import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,18 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo.state import lease
-from dapo.state.lease import LeaseLost
-from dapo.state.run_dir import RunDirectory, claim_output_dir
-
-CONFIG: dict[str, Any] = {
-    "model": {"path": "pkg://dapo.tiny/base"},
-    "data": {"train_files": ["a.parquet"], "max_prompt_length": 64, "shuffle": True},
-    "rollout": {"n": 16, "num_engines": 1, "temperature": 1.0},
-    "actor": {"num_workers": 2, "optim": {"lr": 1e-6}},
-    "trainer": {"seed": 0, "total_steps": 10},
-    "checkpoint": {"keep": 0, "accept_changes": [], "resume": "auto"},
-}
+from tests.support.state.claims import CONFIG, claim, save
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
@@ -38,23 +23,11 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     return config
 
 
-def claim(path: Path, config: dict[str, Any] = CONFIG, resume: str = "auto") -> RunDirectory:
-    return claim_output_dir(str(path), resume, config)
-
-
 def run_some_steps(path: Path) -> None:
     run = claim(path)
     save(run, 1)
     run.release()
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
-
-
-def save(run: RunDirectory, step: int) -> None:
-    async def write() -> None:
-        async with run.store.writing(step) as directory:
-            (directory / "weights").write_text(f"of step {step}")
-
-    asyncio.run(write())
 
 
 def test_a_new_directory_gets_the_configuration(tmp_path: Path) -> None:
@@ -192,29 +165,6 @@ def test_a_damaged_configuration_is_written_again_where_a_checkpoint_has_it(tmp_
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == CONFIG
 
 
-def test_two_live_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    run = claim(tmp_path)
-    with pytest.raises(ValueError, match=r"is in use by a live run \(process \d+ on .+\)"):
-        claim(tmp_path)
-    run.release()
-    claim(tmp_path).release()
-
-
-def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from dapo.state.run_dir import claim_output_dir; "
-        "held = claim_output_dir(sys.argv[1], 'auto', {}); print('held', flush=True); sys.stdin.read(); os._exit(9)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"in use by a live run .process {holder.pid} "):
-            claim(tmp_path)
-        holder.kill()
-        holder.wait(timeout=30)
-    claim(tmp_path)
-
-
 def test_other_prompts_are_refused_once_there_are_steps(tmp_path: Path) -> None:
     run = claim(tmp_path)
     run.check_data("aaaa")
@@ -280,52 +230,6 @@ def test_a_left_over_is_recovered_before_the_run_looks_for_its_checkpoint(tmp_pa
         claim(tmp_path, resume="never")
     with claim(tmp_path) as run:
         assert run.store.latest() == run.checkpoints / "step_000001"
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"BEAT_S": 0.1, "STALE_S": 30.0, "POLL_S": 0.05, "SETTLE_S": 0.1}.items():
-        monkeypatch.setattr(lease, name, seconds)
-
-
-def test_a_run_on_another_host_is_seen_where_the_kernels_lock_does_not_reach(tmp_path: Path, quick: None) -> None:
-    run = claim(tmp_path)
-    run._lock.close()  # as another kernel sees it
-    theirs = (tmp_path / ".lease").read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "elsewhere"')
-    (tmp_path / ".lease").write_text(theirs)
-    with pytest.raises(ValueError, match=r"is in use by a live run \(process \d+ on elsewhere, since .*wait for it"):
-        claim(tmp_path)
-    run.release()
-    claim(tmp_path).release()
-
-
-def test_a_run_that_was_taken_over_commits_nothing(tmp_path: Path, quick: None) -> None:
-    run, told = claim(tmp_path), threading.Event()
-    save(run, 1)
-    run.when_lost(told.set)
-    (tmp_path / ".lease").write_text('{"token": "theirs", "pid": "7", "host": "elsewhere", "since": "now"}')
-    with pytest.raises(LeaseLost, match="was taken over by process 7 on elsewhere"):
-        save(run, 2)
-    assert told.wait(30)
-    with pytest.raises(LeaseLost):
-        run.check()
-    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step_000001"]
-    run.release()
-    assert (tmp_path / ".lease").exists(), "theirs"
-
-
-def test_a_file_system_without_locks_leaves_the_lease(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    run = claim(tmp_path)
-    with pytest.raises(ValueError, match="is in use by a live run"):
-        claim(tmp_path)
-    run.release()
-    claim(tmp_path).release()
 
 
 WARN = """

@@ -1,4 +1,4 @@
-"""The thread that writes: whole transactions whenever it is killed, nothing that happens to the disk ends a run."""
+"""The thread that writes: whole transactions whenever it is killed, what waits is bounded, no disk ends a run."""
 
 import random
 import signal
@@ -9,51 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from dapo.state.lease import LeaseLost
 from dapo.store import writer as writer_module
-from dapo.store.schema import VERSION
-from dapo.store.writer import Writer, opened
-
-PATIENCE_S = 60.0  # nothing here takes a second
-
-
-class Told(list[str]):
-    """Warnings."""
-
-    __call__ = list.append
-
-
-@pytest.fixture
-def told() -> Told:
-    return Told()
-
-
-def writer_of(directory: Path, told: Told, guard=lambda: None) -> Writer:
-    writer = Writer(directory / "samples.sqlite", warn=told, guard=guard)
-    writer.on_missing = lambda message: lambda connection: event(connection, message)
-    return writer
-
-
-def event(connection: sqlite3.Connection, message: str) -> None:
-    connection.execute("INSERT INTO events VALUES (NULL, 1, 0, 0, 'missing', ?)", (message,))
-
-
-def metric(step: int, name: str = "a", value: float = 1.0):
-    return lambda connection: connection.execute("INSERT INTO metrics VALUES (?, ?, ?)", (step, name, value))
-
-
-def read(directory: Path, query: str) -> list[tuple]:
-    with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
-        return connection.execute(query).fetchall()
-
-
-def steps_in(directory: Path) -> list[int]:
-    return [step for (step,) in read(directory, "SELECT step FROM metrics ORDER BY step")]
-
+from dapo.store.writer import Writer
+from tests.support.store.writers import PATIENCE_S, metric, read, steps_in, writer_of
 
 # Steps of 40 groups of 4 responses of 2 kB, as fast as the thread takes them.
 BUSY = """
@@ -270,80 +232,6 @@ def test_a_process_that_lost_the_directory_writes_nothing_more(tmp_path, told):
     writer.put(metric(2))
     writer.close(PATIENCE_S)
     assert steps_in(tmp_path) == [1] and "another run has the directory" in told[0]
-
-
-def test_a_transaction_is_whole_or_not_at_all(tmp_path, told):
-    writer = writer_of(tmp_path, told)
-
-    def half(connection: sqlite3.Connection) -> None:
-        metric(1)(connection)
-        raise ValueError("a row that is none")
-
-    writer.put(half)
-    writer.put(metric(2))
-    writer.close(PATIENCE_S)
-    assert steps_in(tmp_path) == [2] and "a row that is none" in told[0]
-
-
-def test_a_transaction_that_failed_gives_its_room_on_the_disk_back(tmp_path, told):
-    writer = writer_of(tmp_path, told)
-
-    def too_much(connection: sqlite3.Connection) -> None:
-        for step in range(40):
-            metric(step, f"{step}" + "x" * 2**20)(connection)
-        assert (tmp_path / "samples.sqlite-wal").stat().st_size > 2**24, "the log shows nothing"
-        raise sqlite3.OperationalError("database or disk is full")
-
-    writer.put(too_much)
-    assert writer.flush(PATIENCE_S)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2**20
-    writer.put(metric(50))
-    writer.close(PATIENCE_S)
-    assert steps_in(tmp_path) == [50] and len(told) == 1
-
-
-@pytest.mark.parametrize("content", [b"no database, whatever its name is" * 40, b""])
-def test_a_damaged_file_is_set_aside_and_costs_nothing_more(content, tmp_path, told):
-    (tmp_path / "samples.sqlite").write_bytes(content)
-    writer = writer_of(tmp_path, told)
-    writer.put(metric(1))
-    writer.close(PATIENCE_S)
-    assert steps_in(tmp_path) == [1]
-    if content:
-        assert (tmp_path / "samples.damaged.sqlite").read_bytes() == content
-        assert len(told) == 1 and "is damaged" in told[0]
-    else:
-        assert not told
-
-
-def test_damage_that_shows_while_it_runs_is_set_aside_too(tmp_path, told):
-    writer = writer_of(tmp_path, told)
-    for step in range(400):
-        writer.put(metric(step, "x" * 200))
-    assert writer.flush(PATIENCE_S)
-    writer.close(PATIENCE_S)
-    data = bytearray((tmp_path / "samples.sqlite").read_bytes())
-    data[8192:] = b"\xff" * (len(data) - 8192)
-    (tmp_path / "samples.sqlite").write_bytes(data)
-    second = writer_of(tmp_path, told)
-    second.put(metric(1000))
-    second.close(PATIENCE_S)
-    assert steps_in(tmp_path) == [1000] and (tmp_path / "samples.damaged.sqlite").exists()
-    assert len(told) == 1 and "is damaged" in told[0]
-
-
-def test_a_database_of_another_version_is_set_aside(tmp_path, told):
-    opened(tmp_path / "samples.sqlite", told).close()
-    with closing(sqlite3.connect(tmp_path / "samples.sqlite", isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA user_version = {VERSION + 1}")
-    writer = writer_of(tmp_path, told)
-    writer.put(metric(1))
-    writer.close(PATIENCE_S)
-    assert steps_in(tmp_path) == [1]
-    assert told == [
-        f"{tmp_path}/samples.sqlite is of version {VERSION + 1}, not {VERSION}; it is now "
-        f"{tmp_path}/samples.version_{VERSION + 1}.sqlite"
-    ]
 
 
 def test_memory_of_a_step_is_let_go_when_it_is_written(tmp_path, told):

@@ -16,6 +16,11 @@ GROUPS = {
         "tests/end_to_end/test_lora.py",
     ),
     "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_saves.py"),
+    "ranks that fail": (
+        "tests/workers/actor_faults/test_restarts.py",
+        "tests/workers/actor_faults/test_refusals.py",
+        "tests/workers/actor_faults/test_files.py",
+    ),
     "ranks": (
         "tests/workers/training/test_parity.py",
         "tests/workers/training/test_invariance.py",
@@ -28,7 +33,6 @@ GROUPS = {
 }
 LONGEST = (  # beside the groups
     "tests/workers/test_lost_engines.py",
-    "tests/workers/test_actor_faults.py",
     "tests/sampling/test_overlap.py",
     "tests/workers/test_rollout.py",
     "tests/bench/test_commands.py",

@@ -5,11 +5,12 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from dapo.clock import PhaseClock
 from dapo.config.schema import Config
 from dapo.data.prompts import PromptOrder
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
+from dapo.measure.clock import PhaseClock
+from dapo.pools import ActorsLost
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import GroupStream
 from dapo.types import Collected, HeldOut, Int32Array, Prompt, Response, Sampling, Score, VersionSpan
@@ -211,3 +212,7 @@ async def steps(stream: GroupStream, versions: range, update_turns: int = 0) -> 
         stream.buffer.trained()
         stream.buffer.serving(version + 1)
     return used
+
+
+def lost(number: int = 1) -> ActorsLost:
+    return ActorsLost(f"rank {number} is gone")

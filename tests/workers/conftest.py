@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.reward_programs import CANARIES, PROGRAM
+from tests.support.rewards.reward_programs import CANARIES, PROGRAM
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.schema import Config
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
     checksum,

@@ -15,7 +15,7 @@ from dapo.pools import ActorsLost, Updated
 from dapo.state import manifest
 from dapo.state.manifest import BrokenCheckpoint, seal, verify
 from dapo.types import TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     checksum,
     make_config,

@@ -12,8 +12,8 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 
 from dapo.config.reward import OverlongBufferConfig, RewardConfig
 from dapo.report.names import undocumented
+from tests.measure.test_usage import Clock
 from tests.support.fakes import make_prompt, make_response, make_score
-from tests.test_usage import Clock
 from workers import reward
 from workers.engines.life import LifeSigns, Statistics
 from workers.engines.load import EngineMeter, Follower, engine_metrics

@@ -10,7 +10,7 @@ import pytest
 
 from dapo.config.reward import LimitsConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from tests.support.fakes import make_prompt, make_response
-from tests.support.reward_programs import CANARIES, PROGRAM
+from tests.support.rewards.reward_programs import CANARIES, PROGRAM
 from workers import reward as module
 from workers.remote import RemoteError
 from workers.reward import RewardPool

@@ -10,7 +10,7 @@ from ray.exceptions import RayTaskError
 
 from dapo.config.reward import RewardModelConfig
 from tests.support.fakes import make_prompt, make_response
-from tests.support.tiny_reward_model import NAN, make_reward_model, one_by_one
+from tests.support.rewards.tiny_reward_model import NAN, make_reward_model, one_by_one
 from workers.remote import RemoteError
 from workers.reward_model import RewardModelPool
 from workers.scoring.classifier import ModelScore

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from dapo.usage import Level, resident_bytes
+from dapo.measure.usage import Level, resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,17 +17,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.schema import Config
-from workers.training.loading import file_name_of, load_buffers, load_parameters, meta_model
+from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model
+from workers.training.forward.policy import PackedPolicy
+from workers.training.forward.recompute import checkpoint_activations
 from workers.training.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
 from workers.training.mesh import Mesh
-from workers.training.policy import PackedPolicy
-from workers.training.recompute import checkpoint_activations
 
 
 def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
     """Loads the model of `cfg.model.path`, sharded per layer, in float32; each rank reads its own rows of the files.
 
-    Raises ValueError where the files do not hold this model (`workers.training.loading`).
+    Raises ValueError where the files do not hold this model (`workers.training.files.loading`).
     """
     lora = cfg.model.lora
     policy = _on_meta(cfg, getattr(torch, cfg.model.dtype) if lora.rank else torch.float32)  # frozen: no master weights

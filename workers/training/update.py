@@ -19,10 +19,10 @@ from dapo.objective import Constants, Correction, objective, rollout_correction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
+from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
 from workers.training.parity import check_parity
-from workers.training.policy import MicroBatch, PackedPolicy, collate
 from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
 from workers.training.unanimous import Unanimous
 

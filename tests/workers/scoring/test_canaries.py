@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.support.reward_children import item, use
-from tests.support.reward_programs import CANARIES, PROGRAM
+from tests.support.rewards.reward_children import item, use
+from tests.support.rewards.reward_programs import CANARIES, PROGRAM
 from workers.scoring import children as module
 from workers.scoring.verdict import CanaryError
 

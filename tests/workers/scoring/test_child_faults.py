@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.reward_children import item, runs, use
+from tests.support.rewards.reward_children import item, runs, use
 
 
 def test_memory_that_others_left_behind_makes_no_response_wrong(program):

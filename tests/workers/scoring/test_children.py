@@ -5,39 +5,46 @@ import math
 import pytest
 
 from dapo.config.reward import LimitsConfig
-from tests.support.reward_children import item, use
-from tests.support.reward_programs import PROGRAM
+from tests.support.rewards.reward_children import item, use
+from tests.support.rewards.reward_programs import PROGRAM
+
+RESPONSES = [
+    pytest.param("7", 1.0, "", "", id="right"),
+    pytest.param("8", 0.0, "", "", id="wrong"),
+    pytest.param("hang", math.nan, "wall", "reward.limits.wall_s", id="hangs"),
+    pytest.param("spin", 0.0, "cpu", "reward.limits.cpu_s", id="spins"),
+    pytest.param("power", 0.0, "cpu", "reward.limits.cpu_s", id="spins-in-c"),
+    pytest.param("leak", 0.0, "memory", "reward.limits.memory_bytes", id="leaks-without-end"),
+    pytest.param("keep 4096", 0.0, "memory", "reward.limits.memory_bytes", id="takes-four-gib"),
+    pytest.param("segfault", math.nan, "crash", "exit status -11", id="segfaults"),
+    pytest.param("exit", math.nan, "crash", "exit status 0", id="ends-its-process"),
+    pytest.param("sysexit", math.nan, "error", "SystemExit", id="asks-to-exit"),
+    pytest.param("raise x", math.nan, "error", "KeyError: 'x'", id="raises"),
+    pytest.param("none", math.nan, "", "", id="cannot-tell"),
+    pytest.param("nan", math.nan, "", "", id="nan"),
+    pytest.param("text", math.nan, "error", "gave str as its score", id="gives-text"),
+    pytest.param("nokeys", math.nan, "error", "without `score`", id="gives-other-keys"),
+    pytest.param("talk", math.nan, "crash", "", id="writes-into-the-socket"),
+    pytest.param("print", 1.0, "", "", id="prints"),
+    pytest.param("thread", 1.0, "", "", id="starts-a-thread"),
+    pytest.param("\ud800\x00", 0.0, "", "", id="text-that-utf-8-cannot-hold"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "accuracy", "failure", "told"),
-    [
-        pytest.param("7", 1.0, "", "", id="right"),
-        pytest.param("8", 0.0, "", "", id="wrong"),
-        pytest.param("hang", math.nan, "wall", "reward.limits.wall_s", id="hangs"),
-        pytest.param("spin", 0.0, "cpu", "reward.limits.cpu_s", id="spins"),
-        pytest.param("power", 0.0, "cpu", "reward.limits.cpu_s", id="spins-in-c"),
-        pytest.param("leak", 0.0, "memory", "reward.limits.memory_bytes", id="leaks-without-end"),
-        pytest.param("keep 4096", 0.0, "memory", "reward.limits.memory_bytes", id="takes-four-gib"),
-        pytest.param("segfault", math.nan, "crash", "exit status -11", id="segfaults"),
-        pytest.param("exit", math.nan, "crash", "exit status 0", id="ends-its-process"),
-        pytest.param("sysexit", math.nan, "error", "SystemExit", id="asks-to-exit"),
-        pytest.param("raise x", math.nan, "error", "KeyError: 'x'", id="raises"),
-        pytest.param("none", math.nan, "", "", id="cannot-tell"),
-        pytest.param("nan", math.nan, "", "", id="nan"),
-        pytest.param("text", math.nan, "error", "gave str as its score", id="gives-text"),
-        pytest.param("nokeys", math.nan, "error", "without `score`", id="gives-other-keys"),
-        pytest.param("talk", math.nan, "crash", "", id="writes-into-the-socket"),
-        pytest.param("print", 1.0, "", "", id="prints"),
-        pytest.param("thread", 1.0, "", "", id="starts-a-thread"),
-        pytest.param("\ud800\x00", 0.0, "", "", id="text-that-utf-8-cannot-hold"),
-    ],
-)
-def test_what_becomes_of_a_response(program, text, accuracy, failure, told):
+@pytest.fixture(scope="module")
+def scored(program):
+    """Of each response its verdict and that of a right one after it, all through the same children."""
+
     async def body(children):
-        return await children.score(item(text)), await children.score(item("7"))
+        texts = [case.values[0] for case in RESPONSES]
+        return {text: (await children.score(item(text)), await children.score(item("7"))) for text in texts}
 
-    verdict, next_one = use(program, body)
+    return use(program, body, timeout_s=240)
+
+
+@pytest.mark.parametrize(("text", "accuracy", "failure", "told"), RESPONSES)
+def test_what_becomes_of_a_response(scored, text, accuracy, failure, told):
+    verdict, next_one = scored[text]
     assert verdict.score.failure == failure
     assert told in verdict.detail and "SECRET" not in verdict.detail
     assert [verdict.score.accuracy] == pytest.approx([accuracy], nan_ok=True)

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from dapo.config.reward import RewardModelConfig
-from tests.support.tiny_reward_model import NAN, QUESTION, harmless, make_reward_model, one_by_one
+from tests.support.rewards.tiny_reward_model import NAN, QUESTION, harmless, make_reward_model, one_by_one
 from workers.scoring.classifier import Classifier, Conversation, micro_batches
 
 TEXTS = (

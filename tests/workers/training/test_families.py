@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from dapo.config.model_checks import actor
 from dapo.config.schema import Config
-from tests.support.model_families import FAMILIES, save_config, save_model
-from tests.support.plain_reference import (
+from tests.support.training.model_families import FAMILIES, save_config, save_model
+from tests.support.training.plain_reference import (
     distance,
     full_gradients,
     full_weights,

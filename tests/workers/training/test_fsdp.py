@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
-from tests.support.fsdp_ranks import counted, memory, travelling
-from tests.support.plain_reference import (
+from tests.support.training.fsdp_ranks import counted, memory, travelling
+from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
     full_weights,
@@ -33,7 +33,7 @@ from tests.support.plain_reference import (
     update,
 )
 from workers.actor import ActorPool, split_batch
-from workers.training import state
+from workers.training.files import state
 from workers.training.fsdp import load_policy, load_reference
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -16,7 +16,7 @@ from dapo.batch import build_batch
 from dapo.config.algorithm import LOSS_AGG_MODES, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import Draw, Group, Prompt, Response, Score, TrainSequence, VersionSpan
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     VOCABULARY,
     full_weights,
     make_config,
@@ -27,7 +27,7 @@ from tests.support.plain_reference import (
     reference,
     start_pool,
 )
-from tests.support.plain_update import plain_tokens
+from tests.support.training.plain_update import plain_tokens
 from workers.actor import ActorPool, RankWork
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.config.actor import LoraConfig
-from tests.support.lora_ranks import (
+from tests.support.training.lora_ranks import (
     ALPHA,
     RANK,
     TARGETS,
@@ -32,7 +32,7 @@ from tests.support.lora_ranks import (
     trained_logprobs,
     worst,
 )
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
     full_gradients,
@@ -44,7 +44,7 @@ from tests.support.plain_reference import (
     reference,
     train_batch,
 )
-from tests.support.plain_update import plain_update
+from tests.support.training.plain_update import plain_update
 from workers.actor import split_batch
 from workers.training.lora import add_adapters, base_name, is_adapter
 from workers.training.unanimous import FilesError

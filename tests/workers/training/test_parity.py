@@ -17,7 +17,7 @@ from dapo.config.actor import LoraConfig
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
     make_config,
@@ -31,7 +31,7 @@ from tests.support.plain_reference import (
     start_pool,
     train_batch,
 )
-from tests.support.plain_update import assert_update, mismatched
+from tests.support.training.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, RankWork, split_batch
 from workers.training.lora import add_adapters, is_adapter
 
@@ -158,7 +158,7 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Fo
 
     The optimizer's own step is left out: the gradient is what parity is about.
     """
-    from workers.training import logprobs
+    from workers.training.forward import logprobs
 
     whole = dict(logprobs.LOGITS_CHUNK_ELEMENTS)
     logprobs.LOGITS_CHUNK_ELEMENTS["cpu"] = chunk_elements

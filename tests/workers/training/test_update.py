@@ -18,7 +18,7 @@ from dapo.packing import pack
 from dapo.pools import BatchRefused
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
-from tests.support.plain_reference import (
+from tests.support.training.plain_reference import (
     LENGTHS,
     checksum,
     distance,
@@ -35,7 +35,7 @@ from tests.support.plain_reference import (
     update,
     update_on,
 )
-from tests.support.plain_update import assert_update, mismatched
+from tests.support.training.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, split_batch
 from workers.remote import RemoteError
 

@@ -5,9 +5,9 @@ import pytest
 
 from dapo.bench.setting import random_batch
 from dapo.config.model_shape import read_shape
+from dapo.measure.usage import RankUse
 from dapo.report.names import undocumented
 from dapo.types import TrainBatch
-from dapo.usage import RankUse
 from workers.training.use import begin_use, end_use, model_flops, rank_metrics
 
 SHAPE = read_shape("Qwen/Qwen2.5-7B")

@@ -1,0 +1,1 @@
+"""Measures time, memory and use of the machine, for metrics and bounds."""

@@ -1,0 +1,79 @@
+"""What only trying can tell: every problem is named with key, value and remedy before any worker starts."""
+
+from importlib import metadata
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.driver.preflight import preflight
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        pytest.param(
+            ["actor.optim.lr_scheduler=cosine", "actor.optim.lr_scheduler_kwargs.num_cycels=1"],
+            ["`actor.optim.lr_scheduler_kwargs` ({'num_cycels': 1})", "(cosine)", "'num_cycels'"],
+            id="argument of the schedule",
+        ),
+        pytest.param(
+            ["actor.optim.lr_scheduler=cosine_with_min_lr"],
+            ["`actor.optim.lr_scheduler_kwargs` ({})", "(cosine_with_min_lr)", "min_lr"],
+            id="argument of the schedule missing",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: dapo.rewards.math, name: compute_scores}]"],
+            ["reward.functions[0].name", "compute_score"],
+            id="reward function misspelt",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: math, kwargs: {depth: 3}}]"],
+            ["reward.functions[0]", "cannot be called", "depth"],
+            id="reward kwargs that the function does not know",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: format, kwargs: {think: a, answer: a}}]"],
+            ["reward.functions[0].kwargs", "think"],
+            id="reward kwargs that do not go together",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: math}, {path: format, weight: -1.0}]"],
+            ["reward.functions[1].wrong", "pay"],
+            id="a limit that pays",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: math}, {path: overlong, kwargs: {max_response_length: 9, buffer_length: 3}}]"],
+            ["overlong", "reward.overlong_buffer.enable"],
+            id="overlong twice",
+        ),
+        pytest.param(
+            ["reward.functions=[{path: /no/such.py, name: f}]"],
+            ["reward.functions[0].path", "/no/such.py"],
+            id="no file",
+        ),
+    ],
+)
+def test_bad_values_are_named(overrides, parts):
+    with pytest.raises(ValueError) as error:
+        preflight(compose(overrides, experiment="dapo_tiny"))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_all_problems_come_at_once():
+    overrides = ["reward.functions=[{path: /no/such.py}, {path: maths}]", "actor.optim.lr_scheduler=cosine_with_min_lr"]
+    with pytest.raises(ValueError) as error:
+        preflight(compose(overrides, experiment="dapo_tiny"))
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_torchvision_built_for_cuda_next_to_a_cpu_torch(monkeypatch):
+    """It is named instead of the import of transformers that it breaks."""
+    cfg = compose(["actor.optim.lr_scheduler=cosine_with_min_lr"], experiment="dapo_tiny")
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    with pytest.raises(ValueError, match=r"^torchvision 0\.28\.0 .*pip uninstall torchvision`$"):
+        preflight(cfg)
+    versions["torchvision"] = "0.28.0+cpu"
+    with pytest.raises(ValueError, match="lr_scheduler_kwargs"):
+        preflight(cfg)

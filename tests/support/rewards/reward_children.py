@@ -1,0 +1,39 @@
+"""Real child processes around a reward function, for tests: started, used and found to be gone (tests only)."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.rewards.fork_server import Item
+from workers.scoring.children import Children
+
+LIMITS = {"cpu_s": 1.0, "wall_s": 3.0, "memory_bytes": 256 << 20}
+
+
+def item(text, truth="7"):
+    return Item(source="test", text=text, ground_truth=truth, extra_info={})
+
+
+def use(path, body, *, count=1, timeout_s=60, **limits):
+    """Runs `body(children)` with children of the function at `path`; afterwards none of the processes is left."""
+
+    async def whole():
+        async with Children([RewardFunctionConfig(path=path)], LimitsConfig(**{**LIMITS, **limits}), count) as children:
+            async with asyncio.timeout(timeout_s):
+                result = await body(children)
+            left = [*children.pids, children.about["pid"]]
+        deadline = time.monotonic() + 5
+        while alive := [pid for pid in left if runs(pid)]:
+            assert time.monotonic() < deadline, f"processes {alive} are left"
+            await asyncio.sleep(0.02)
+        return result
+
+    return asyncio.run(whole())
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

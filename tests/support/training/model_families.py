@@ -1,0 +1,76 @@
+"""One tiny model of random weights for each family that the table in workers/README.md names."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.training.plain_reference import VOCABULARY, save_tokenizer
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+WINDOW = "while `sliding_window` holds a whole sequence"
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type: transformers' name. keys: of config.json, beside `SIZES`. refused: a part of the message before any
+    worker starts; empty where it works. note: what the table says."""
+
+    model_type: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    note: str = ""
+
+
+FAMILIES = {
+    "Llama": Family("llama"),
+    "SmolLM": Family("llama", {"tie_word_embeddings": True}, note="it is Llama with a tied head"),
+    "Mistral": Family("mistral", note=WINDOW),
+    "Qwen2, Qwen2.5": Family("qwen2", note="its windows are off by default (`use_sliding_window`)"),
+    "Qwen3": Family("qwen3", {"tie_word_embeddings": True}),
+    "Phi-3": Family("phi3", note=WINDOW),
+    "OLMo 2": Family("olmo2"),
+    "GPT-2": Family("gpt2", GPT2),
+    "GPT-NeoX": Family("gpt_neox", note="weights travel and are exported as `embed_out`, as its files call the head"),
+    "Gemma 3 (text)": Family("gemma3_text", {"sliding_window": 64}, note=WINDOW),
+    "Gemma 2": Family(
+        "gemma2", refused="final_logit_softcapping", note="its caps on logits and scores are not computed"
+    ),
+    "Mixtral": Family("mixtral", refused="is a mixture of experts (num_local_experts: 8", note="a mixture of experts"),
+    "Qwen3-MoE": Family(
+        "qwen3_moe", refused="is a mixture of experts (num_local_experts: 128", note="a mixture of experts"
+    ),
+}
+
+
+def save_config(family: Family, directory: Path) -> None:
+    """Writes config.json alone, which is all that the checks before a run read."""
+    config = AutoConfig.for_model(family.model_type, **(SIZES | family.keys))
+    config.architectures = ["Any"]
+    config.save_pretrained(directory)
+
+
+def save_model(family: Family, directory: Path) -> None:
+    """Writes config.json and weights as transformers itself does, and a tokenizer."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(family.model_type, **(SIZES | family.keys))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norms are constants otherwise
+    model.save_pretrained(directory)
+    save_tokenizer(directory)

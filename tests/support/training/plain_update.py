@@ -1,0 +1,198 @@
+"""The whole update written out again in plain torch, one sequence at a time, and the comparison with the ranks'."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from dapo.config.schema import Config
+from dapo.schedule import learning_rates
+from dapo.types import TrainBatch, TrainSequence
+from tests.support.training.plain_reference import (
+    LENGTHS,
+    TEMPERATURE,
+    distance,
+    full_weights,
+    make_sequences,
+    on_all,
+    plain_logprobs,
+    reference,
+    update,
+)
+from workers.actor import ActorPool
+
+
+def plain_tokens(
+    model: Qwen2ForCausalLM,
+    sequence: TrainSequence,
+    algorithm: AlgorithmConfig,
+    old: torch.Tensor | None = None,
+    ref: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Everything about the R tokens of one response, each [R]; "loss" has a gradient and is not weighted yet.
+
+    old: log-probabilities before the update (by default the model's own); ref: of the reference policy.
+    """
+    tokens = torch.from_numpy(sequence.token_ids).long()
+    logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
+    distribution = logits.log_softmax(-1)
+    logprobs = distribution.gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    old = logprobs.detach() if old is None else old
+    rollout, staleness = torch.from_numpy(sequence.rollout_logprobs), torch.from_numpy(sequence.staleness)
+    found = _plain_correction(old - rollout, algorithm.rollout_correction)
+    if algorithm.rollout_correction.use_rollout_logprobs:
+        old = rollout
+    policy, found["low"], found["high"], found["dual"] = _plain_policy(logprobs, old, sequence.advantage, algorithm)
+    found["loss"] = policy * found["correction"] - algorithm.entropy_coeff * entropy
+    found["ref_kl"] = torch.zeros_like(rollout)
+    if ref is not None:
+        gap = logprobs - ref
+        estimates = {"k1": gap, "k2": gap**2 / 2, "k3": (torch.exp(-gap) - 1 + gap).clamp(max=10)}
+        found["ref_kl"] = estimates[algorithm.kl.estimator].detach()
+        through = gap**2 / 2 - (gap**2 / 2).detach()  # whatever the estimate, the gradient is k2's
+        found["loss"] = found["loss"] + algorithm.kl.loss_coeff * (found["ref_kl"] + through)
+    detached = {"staleness": staleness, "logprobs": logprobs, "entropy": entropy, "log_ratio": logprobs - old}
+    return found | {name: values.detach() for name, values in detached.items()}
+
+
+def _plain_policy(
+    logprobs: torch.Tensor, old: torch.Tensor, advantage: float, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss per token; where lower bound, upper bound and dual clip act."""
+    floor, ceiling, cap = 1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high, algorithm.clip_ratio_c
+    ratio = torch.exp(logprobs - old)
+    nowhere = torch.zeros(len(ratio), dtype=torch.bool)
+    if algorithm.policy_loss == "cispo":
+        return -advantage * ratio.detach().clamp(floor, ceiling) * logprobs, ratio < floor, ratio > ceiling, nowhere
+    if algorithm.policy_loss == "gspo":
+        ratio, cap = torch.exp((logprobs - old).mean()).repeat(len(ratio)), math.inf
+    if advantage > 0:
+        return -advantage * ratio.clamp(max=ceiling), nowhere, ratio > ceiling, nowhere
+    return -advantage * ratio.clamp(floor, cap), ratio < floor, nowhere, ratio > cap
+
+
+def _plain_correction(difference: torch.Tensor, cfg: RolloutCorrectionConfig) -> dict[str, torch.Tensor]:
+    importance = torch.exp(difference.sum().repeat(len(difference)) if cfg.level == "sequence" else difference)
+    low, high = {"none": (0.0, math.inf), "truncate": (0.0, cfg.upper), "mask": (cfg.lower, cfg.upper)}[cfg.mode]
+    affected = (importance < low) | (importance > high)
+    correction = {
+        "none": torch.ones_like(importance),
+        "truncate": importance.clamp(max=high),
+        "mask": torch.where(affected, 0.0, importance),
+    }[cfg.mode]
+    return {"difference": difference, "importance": importance, "affected": affected, "correction": correction}
+
+
+def plain_update(
+    model: Qwen2ForCausalLM, cfg: Config, batch: TrainBatch, base: Qwen2ForCausalLM | None = None
+) -> dict[str, float]:
+    """The whole update of `model` in place by plain torch; the metrics of it. base: the reference policy."""
+    algorithm, optim = cfg.algorithm, cfg.actor.optim
+    rate = learning_rates(cfg)
+    betas = tuple(optim.betas)
+    adamw = torch.optim.AdamW(model.parameters(), betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    with torch.no_grad():
+        before = [[plain_tokens(model, s, algorithm) for s in sequences] for sequences in batch.minibatches]
+        refs = [[plain_logprobs(base, s) if base else None for s in sequences] for sequences in batch.minibatches]
+    losses, norms, trained = [], [], []
+    for step, k in enumerate(batch.order):
+        tokens = [
+            plain_tokens(model, sequence, algorithm, first["logprobs"], ref)
+            for sequence, first, ref in zip(batch.minibatches[k], before[k], refs[k], strict=True)
+        ]
+        weights = [sequence.token_weight for sequence in batch.minibatches[k]]
+        loss = sum(weight * t["loss"].sum() for weight, t in zip(weights, tokens, strict=True))
+        adamw.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)))
+        adamw.param_groups[0]["lr"] = rate(batch.version, step)
+        adamw.step()
+        losses.append(float(loss.detach()))
+        trained += tokens
+    # With the engine's log-probabilities nobody computes those of later mini-batches before the first step.
+    checked = batch.order[:1] if algorithm.rollout_correction.use_rollout_logprobs else range(len(before))
+    return {
+        "actor/loss": float(np.mean(losses)),
+        "actor/grad_norm": float(np.mean(norms)),
+        "actor/lr": adamw.param_groups[0]["lr"],
+        "actor/response_tokens": sum(len(t["loss"]) for tokens in before for t in tokens),
+        "actor/optimizer_steps": len(batch.order),
+        "actor/skipped_steps": 0,
+        "actor/empty_steps": 0,
+        **_plain_means(_joined(trained)),
+        "parity/non_finite_tokens": 0,
+        **_plain_parity(_joined([t for k in checked for t in before[k]])),
+    }
+
+
+def _joined(tokens: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([t[name].detach() for t in tokens]).double() for name in tokens[0]}
+
+
+def _plain_means(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
+    ratio = tokens["log_ratio"].exp()
+    values = {
+        "clip_fraction": tokens["low"] + tokens["high"],
+        "clip_fraction_low": tokens["low"],
+        "clip_fraction_high": tokens["high"],
+        "dual_clip_fraction": tokens["dual"],
+        "approx_kl": -tokens["log_ratio"],
+        "ratio_mean": ratio,
+        "ref_kl": tokens["ref_kl"],
+        "entropy": tokens["entropy"],
+    }
+    return {f"actor/{name}": float(v.mean()) for name, v in values.items()} | {"actor/ratio_max": float(ratio.max())}
+
+
+def _plain_parity(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the mismatch over all tokens; and, where some are stale, per staleness, 4 or older together."""
+    staleness = tokens["staleness"].int().clamp(max=4)
+    chosen = {"parity": staleness >= 0}
+    if bool((staleness > 0).any()):
+        chosen |= {f"parity/staleness_{age}": staleness == age for age in staleness.unique().tolist()}
+    metrics = {}
+    for prefix, mask in chosen.items():
+        importance = tokens["importance"][mask]
+        metrics |= {
+            f"{prefix}/mean_abs_logprob_diff": float(tokens["difference"][mask].abs().mean()),
+            f"{prefix}/max_abs_logprob_diff": float(tokens["difference"][mask].abs().max()),
+            f"{prefix}/ess": float(importance.sum() ** 2 / (len(importance) * (importance**2).sum())),
+            f"{prefix}/corrected_share": float(tokens["affected"][mask].mean()),
+        }
+    return metrics
+
+
+def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float = 0.3) -> tuple[TrainSequence, ...]:
+    """Tokens of staleness 0, 1 and 7, within responses too; engines off by noise of these sizes, in nats."""
+    rng = np.random.default_rng(seed + 100)
+    made = []
+    for index, sequence in enumerate(make_sequences(model_dir, LENGTHS + LENGTHS, seed)):
+        staleness = np.zeros(len(sequence.rollout_logprobs), np.int32)
+        staleness[: len(staleness) // 2] = (0, 1, 7)[index % 3]
+        size = np.where(staleness > 0, stale, fresh)
+        logprobs = (sequence.rollout_logprobs + size * rng.normal(size=len(staleness))).astype(np.float32)
+        advantage = sequence.advantage * (1 + index % 2)
+        made.append(dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, advantage=advantage))
+    return tuple(made)
+
+
+def assert_update(pool: ActorPool, cfg: Config, batch: TrainBatch) -> dict[str, float]:
+    """The ranks' update is plain torch's: every metric, and the way that the weights go."""
+    model, base = reference(Path(cfg.model.path)), reference(Path(cfg.model.path))
+    metrics = {name: value for name, value in update(pool, batch).items() if not name.startswith("perf/")}
+    wanted = plain_update(model, cfg, batch, base if cfg.algorithm.kl.loss_coeff else None)
+    before, after = dict(base.named_parameters()), dict(model.named_parameters())
+    with torch.no_grad():
+        way = {name: after[name] - before[name] for name in before}
+        for found in on_all(pool, full_weights):
+            assert distance({name: found[name] - before[name] for name in before}, way) <= 2e-5
+    assert metrics.keys() == wanted.keys()
+    assert metrics == pytest.approx(wanted, rel=1e-3, abs=2e-6)
+    return metrics

@@ -1,0 +1,107 @@
+"""Stand-ins for the engines' side of a weight sync, which record what they are asked (tests only)."""
+
+import asyncio
+from copy import deepcopy
+from types import SimpleNamespace
+
+import numpy as np
+
+from dapo.config.schema import Config
+from dapo.types import TrainSequence
+from workers.weight_sync import WeightSync
+from workers.weights.bucket import Endpoint
+
+BUCKETS = 6
+
+STEP_S = 0.02
+
+
+def within(cfg: Config, transport: str, timeout_s: float = 30) -> Config:
+    """The configuration with a transport and a deadline for a sync."""
+    cfg = deepcopy(cfg)
+    cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, timeout_s
+    return cfg
+
+
+class Recorder:
+    """Both ends of a sync. A step takes `STEP_S` and is noted at its begin and end; `fail` may raise at a begin."""
+
+    def __init__(self, fail=lambda step, index: None) -> None:
+        self.events: list[str] = []
+        self.existing = self.most = 0
+        self.refused = ""
+        self.engines: tuple[int, ...] = (0, 1, 2)
+        self.started_again: list[int] = []
+        self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
+        self.admitted: list[tuple[int, ...]] = []
+        self.canary: list[TrainSequence] = []
+        self._fail = fail
+
+    def restarts(self):
+        return {}
+
+    def members(self):
+        return self.engines
+
+    def identities(self, members):
+        return tuple((k, self.started_again.count(k)) for k in members)
+
+    def num_receivers(self, members):
+        return len(members)
+
+    async def lose_silent(self, members, grace_s):
+        lost = self.lost.pop(0) if self.lost else ()
+        self.engines = tuple(k for k in self.engines if k not in lost)
+        return bool(lost)
+
+    async def canaries(self, members):
+        return self.canary
+
+    async def policy_logprobs(self, sequences):
+        return [np.zeros_like(sequence.rollout_logprobs) for sequence in sequences]
+
+    def admit(self, members):
+        self.admitted.append(members)
+
+    async def _step(self, step: str, index: int) -> None:
+        self.events.append(f"{step} {index}")
+        self._fail(step, index)
+        await asyncio.sleep(STEP_S)
+        self.events.append(f"{step} {index} done")
+
+    async def open_weights(self, transport):
+        self.transport = transport
+        return BUCKETS, [Endpoint(capacity=80, address="here", port=7), None]
+
+    async def join_weights(self, num_receivers):
+        await self._step("join", num_receivers)
+
+    async def gather_bucket(self, index, what):
+        self.existing += 1
+        self.most = max(self.most, self.existing)
+        await self._step("gather", index)
+        return SimpleNamespace(index=index, failure="")
+
+    async def leave_weights(self, members, timeout_s):
+        await self._step("leave", len(members))
+
+    async def connect_weights(self, info, members, timeout_s):
+        self.info = info
+        await self._step("connect", info["group_size"])
+
+    async def start_update(self, members, timeout_s):
+        await self._step("start", 0)
+
+    async def load_bucket(self, bucket, what, members, timeout_s):
+        assert f"weight bucket {bucket.index} of {BUCKETS}" in what
+        await self._step("load", bucket.index)
+        self.existing -= 1
+
+    async def finish_update(self, version, members, timeout_s):
+        await self._step("finish", version)
+
+    def refuse(self, reason):
+        self.refused = reason
+
+    def sync(self, timeout_s: float = 10) -> WeightSync:
+        return WeightSync(self, self, within(Config(), "broadcast", timeout_s))

@@ -1,0 +1,112 @@
+"""Packed attention inside a transformers model against one run per sequence."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from workers.training.forward.attention import Segments, implementation, packed_attention
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def segments_of(lengths: list[int]) -> Segments:
+    return Segments(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).int())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=4), id="qwen2"),
+        pytest.param(Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2), id="qwen2_grouped_heads"),
+        pytest.param(Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=1, head_dim=16), id="qwen3"),
+        pytest.param(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2), id="llama"),
+    ],
+)
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([9], id="one_sequence"),
+        pytest.param([1, 7, 7, 30, 2], id="mixed"),
+        pytest.param([1] * 5, id="single_tokens"),
+    ],
+)
+def test_packed_equals_separate(config: PreTrainedConfig, lengths: list[int], name: str) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
+    packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation(name)).eval()
+    packed.load_state_dict(plain.state_dict())
+    sequences = [torch.randint(0, 50, (1, length)) for length in lengths]
+    weights = torch.randn(sum(lengths), 50)
+
+    wanted = torch.cat([plain(sequence).logits[0] for sequence in sequences])
+    found = packed(
+        torch.cat(sequences, dim=1),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        use_cache=False,
+        segments=segments_of(lengths),
+    ).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+    (wanted * weights).sum().backward()
+    (found * weights).sum().backward()
+    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (packed, plain))
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"sliding_window": 4}, id="window_shorter_than_a_sequence"),
+        pytest.param({"softcap": 30.0}, id="softcap"),
+        pytest.param({"s_aux": torch.zeros(1)}, id="sinks"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(options: dict[str, object]) -> None:
+    x = torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="`model.path`: Identity .* plain causal attention"):
+        packed_attention(torch.nn.Identity(), x, x, x, None, segments=segments_of([5]), **options)  # type: ignore[arg-type]
+
+
+def test_a_window_that_no_sequence_exceeds_changes_nothing() -> None:
+    x = torch.randn(1, 1, 5, 8)
+    wide, _ = packed_attention(torch.nn.Identity(), x, x, x, None, segments=segments_of([2, 3]), sliding_window=3)
+    full, _ = packed_attention(torch.nn.Identity(), x, x, x, None, segments=segments_of([2, 3]))
+    assert torch.equal(wide, full)
+
+
+def test_an_unknown_attention_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"`model.attn_implementation` \(flash\) is unknown.*flash_attention_2"):
+        implementation("flash")
+
+
+def test_another_attention_of_transformers_is_told_where_sequences_lie() -> None:
+    """Its arguments are as flash attention wants them; its kernels run on GPUs alone."""
+    told: dict[str, object] = {}
+
+    def kernel(module: object, query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, None]:
+        told.update(options)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("told", kernel)
+    AttentionInterface()[implementation(implementation("told"))](
+        torch.nn.Identity(), *[torch.randn(1, 2, 5, 8)] * 3, None, segments=segments_of([2, 3]), dropout=0.5
+    )
+    assert told.pop("cu_seq_lens_q").tolist() == told.pop("cu_seq_lens_k").tolist() == [0, 2, 5]  # type: ignore[attr-defined]
+    assert told == {"max_length_q": 3, "max_length_k": 3, "dropout": 0.0}

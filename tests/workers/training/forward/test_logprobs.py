@@ -1,0 +1,240 @@
+"""Chunked log-probabilities and entropy against plain autograd over whole logits, and their memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import workers.training.forward.logprobs
+from workers.training.forward.logprobs import token_logprobs
+
+ROWS, HIDDEN, VOCABULARY = 33, 12, 101
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[4]
+MEMORY = ROOT / "tests/support/training/logprob_memory.py"
+
+
+def chunk_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setitem(workers.training.forward.logprobs.LOGITS_CHUNK_ELEMENTS, "cpu", elements)
+
+
+def plain(
+    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden)[:, :vocabulary]
+    distribution = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
+class Tied(nn.Module):
+    """An embedding, a nonlinear body and a head; the smallest model in which the two matrices can be one."""
+
+    def __init__(self, *, tied: bool, bias: bool, padding: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY + padding, HIDDEN, dtype=dtype)
+        self.body = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+        self.head = nn.Linear(HIDDEN, VOCABULARY + padding, bias=bias, dtype=dtype)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.body(self.embedding(tokens)))
+
+
+def results(
+    model: Tied, chunked: bool, temperature: float, *, entropy_gradient: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Log-probabilities, entropy, and the gradients of one loss over both."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS), generator=generator)
+    weights, others = torch.randn(2, ROWS, generator=generator, dtype=torch.float64).to(torch.float32)
+    model.zero_grad()
+    if chunked:
+        logprobs, entropy = token_logprobs(
+            model.hidden(tokens), model.head, labels, temperature, VOCABULARY, entropy_gradient=entropy_gradient
+        )
+        assert entropy.requires_grad == entropy_gradient
+        assert logprobs._base is None and entropy._base is None  # FSDP loses its backward hook on views
+    else:
+        logprobs, entropy = plain(model.hidden(tokens), model.head, labels, temperature, VOCABULARY)
+    loss = (weights * logprobs).sum()
+    if entropy_gradient:
+        loss = loss + (others * entropy).sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), entropy.detach(), gradients
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("elements", [1, 5 * VOCABULARY, 1 << 24], ids=["row", "chunks", "whole"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["metric", "bonus"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("bias", "padding"), [(False, 0), (True, 7)], ids=["plain", "bias-and-padding"])
+def test_values_and_gradients_are_those_of_whole_logits(
+    monkeypatch: pytest.MonkeyPatch,
+    elements: int,
+    temperature: float,
+    entropy_gradient: bool,
+    tied: bool,
+    bias: bool,
+    padding: int,
+) -> None:
+    chunk_of(monkeypatch, elements)
+    torch.manual_seed(1)
+    model = Tied(tied=tied, bias=bias, padding=padding, dtype=torch.float32)
+    found = results(model, True, temperature, entropy_gradient=entropy_gradient)
+    wanted = results(model, False, temperature, entropy_gradient=entropy_gradient)
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
+    assert found[2].keys() == wanted[2].keys()
+    for name, gradient in wanted[2].items():
+        assert distance(found[2][name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["metric", "bonus"])
+def test_derivatives_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch, entropy_gradient: bool) -> None:
+    chunk_of(monkeypatch, 2 * 11)
+    torch.manual_seed(2)
+    hidden, labels = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 10, 3, 3, 7])
+    head = nn.Linear(3, 13, dtype=torch.float64)
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        copy = nn.Linear(3, 13, dtype=torch.float64)
+        del copy.weight, copy.bias
+        copy.weight, copy.bias = weight, bias
+        return token_logprobs(hidden, copy, labels, 0.7, 11, entropy_gradient=entropy_gradient)
+
+    assert torch.autograd.gradcheck(function, (hidden, head.weight, head.bias))
+
+
+def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_of(monkeypatch, 2 * VOCABULARY)
+    head = nn.Linear(2, VOCABULARY, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[3] = torch.tensor([300.0, 0.0])
+    hidden = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([3, 4, 3]), 0.5, VOCABULARY, entropy_gradient=True)
+    uniform = float(torch.tensor(VOCABULARY - 1.0).log())
+    torch.testing.assert_close(logprobs, torch.tensor([0.0, -600.0, -600.0 - uniform]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, 0.0, uniform]))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_in_bfloat16_the_weight_gradient_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 chunks of one row: a running sum in bfloat16 would lose most of the small terms."""
+    torch.manual_seed(3)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.bfloat16)
+    hidden, labels = torch.randn(600, HIDDEN, dtype=torch.bfloat16), torch.randint(0, VOCABULARY, (600,))
+    gradients = []
+    for elements in (1, 1 << 24):
+        chunk_of(monkeypatch, elements)
+        x = hidden.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(x, head, labels, 1.0, VOCABULARY)
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        logprobs.sum().backward()
+        assert x.grad is not None and x.grad.dtype is torch.bfloat16
+        assert head.weight.grad is not None and head.weight.grad.dtype is torch.bfloat16
+        gradients += [head.weight.grad]
+        head.weight.grad = None
+    exact = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    exact.weight.data.copy_(head.weight.data)
+    plain(hidden.float(), exact, labels, 1.0, VOCABULARY)[0].sum().backward()
+    assert exact.weight.grad is not None
+    by_row, whole = (distance(gradient, exact.weight.grad) for gradient in gradients)
+    assert by_row < 1.5 * whole < 0.01
+
+
+def test_nothing_is_kept_without_a_gradient() -> None:
+    head, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.randn(4, HIDDEN)
+    labels = torch.zeros(4, dtype=torch.int64)
+    with torch.no_grad():
+        assert token_logprobs(hidden, head, labels, 1.0, VOCABULARY)[0].grad_fn is None
+    head.requires_grad_(False)
+    assert token_logprobs(hidden, head, labels, 1.0, VOCABULARY)[0].grad_fn is None
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    """Only the hidden states have a gradient, as with LoRA."""
+    torch.manual_seed(4)
+    head, labels = nn.Linear(HIDDEN, VOCABULARY).requires_grad_(False), torch.arange(4)
+    x, y = (torch.ones(4, HIDDEN).requires_grad_() for _ in range(2))
+    token_logprobs(x, head, labels, 1.0, VOCABULARY)[0].sum().backward()
+    plain(y, head, labels, 1.0, VOCABULARY)[0].sum().backward()
+    assert head.weight.grad is None and x.grad is not None and y.grad is not None
+    assert distance(x.grad, y.grad) < 1e-5
+
+
+def test_without_tokens_gradients_are_zero() -> None:
+    head, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.zeros(0, HIDDEN, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropy = token_logprobs(hidden, head, none, 0.7, VOCABULARY, entropy_gradient=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
+    for parameter in head.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_another_head_is_refused() -> None:
+    head = nn.Sequential(nn.Linear(HIDDEN, VOCABULARY), nn.Tanh())
+    with pytest.raises(ValueError, match="`model.path`: the output head is Sequential"):
+        token_logprobs(torch.zeros(1, HIDDEN), head, torch.zeros(1, dtype=torch.int64), 1.0, VOCABULARY)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch, entropy_gradient: bool) -> None:
+    rows, chunk = 60, (HIDDEN + 5) * VOCABULARY  # a chunk larger than hidden states and weight, as in a real model
+    chunk_of(monkeypatch, chunk)
+    head, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.randn(rows, HIDDEN, requires_grad=True)
+    with Largest() as largest:
+        logprobs, entropy = token_logprobs(
+            hidden, head, torch.zeros(rows, dtype=torch.int64), 0.9, VOCABULARY, entropy_gradient=entropy_gradient
+        )
+        (logprobs.sum() + entropy.sum() if entropy_gradient else logprobs.sum()).backward()
+    assert VOCABULARY * HIDDEN < largest.elements <= chunk
+
+
+@pytest.mark.parametrize(
+    ("tokens", "allowed"),
+    [
+        pytest.param(2048, 0.4 * GIB, id="short"),
+        pytest.param(20_480, 1.5 * GIB, id="whole", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    ],
+)
+def test_memory_of_a_large_vocabulary(tokens: int, allowed: float) -> None:
+    """One copy of the logits would take 1.2 GiB, or 11.6 GiB."""
+    done = subprocess.run(
+        [sys.executable, str(MEMORY), str(tokens), "151936", "64"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= allowed

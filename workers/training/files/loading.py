@@ -1,0 +1,183 @@
+"""Makes a transformers model without memory, and reads this rank's rows of its weights straight from the safetensors
+files.
+
+In: `model.path`, a local directory or a hub name. Out: a model on the meta device; later, once it is sharded and has
+memory, its weights and buffers. No rank ever holds the whole model.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from dapo.config.actor import ModelConfig
+from workers.training.forward.attention import implementation
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+MAX_NAMES_SHOWN = 4
+
+
+def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the causal language model of `model.path` on the meta device. dtype: of its parameters."""
+    config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=implementation(cfg.attn_implementation),
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(cfg.path)
+    except OSError:  # it has none
+        pass
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def file_name_of(model: PreTrainedModel) -> Callable[[str], str]:
+    """Returns the function from a parameter's name to that in files, for engines too: transformers renames some.
+
+    In a GPT-NeoX model `lm_head.weight` is what its checkpoints call `embed_out.weight`.
+    """
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    back = [each.reverse_transform() for each in reversed(mapping) if isinstance(each, WeightRenaming)]
+    return lambda name: rename_source_key(name, back, [], reverse=True)[0] if back else name
+
+
+@torch.no_grad()
+def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix: str) -> None:
+    """Fills each parameter's local rows in place, converted to its type.
+
+    parameters: (name in the files, parameter with memory), a tied one under each of its names. prefix: the model's
+    `base_model_prefix`, which files may lack or have. Raises ValueError that names the file or the tensor: no
+    safetensors files, a missing, misshapen or quantised tensor, tied weights that differ.
+    """
+    files = _find_files(path)
+    named: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, parameter in parameters:
+        named.setdefault(id(parameter), (parameter, []))[1].append(name)
+    sources = [
+        (parameter, [there for name in names if (there := _stored_name(name, files, prefix))])
+        for parameter, names in named.values()
+    ]
+    if missing := [names[0] for (_, names), (_, stored) in zip(named.values(), sources, strict=True) if not stored]:
+        raise ValueError(
+            f"`model.path` ({path}): {len(missing)} of {len(named)} parameters are not in its safetensors files: "
+            f"{_some(missing)}; the files hold {_some(sorted(files))}. Give a whole checkpoint of this architecture, "
+            "whose tensors transformers does not convert (as it does for mixtures of experts)"
+        )
+    for parameter, stored in sources:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(_read_rows(files[stored[0]], stored[0], parameter))
+        for other in stored[1:]:
+            if not torch.equal(local, _read_rows(files[other], other, parameter).to(local)):
+                raise ValueError(
+                    f"`model.path` ({path}): config.json ties {stored[0]} and {other}, but they differ in "
+                    f"{files[stored[0]]}; set `tie_word_embeddings` to false there"
+                )
+
+
+@torch.no_grad()
+def load_buffers(model: PreTrainedModel, path: str) -> None:
+    """Fills the buffers, whose memory is there but not written: those of the state from the files, all others (the
+    frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`."""
+    state = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    for tensor in [*model.parameters(), *buffers.values()]:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what is not to be drawn
+    model.initialize_weights()
+    if buffers:
+        load_parameters(buffers.items(), path, model.base_model_prefix)
+
+
+def _find_files(path: str) -> dict[str, str]:
+    """Returns the file that holds each stored tensor, by name. A hub name: from the cache, or downloaded to it."""
+    if single := _find(path, SINGLE_FILE):
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    index = _find(path, INDEX_FILE)
+    if index is None:
+        others = sorted(p.name for p in Path(path).glob("*.bin")) if Path(path).is_dir() else []
+        instead = f" but {_some(others)}" if others else ""
+        raise ValueError(
+            f"`model.path` ({path}) has neither {SINGLE_FILE} nor {INDEX_FILE}{instead}; "
+            "each rank reads its rows from safetensors: convert it once with transformers' save_pretrained"
+        )
+    try:
+        weight_map: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"`model.path` ({path}): {index} cannot be read ({error!r}); fetch it again") from error
+    found = {name: _find(path, name) for name in sorted(set(weight_map.values()))}
+    if absent := [name for name, file in found.items() if file is None]:
+        raise ValueError(f"`model.path` ({path}): {index} names {_some(absent)}, which is not there; fetch it again")
+    return {name: file for name, place in weight_map.items() if (file := found[place])}
+
+
+def _find(path: str, name: str) -> str | None:
+    if Path(path).is_dir():
+        return str(Path(path, name)) if Path(path, name).is_file() else None
+    try:
+        return hf_hub_download(path, name)
+    except EntryNotFoundError:  # also where the hub is out of reach and the cache lacks it
+        return None
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise ValueError(f"`model.path` ({path}) is neither a directory nor a readable hub name: {error}") from error
+
+
+def _open(file: str) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} (of `model.path`) cannot be read as safetensors ({error}); fetch it again") from error
+
+
+def _stored_name(name: str, files: Collection[str], prefix: str) -> str | None:
+    """Returns `name` as the files have it: those of the base model alone lack its prefix, others may repeat it."""
+    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((candidate for candidate in candidates if candidate in files), None)
+
+
+def _read_rows(file: str, name: str, parameter: Tensor) -> Tensor:
+    """Returns this rank's part of a stored tensor, of the stored type, on the CPU. The file is open, and so in this
+    process's memory as far as it was read, for this one tensor only."""
+    with _open(file) as opened:
+        stored = opened.get_slice(name)
+        if stored.get_dtype() not in FLOAT_TYPES:
+            raise ValueError(
+                f"{file} (of `model.path`): {name} is of type {stored.get_dtype()}, and the actors train floating "
+                f"point weights ({', '.join(FLOAT_TYPES)}); give a checkpoint that is not quantised"
+            )
+        if stored.get_shape() != list(parameter.shape):
+            raise ValueError(
+                f"{file} (of `model.path`): {name} has shape {stored.get_shape()}, and config.json asks for "
+                f"{list(parameter.shape)}; they are of different models"
+            )
+        if not isinstance(parameter, DTensor):
+            return stored[...]
+        rows = len(parameter.to_local())
+        return stored[(start := _first_row(parameter)) : start + rows]
+
+
+def _first_row(parameter: DTensor) -> int:
+    """Returns the first local row's place in the whole: FSDP cuts like `torch.chunk`, equal parts but for the last."""
+    assert parameter.placements[-1] == Shard(0), parameter.placements
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    rows_per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
+    return min(coordinate[-1] * rows_per_rank, parameter.shape[0])
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")

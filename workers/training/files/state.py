@@ -1,0 +1,243 @@
+"""Keeps the actors' state as files: distributed checkpoints to go on from, and exports that transformers and vLLM load.
+
+    save_state, export_hf: the state of now, straight to the disk; updates wait
+    take_snapshot ─▶ Snapshot in host memory ─▶ write_snapshot: the same files, in a thread beside updates
+
+In: the sharded policy, its optimizer, a directory that all ranks see. Every function is a collective: all ranks call it
+in the same order. A rank hashes what it has written, for `dapo.state.manifest.seal`.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.serialization import StateDictSplit
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import AutoTokenizer
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from dapo.config.actor import ModelConfig
+from dapo.state.manifest import DIGESTS, SHARDS_OF, leave_digests
+from workers.training.files.adapters import (
+    IDENTITY_FILE,
+    check_identity,
+    gather_adapters,
+    identity,
+    save_adapter_config,
+    save_identity,
+)
+from workers.training.files.loading import INDEX_FILE
+from workers.training.forward.policy import PackedPolicy
+from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
+from workers.training.lora import has_adapters
+from workers.training.mesh import Mesh
+from workers.training.unanimous import OwnWork, files_error
+
+EXPORT_FILE_BYTES = 4 << 30
+ADAPTER_FOLDER = "adapter"  # next to the model transformers would load the adapters a second time
+ADAPTER_FILE = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
+ExportFile = tuple[str, dict[str, Tensor]]  # name in the export, tensors on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Holds a rank's part of a checkpoint in host memory. state: for DCP. identity: of adapters, empty without. export:
+    on rank 0 the files of an export with their index; None: there is to be none."""
+
+    state: dict[str, Any]
+    identity: dict[str, Any]
+    export: tuple[list[ExportFile], StateDictSplit] | None
+
+
+def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh, directory: str) -> None:
+    """Writes model and optimizer as a distributed checkpoint (DCP), each rank its shards; of the model what trains.
+
+    Raises:
+        RuntimeError: copies of the parameters have drifted apart; nothing is written then.
+        FilesError: some rank could not write.
+    """
+    _write_state(*_state_of(policy, optimizer, mesh), mesh, directory)
+
+
+def take_snapshot(
+    policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh, *, export: torch.dtype | None
+) -> Snapshot:
+    """Returns copies of what `save_state` and, where `export` gives a type, `export_hf` write; no update changes them.
+
+    Raises RuntimeError as `save_state` does.
+    """
+    state, adapters = _state_of(policy, optimizer, mesh)
+    # Its copy is one also where the tensors lie in host memory already. Nothing is kept for the next snapshot.
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copied = stager.stage(state)
+    stager.close()
+    assert isinstance(copied, dict)
+    files = None
+    if export is not None:
+        split = _split(policy, export)
+        files = (list(_export_files(policy, mesh, split, export)), split)
+    return Snapshot(copied, adapters, files)
+
+
+def write_snapshot(
+    snapshot: Snapshot, policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str, export: str
+) -> None:
+    """Writes the checkpoint into `directory` and the export into `export`, as `save_state` and `export_hf` do.
+
+    May run in another thread than updates: it reads no parameter of the policy, and meets the others in a process
+    group of its own. Raises FilesError if some rank could not write.
+    """
+    _write_state(snapshot.state, snapshot.identity, mesh, directory)
+    if snapshot.export is not None:
+        files, split = snapshot.export
+        _write_export(iter(files), split, policy, mesh, cfg, Path(export))
+
+
+def _state_of(
+    policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the state of now for DCP, which shares its memory, and the identity of adapters."""
+    check_copies(policy, mesh)
+    reshard(policy)
+    model_state, optimizer_state = _states(policy, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}, identity(policy.model)
+
+
+def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, directory: str) -> None:
+    root, own = Path(directory), OwnWork(mesh.files)
+    try:
+        dcp.save(state, checkpoint_id=directory, process_group=mesh.files)
+    except CheckpointException as error:
+        raise files_error(f"{directory} could not be written", error) from None
+    with own:
+        if adapters and mesh.rank == 0:
+            save_identity(adapters, root)
+        written = list(root.glob(f"__{mesh.rank}_*.distcp"))  # DCP's names of this rank's shards
+        if mesh.rank == 0:
+            written += [path for name in (SHARDS_OF, IDENTITY_FILE) if (path := root / name).exists()]
+        leave_digests(written, f"rank_{mesh.rank:05d}")
+    own.meet(f"{directory} could not be written")
+
+
+def missing_shards(directory: str) -> list[str]:
+    """Returns the files that a distributed checkpoint names in its `.metadata` and that are not there, or too short.
+
+    Of a checkpoint that this run has written itself: its metadata is a pickle.
+    """
+    root = Path(directory)
+    metadata = root / SHARDS_OF
+    if not metadata.exists():
+        return [metadata.name]
+    ends: dict[str, int] = {}
+    for place in dcp.FileSystemReader(directory).read_metadata().storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return sorted(
+        name for name, end in ends.items() if not (root / name).is_file() or (root / name).stat().st_size < end
+    )
+
+
+def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
+    """Reads what `save_state` wrote, on any number of ranks and copies.
+
+    Of the optimizer only its moments and steps: `actor.optim` may have changed since. Raises FilesError if it is of
+    other adapters, or cannot be read.
+    """
+    reshard(policy)
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    check_identity(policy.model, Path(directory))
+    model_state, optimizer_state = _states(policy, optimizer)
+    try:
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    except CheckpointException as error:
+        raise files_error(f"{directory} could not be loaded", error) from None
+    options = StateDictOptions(strict=False)  # DCP has already missed what is not there
+    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
+def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the state of the model, each trained parameter once, and of the optimizer; all else is `model.path`'s."""
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    return {name: value for name, value in model_state.items() if name in trained}, optimizer_state
+
+
+def export_hf(policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, directory: str) -> None:
+    """Writes, on rank 0, configuration, tokenizer and safetensors in `model.dtype`, as transformers and vLLM load them.
+
+    LoRA is merged; in a folder of their own the adapters lie alone, for peft. Rank 0 holds one file's tensors at a
+    time, at most `EXPORT_FILE_BYTES`, or one larger tensor more. Raises FilesError if it cannot write.
+    """
+    dtype = getattr(torch, cfg.dtype)
+    split = _split(policy, dtype)
+    _write_export(_export_files(policy, mesh, split, dtype), split, policy, mesh, cfg, Path(directory))
+
+
+def _split(policy: PackedPolicy, dtype: torch.dtype) -> StateDictSplit:
+    """Returns which file each tensor of an export belongs to."""
+    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in full_shapes(policy.model)}
+    return split_torch_state_dict_into_shards(shapes, max_shard_size=EXPORT_FILE_BYTES)
+
+
+def _export_files(policy: PackedPolicy, mesh: Mesh, split: StateDictSplit, dtype: torch.dtype) -> Iterator[ExportFile]:
+    """Yields, on rank 0, one file after the other, whose tensors share no memory with the policy; the other ranks take
+    part in gathering and yield nothing. A collective."""
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, full in full_parameters(policy, mesh):
+        if mesh.rank == 0:
+            file = split.tensor_to_filename[name]
+            held.setdefault(file, {})[name] = full.to("cpu", dtype, copy=True)
+            if len(held[file]) == len(split.filename_to_tensors[file]):
+                yield file, held.pop(file)
+    if has_adapters(policy.model):
+        adapters = gather_adapters(policy.model, lambda parameter: gather(parameter, mesh))
+        if mesh.rank == 0:
+            yield ADAPTER_FILE, adapters
+
+
+def _write_export(
+    files: Iterator[ExportFile], split: StateDictSplit, policy: PackedPolicy, mesh: Mesh, cfg: ModelConfig, root: Path
+) -> None:
+    """Writes what `_export_files` yields, and all that an export has besides, on rank 0."""
+    own, with_adapters = OwnWork(mesh.files), False
+    with own:
+        if mesh.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+    for name, tensors in files:  # to their end, whatever becomes of it: rank 0 takes part in every gathering
+        with own:
+            if not own.failed:
+                with_adapters = name == ADAPTER_FILE
+                (root / name).parent.mkdir(exist_ok=True)
+                save_file(tensors, root / name, metadata={"format": "pt"})
+    with own:
+        if mesh.rank == 0 and not own.failed:
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                (root / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            if with_adapters:
+                save_adapter_config(policy.model, cfg.path, root / ADAPTER_FOLDER)
+            _save_description(policy, cfg, root)
+            leave_digests([path for path in root.rglob("*") if path.is_file() and not path.match(DIGESTS)], "export")
+    own.meet(f"the model could not be exported to {root}")
+
+
+def _save_description(policy: PackedPolicy, cfg: ModelConfig, root: Path) -> None:
+    """Writes what an export has besides its tensors."""
+    config = copy.deepcopy(policy.model.config)
+    config.dtype = getattr(torch, cfg.dtype)  # not that of the master weights
+    config.architectures = [type(policy.model).__name__]
+    config.save_pretrained(root)
+    # Its `save_pretrained` refuses what it has let in, such as a temperature without `do_sample`.
+    policy.model.generation_config.to_json_file(root / GENERATION_CONFIG_NAME)
+    AutoTokenizer.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code).save_pretrained(root)

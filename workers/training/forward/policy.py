@@ -1,0 +1,133 @@
+"""Computes the policy over packed sequences: training sequences in, log-probability and entropy per response token out.
+
+Both are at the sampling temperature. Logits exist only at response positions, a chunk at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dapo.types import TrainSequence
+from workers.training.forward.attention import Segments
+from workers.training.forward.logprobs import token_logprobs
+from workers.training.forward.ulysses import gather_rows
+from workers.training.mesh import SequenceParallel
+
+ALONE = SequenceParallel()
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Holds sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by
+    `workers.training.update`.
+
+    Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
+    token_ids, position_ids: [1, t] int64; positions restart at 0 in each sequence.
+    predictors: [r] int64, the place among the t whose logits predict each response token. labels: [r] int64, these
+    tokens. counts: r of each rank.
+    Of all response tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
+    that a response token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    segments: Segments
+    predictors: Tensor
+    labels: Tensor
+    counts: tuple[int, ...]
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    segment_ids: Tensor
+    staleness: Tensor
+
+
+def collate(
+    sequences: Sequence[TrainSequence], device: torch.device, sequence_parallel: SequenceParallel = ALONE
+) -> MicroBatch:
+    """Lays sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
+
+    Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
+    part in every collective.
+    """
+    rank, size = sequence_parallel.rank, sequence_parallel.size
+    tokens, positions, predict, lengths = _lay_out(sequences, size)
+    run = len(tokens) // size
+    edges = np.searchsorted(predict, np.arange(size + 1) * run)
+    own, mine = slice(rank * run, (rank + 1) * run), slice(edges[rank], edges[rank + 1])
+    counts = [len(s.rollout_logprobs) for s in sequences]
+
+    def to(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return MicroBatch(
+        token_ids=to(tokens[None, own]),
+        position_ids=to(positions[None, own]),
+        segments=Segments(lengths, to(ends), sequence_parallel.group),
+        predictors=to(predict[mine] - rank * run),
+        labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
+        counts=tuple(np.diff(edges).tolist()),
+        rollout_logprobs=to(np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in sequences)])),
+        advantages=to(np.repeat(np.array([s.advantage for s in sequences], np.float32), counts)),
+        weights=to(np.repeat(np.array([s.token_weight for s in sequences], np.float32), counts)),
+        segment_ids=to(np.repeat(np.arange(len(sequences)), counts)),
+        staleness=to(np.concatenate([np.zeros(0, np.int64), *(s.staleness for s in sequences)])),
+    )
+
+
+def _lay_out(
+    sequences: Sequence[TrainSequence], multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
+    """Returns (tokens [T], positions [T], predictors [R] as places in T, lengths), T > 0 a multiple of `multiple`."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    filler = multiple if not lengths else -sum(lengths) % multiple
+    parts = [sequence.token_ids for sequence in sequences] + [np.zeros(filler, np.int64)]
+    lengths += [filler] if filler else []
+    predictors = [np.zeros(0, np.int64)]
+    for sequence, end in zip(sequences, np.cumsum(lengths), strict=False):
+        predictors.append(np.arange(end - len(sequence.rollout_logprobs), end) - 1)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return np.concatenate(parts).astype(np.int64), positions, np.concatenate(predictors), tuple(lengths)
+
+
+class PackedPolicy(nn.Module):
+    """Wraps a causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
+
+    `model` must have been built with an attention of `workers.training.forward.attention.implementation`. Dropout is
+    off for good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""
+        hidden = self.model.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            segments=batch.segments,
+        ).last_hidden_state
+        hidden = hidden.squeeze(0).index_select(0, batch.predictors)
+        head, vocabulary = self.model.get_output_embeddings(), self.model.config.vocab_size
+        logprobs, entropy = token_logprobs(
+            hidden, head, batch.labels, self.temperature, vocabulary, entropy_gradient=self.entropy_gradient
+        )
+        if batch.segments.group is None:
+            return logprobs, entropy
+        both = gather_rows(torch.stack([logprobs, entropy], dim=1), batch.counts, batch.segments.group)
+        entropy = both[:, 1].clone()  # FSDP puts hooks on what leaves it, which views would drop
+        return both[:, 0].clone(), entropy if self.entropy_gradient else entropy.detach()
