@@ -243,8 +243,10 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await asyncio.gather(start_engines(), start_others())
         sync = WeightSync(actors, engines, cfg)
         engines.keeper.rejoin = sync.rejoin
-        gpus = count_gpus(cfg, device)
-        yield Pools(rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock, gpus=gpus)
+        gpus, work = count_gpus(cfg, device), engines.work() | {"reward workers": rewards.unscored}
+        yield Pools(
+            rollouts=engines, rewards=rewards, actors=actors, sync_weights=sync, weights=sync.lock, gpus=gpus, work=work
+        )
     finally:
         actors.close()
         rewards.stop()
