@@ -59,7 +59,7 @@ class PhaseClock:
             self._advance()
             self._open[phase] -= 1
             if not self._open[phase]:
-                self.note(phase, self.since.pop(phase))
+                self._spans.append(self._span(phase, self.since.pop(phase), self._last))
 
     def note(self, lane: str, began: float) -> None:
         """Has the timeline show a lane from `began` (`time.monotonic()`) until now, whose seconds are not counted."""

@@ -24,6 +24,7 @@ READMES = sorted(
 STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker ", ".venv/bin/", ".ci/")
 HAND = "by hand: "
 RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
+TIMELINE = "tests/inspect/test_timeline.py::test_the_terminal_and_the_page_show_the_slowest_step_first"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -57,6 +58,7 @@ RUN_BY = {
     r"python -m dapo\.store\b": "tests/store/test_schema.py::test_the_reference_is_current",
     r"python -m dapo\.inspect .*--html\b": "tests/inspect/test_page.py::test_the_command_in_a_fresh_process",
     r"python -m dapo\.inspect .*findings$": "tests/inspect/test_page.py::test_a_page_of_200_steps_is_small",
+    r"python -m dapo\.inspect .*timeline\b": TIMELINE,
     r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
     r"python -m dapo\.compare\b": "tests/compare/test_command.py::test_curves_over_steps_tokens_and_seconds",
     r"python -m dapo\.bench( (COMMAND|step|both|short|long).*)?$": "tests/bench/test_commands.py::test_step",

@@ -110,7 +110,9 @@ def times(store: Reader, given: argparse.Namespace) -> None:
         for lane in found.lanes
     ]
     heading = f"{found.began:.3g} s".ljust(CELLS - 8) + f"{found.ended:.3g} s".rjust(8)
-    table(f"step {number}: {every[number] or found.ended:.3g} s{before}", ("role", heading, "in figures"), rows, numbers=2)
+    table(
+        f"step {number}: {every[number] or found.ended:.3g} s{before}", ("role", heading, "in figures"), rows, numbers=2
+    )
     print(LETTERS)
 
 

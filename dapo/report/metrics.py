@@ -160,8 +160,8 @@ def report_step(
     *,
     samples: int,
 ) -> None:
-    """Logs a step: its metrics; its groups; its timeline; the lengths of all responses drawn and the pass rates of all groups as
-    histograms; the text of the first responses of `samples` groups."""
+    """Logs a step: its metrics; its groups; its timeline; the lengths of all responses drawn and the pass rates of all
+    groups as histograms; the text of the first responses of `samples` groups."""
     logger.log(step, metrics)
     logger.groups(step, collected)
     logger.spans(step, spans)

@@ -58,6 +58,7 @@ def test_each_role_has_a_row_and_the_driver_is_told_whole() -> None:
     assert lanes["engine 2"].about(-4, 20) == "1.25 requests in the engine, at most 4"
     assert lanes["ranks"].about(-4, 20) == "update 5 s, checkpoint 2 s, weight sync 1 s"
     assert timeline(7, [], 20.0) is None
+    assert "engine \N{REPLACEMENT CHARACTER}[2J<b>" in by_role([*STEP, span("engine \x1b[2J<b>", 0, 1)])
 
 
 def test_of_many_engines_the_sum_and_the_ends_are_told() -> None:
@@ -108,12 +109,12 @@ def test_the_terminal_and_the_page_show_the_slowest_step_first(run: Path, capsys
     found = [each["step"] for each in data["timelines"]]
     assert found[:20] == slowest[:20] and {1, 60} < set(found) and len(found) == len(set(found)) <= 40
     assert [lane["role"] for lane in data["timelines"][0]["lanes"]][-1] == "driver waits for"
-    assert {part[2] for lane in data["timelines"][0]["lanes"] for part in lane["parts"]} < set(range(len(data["kinds"])))
+    assert {part[2] for lane in data["timelines"][0]["lanes"] for part in lane["parts"]} < set(
+        range(len(data["kinds"]))
+    )
 
 
-def test_a_run_of_an_older_dapo_is_shown_without(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_of_an_older_dapo_is_shown_without(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     old = tmp_path / "samples.sqlite"
     with closing(sqlite3.connect(run / "samples.sqlite")) as new, closing(sqlite3.connect(old)) as copy:
         new.backup(copy)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dapo.clock import Span
 from dapo.config.schema import LoggingConfig
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
@@ -190,6 +191,11 @@ def test_steps_metrics_and_evaluations_are_those_of_the_other_files(run):
     assert means == pytest.approx(evaluated) and len(means) == 11
     assert one(directory, "SELECT count(*), sum(prompt < 5) FROM evaluations") == (110, 110)
     assert one(directory, "SELECT count(*) FROM prompts WHERE split = 'eval'") == (5,)
+    whole = dict(rows(directory, "SELECT step, sum(ended - began) FROM spans WHERE lane = 'update' GROUP BY step"))
+    assert whole == pytest.approx({step: line["perf/update_s"] for step, line in steps.items()})
+    before = [step for step, *_ in rows(directory, "SELECT step FROM spans WHERE lane = 'save' AND ended <= 0")]
+    assert before == list(range(3, 21, 2)), "a step begins with the checkpoint of the one before"
+    assert {step for step, *_ in rows(directory, "SELECT step FROM spans WHERE lane = 'aside'")} == set(range(1, 21, 2))
     saves = rows(directory, "SELECT step, message FROM events WHERE kind = 'save' ORDER BY event")
     assert saves == [(step, f"step {step}") for step in range(2, 21, 2)]
     assert one(directory, "SELECT config, ended > began FROM runs") == ('{"seed": 0}', 1)
@@ -256,6 +262,7 @@ def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, 
         groups = [with_text(10 * each + number, "text") for number in range(3)]
         if each:
             store.step(each, replace(collected_of(groups), returned=(10 * each + 5,), why_returned="surplus"))
+            store.spans(each, [Span(lane="update", began=0.0, ended=1.0, level=1.0)])
         store.metrics(each, {"a": 1.0})
         store.evaluation(each, "eval", groups)
     store.event("warning", "engine 1 is lost")
@@ -264,7 +271,7 @@ def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, 
     trained = [each for each in left if each]
     for table_name in ("metrics", "evaluations"):
         assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in left]
-    for table_name in ("steps", "groups", "returned"):
+    for table_name in ("steps", "groups", "returned", "spans"):
         assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in trained]
     draws = [(10 * each + number,) for each in trained for number in range(3)]
     assert rows(tmp_path, "SELECT DISTINCT draw FROM responses ORDER BY draw") == draws

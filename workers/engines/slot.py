@@ -24,9 +24,9 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 
 
 class EngineSlot:
-    """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the version that all serve.
-    version: that one. proven: it has not started again, or was compared with the actors since. limit: on its restarts.
-    follower: of what it does.
+    """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
+    version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
+    limit: on its restarts. follower: of what it does.
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
