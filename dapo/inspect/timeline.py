@@ -59,7 +59,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Holds a step, from `began` (below 0 where something lay between it and the step before) to `ended`, in seconds."""
+    """Holds a step from `began`, below 0 where something lay between it and the step before, to `ended`, in seconds."""
 
     step: int
     began: float
