@@ -91,12 +91,13 @@ class PhaseClock:
 
 
 def _joined(spans: list[Span], gap: float) -> list[Span]:
-    """Returns the spans with those of a lane made one that are not further apart than `gap` seconds."""
+    """Returns the spans with those of a lane made one that are not further apart than `gap` seconds; none of a lane may
+    overlap another."""
     found: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.began):
         of_lane = found.setdefault(span.lane, [])
         if of_lane and span.began - of_lane[-1].ended <= gap:
-            of_lane[-1] = replace(of_lane[-1], ended=max(of_lane[-1].ended, span.ended))
+            of_lane[-1] = replace(of_lane[-1], ended=span.ended)
         else:
             of_lane.append(span)
     return [span for of_lane in found.values() for span in of_lane]

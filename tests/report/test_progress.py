@@ -348,3 +348,8 @@ def test_a_step_is_expected_to_take_as_long_as_the_last_whole_ones(clock: Clock)
         assert "~30s left" in after(30) and "~45s left" in after(60)
         assert [after(10) for _ in range(5)] and "~10s left" in lines[-1], "of those before, none counts any more"
         assert lines[-1].startswith("in step 10/80")
+        assert "batch in ~" in after(300, steps=0), "it takes longer"
+        with trainer.clock("update"):
+            assert "batch in" not in after(1, steps=0), "what waits is of the next one"
+        trainer.stream.buffer.progress = lambda: (4, 4, 1)
+        assert "batch in" not in after(1, steps=0), "it is full"
