@@ -351,5 +351,7 @@ def test_a_step_is_expected_to_take_as_long_as_the_last_whole_ones(clock: Clock)
         assert "batch in ~" in after(300, steps=0), "it takes longer"
         with trainer.clock("update"):
             assert "batch in" not in after(1, steps=0), "what waits is of the next one"
+        with trainer.clock("reference"):
+            assert "· asking the reference policy ·" in after(0, steps=0)
         trainer.stream.buffer.progress = lambda: (4, 4, 1)
         assert "batch in" not in after(1, steps=0), "it is full"
