@@ -80,7 +80,10 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        pools = partial(Pools, rollouts=engines, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device))
+        work = engines.work() | {"reward workers": rewards.unscored}
+        pools = partial(
+            Pools, rollouts=engines, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device), work=work
+        )
         if isinstance(actors, FixedPolicy) or half == "train":  # there is one version of the weights, or none to serve
             engines.keeper.rejoin = keep_weights_of
             yield pools(sync_weights=keep_weights)

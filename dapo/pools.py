@@ -4,13 +4,13 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
 
-from dapo.measure.usage import RankUse, resident_bytes
+from dapo.measure.usage import Course, RankUse, resident_bytes
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
 
 
@@ -155,7 +155,8 @@ class Pools:
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
-    gpus: of all of them.
+    gpus: of all of them. work: what they have to do, by lane of a step's timeline: requests of each engine, responses
+    without a verdict.
     """
 
     rollouts: RolloutPool
@@ -164,6 +165,7 @@ class Pools:
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     gpus: int = 0
+    work: Mapping[str, Course] = field(default_factory=dict)
 
     def lap(self) -> dict[str, float]:
         """Returns what the pools did since the last lap, what memory this process takes, and how many processes of each

@@ -138,9 +138,9 @@ class Trainer:
                 await self._pools.sync_weights(self.version)
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
-        seconds, totals = self.clock.lap(), self._buffer.metrics()
+        spans, seconds, totals = self.clock.timeline(self._pools.work), self.clock.lap(), self._buffer.metrics()
         metrics = step_metrics(collected, batch, update, seconds, totals, gpus=self._pools.gpus)
-        report_step(self._logger, self.version, metrics, collected, samples=self._cfg.logging.samples)
+        report_step(self._logger, self.version, metrics, collected, spans, samples=self._cfg.logging.samples)
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics, repeated=take_repeated()))
         return metrics
 

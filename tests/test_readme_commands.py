@@ -26,6 +26,7 @@ STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker "
 HAND = "by hand: "
 RUNTIME_ENV = "tests/launch/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
 REPLAY = "tests/replay/test_again.py::"
+TIMELINE = "tests/inspect/test_timeline.py::test_the_terminal_and_the_page_show_the_slowest_step_first"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -62,6 +63,7 @@ RUN_BY = {
     r"python -m dapo\.store\b": "tests/store/test_schema.py::test_the_reference_is_current",
     r"python -m dapo\.inspect .*--html\b": "tests/inspect/test_page.py::test_the_command_in_a_fresh_process",
     r"python -m dapo\.inspect .*findings$": "tests/inspect/test_page.py::test_a_page_of_200_steps_is_small",
+    r"python -m dapo\.inspect .*timeline\b": TIMELINE,
     r"python -m dapo\.inspect\b": "tests/inspect/test_command.py::test_which_step_was_slowest_and_why",
     r"python -m dapo\.compare\b": "tests/compare/test_command.py::test_curves_over_steps_tokens_and_seconds",
     r"python -m dapo\.replay\b": REPLAY + "test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it",

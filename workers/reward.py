@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
-from dapo.measure.usage import Level, resident_bytes
+from dapo.measure.usage import Course, resident_bytes
 from dapo.report.watchdog import Member
 from dapo.rewards.fork_server import Item
 from dapo.rewards.loading import tail
@@ -117,7 +117,7 @@ class RewardPool:
         )
         self.failures: Counter[str] = Counter()
         self._respawned_children = self._resident_bytes = 0  # known at each check
-        self._unscored, self._unscored_before = Level(), 0.0  # responses without a verdict, and their integral
+        self.unscored, self._unscored_before = Course(), 0.0  # responses without a verdict, and their integral
         self._scoring_s, self._lapped = 0.0, time.monotonic()
         self._digest = ""
         self._max_response_length = max_response_length
@@ -157,14 +157,14 @@ class RewardPool:
             RemoteError: the pool failed its known answers, or no response gets a verdict any more.
         """
         model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
-        self._unscored.add(1)
+        self.unscored.add(1)
         try:
             verdict = await self._verdict(prompt, response)
             self._watch(verdict, f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}")
             score = self._with_penalty(self._with_known_metrics(verdict.score), len(response.token_ids))
             return score if model is None else self._with_model(score, await model)
         finally:
-            self._unscored.add(-1)
+            self.unscored.add(-1)
             if model is not None:
                 model.cancel()
 
@@ -172,14 +172,14 @@ class RewardPool:
         """Returns what the workers did since the last lap, and how many of them, the model's included, and child
         processes were replaced so far, as metrics."""
         fleets = [self.fleet] if self._model is None else [self.fleet, self._model.fleet]
-        now, area = time.monotonic(), self._unscored.area()
+        now, area = time.monotonic(), self.unscored.area()
         seconds = max(now - self._lapped, 1e-9)
         children_s = seconds * self._cfg.num_workers * self._cfg.children_per_worker
         metrics = {
             "perf/restarted_reward_workers": sum(fleet.respawned for fleet in fleets),
             "perf/restarted_reward_children": self._respawned_children,
             "perf/reward/queue_mean": (area - self._unscored_before) / seconds,
-            "perf/reward/queue_max": self._unscored.peak(),
+            "perf/reward/queue_max": self.unscored.peak(),
             "perf/reward/idle": max(0.0, 1.0 - self._scoring_s / children_s),
             "perf/reward/resident_bytes": self._resident_bytes,
         }

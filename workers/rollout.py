@@ -15,6 +15,7 @@ import numpy as np
 
 from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
+from dapo.measure.usage import Course
 from dapo.report.watchdog import waiting
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
@@ -62,6 +63,10 @@ class RolloutPool:
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, as metrics; see `Keeper.lap`."""
         return self.keeper.lap(self._processes if self._on_gpus else 0)
+
+    def work(self) -> dict[str, Course]:
+        """Returns the requests that each engine has, by its name in a timeline."""
+        return {f"engine {slot.number}": slot.requests for slot in self._slots}
 
     @property
     def workers(self) -> list[Any]:
@@ -146,7 +151,7 @@ class RolloutPool:
         """Yields the responses with these numbers and seeds, from one engine."""
         numbers = list(seeds)
         running = len(numbers)
-        home.load += running
+        home.requests.add(running)
         try:
             stream = home.worker.generate.options(num_returns="streaming")
             parts = stream.remote(key, prompt, replace(sampling, n=running), list(seeds.values()))
@@ -154,13 +159,13 @@ class RolloutPool:
             with waiting(home.member(), home.doing, silent=home.silent):
                 async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
                     running -= len(part)
-                    home.load -= len(part)
+                    home.requests.add(-len(part))
                     for _, response in part:
                         self._fleet.observe(len(prompt), len(response.token_ids))
                     for place, response in part:
                         yield numbers[place], replace(response, engine=home.number)
         finally:
-            home.load -= running
+            home.requests.add(-running)
 
     async def abort(self, keys: list[str]) -> None:
         """Ends the named groups wherever they run; returns when none of them does.

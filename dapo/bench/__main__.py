@@ -10,8 +10,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from dapo.bench.shapes import H200_PEAK_FLOPS, LENGTHS, MODELS, SYNC_SHAPES
+from dapo.bench.shapes import LENGTHS, MODELS, SYNC_SHAPES
 from dapo.config.actor import TRANSPORTS
+from dapo.config.devices import PEAK_FLOPS
 
 OVERRIDES = "key=value words are overrides of the configuration, +experiment=dapo_tiny, as dapo.main_ppo takes them."
 
@@ -74,7 +75,7 @@ def _device(device: argparse.ArgumentParser) -> None:
     device.add_argument("--sequences", type=positive, default=1, help="equal sequences in a micro-batch")
     device.add_argument("--micro-batches", type=positive, default=4, help="of one update")
     device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device.add_argument("--peak-flops", type=float, default=H200_PEAK_FLOPS, help="of the device, per second")
+    device.add_argument("--peak-flops", type=float, default=PEAK_FLOPS["H200"], help="of the device, per second")
     device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
     device.add_argument("--output", default="bench_device.jsonl", help="where the rows are appended")
 

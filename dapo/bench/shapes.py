@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from dapo.measure.usage import PEAK_FLOPS
-
 LENGTHS = ("short", "long")  # worked sums, 20 to 60 tokens; geometric, mean about 110, up to 2,048
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
-H200_PEAK_FLOPS = PEAK_FLOPS["H200"]
 
 # Layers and sizes of random models for the weight sync; the larger ones are Qwen2.5's without its vocabulary.
 SYNC_SHAPES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from dapo.report.log import duration
 from dapo.report.table import table
 from dapo.results.figures import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
 from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
-from dapo.state.changes import changes
+from dapo.state.changes import values
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
 FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
@@ -70,13 +70,9 @@ def _against_first(gains: Gains) -> Iterator[tuple[str, list[str]]]:
 def configuration_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Returns the keys that are not the same in all runs, each with the value in each. A key that a run lacks has its
     default; of paths only the last part counts."""
-    plain = [_without_folders(config) for config in configs]
-    found: dict[str, list[Any]] = {}
-    for number, config in enumerate(plain):
-        for change in changes(plain[0], config):
-            if change.key not in LEFT_OUT:
-                found.setdefault(change.key, [change.there] * len(plain))[number] = change.here
-    return found
+    each = [values(_without_folders(config)) for config in configs]
+    rows = {key: [one[key] for one in each] for key in each[0] if key not in LEFT_OUT}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def _without_folders(value: Any) -> Any:

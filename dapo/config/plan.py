@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dapo.config.devices import PEAK_FLOPS
 from dapo.config.fields import at_least, positive, section, share
 from dapo.config.schema import Config
 
@@ -19,7 +20,7 @@ class PlanConfig:
     engine_overhead_bytes: float = at_least(0, 4e9, "the same of an engine, CUDA graphs included")
     host_memory_bytes: float = at_least(0, 1e12, "bytes of one node's memory, for what is offloaded")
     gpus_per_node: int = positive(8, "GPUs of one node")
-    gpu_flops: float = positive(989e12, "dense peak of one GPU in `model.dtype`, FLOP/s")
+    gpu_flops: float = positive(PEAK_FLOPS["H200"], "dense peak of one GPU in `model.dtype`, FLOP/s")
     hfu: float = share(0.5, "share of it that an update reaches, recomputation counted (hardware FLOPs utilization)")
     gpu_bandwidth: float = positive(3.35e12, "byte/s of one GPU's memory")
     bandwidth_share: float = share(0.6, "share of it that decoding reaches")

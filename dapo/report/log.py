@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from dapo.measure.clock import Span
 from dapo.report.console import warn
 from dapo.report.sinks import Guarded, Sink
 from dapo.state.durable import write_text
@@ -91,6 +92,11 @@ class MetricsLogger:
         """Keeps what a step used up."""
         if self._store is not None:
             self._store.step(step, collected)
+
+    def spans(self, step: int, spans: Sequence[Span]) -> None:
+        """Keeps the timeline of a step."""
+        if self._store is not None:
+            self._store.spans(step, spans)
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keeps the answers to the held-out set `name`."""

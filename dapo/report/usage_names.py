@@ -71,7 +71,7 @@ RANK = Family(
             "mfu",
             "share",
             "model FLOPs of the update / (its seconds × Σ peak FLOP/s of the ranks' GPUs in bfloat16), where the GPU "
-            "(`PEAK_FLOPS` in dapo/measure/usage.py) and the model's shape are known; model FLOPs = 3 × forward pass "
+            "(`PEAK_FLOPS` in dapo/config/devices.py) and the model's shape are known; model FLOPs = 3 × forward pass "
             "of each optimizer step, 2 × with LoRA",
             "perf/mfu/actor",
         ),

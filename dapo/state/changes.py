@@ -111,19 +111,17 @@ def covers(entry: str, key: str) -> bool:
 
 
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
-    """Returns what differs, in the order of the configuration. A key that only one side has counts with its default.
+    """Returns what differs, in the order of the configuration.
 
     there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared.
     """
-    found = []
-    for one in keys(Config):
-        if ITEM not in one.name:
-            change = Change(
-                key=one.name, there=_value(there, one.name, one.default), here=_value(here, one.name, one.default)
-            )
-            if change.there != change.here:
-                found.append(change)
-    return found
+    before, after = values(there), values(here)
+    return [Change(key=key, there=before[key], here=after[key]) for key in before if before[key] != after[key]]
+
+
+def values(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value of every key, its default where the configuration lacks it."""
+    return {one.name: _value(config, one.name, one.default) for one in keys(Config) if ITEM not in one.name}
 
 
 def check_accepted(accepted: Sequence[str]) -> None:

@@ -29,18 +29,21 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   `events` keep everything. Groups that were sampled and not used up (surplus, too old, refused, cut off) are not
   here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
   `ledger/wasted_*`.
-- **Size.** About 150 bytes per response besides its text in the tiny run. A text longer than
-  `logging.max_text_bytes` loses its middle, and `logging.sample_fraction` of the groups keep theirs, spread evenly
-  over the draws. The log `{DATABASE}-wal` is as large as a step while that is written.
-- **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2 %
-  of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 % longer
-  (median of 28 pairs, quartiles -14 % and +10 %). 8,192 responses of 5,000 tokens with texts of 20 kB are on disk 1.4
-  to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses
-  (`python -m dapo.bench store`, the same machine). More than 1 GiB that waits for a slow disk is left out and counted.
+- **Size.** About 150 bytes per response besides its text, and 4 kB per step for its timeline, in the tiny run (27 kB
+  with 8 engines, 185 kB with 64). A text longer than `logging.max_text_bytes` loses its middle, and
+  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. The log `{DATABASE}-wal` is as
+  large as a step while that is written.
+- **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2
+  % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
+  longer (median of 28 pairs, quartiles -14 % and +10 %). 8,192 responses of 5,000 tokens with texts of 20 kB are on
+  disk 1.4 to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses
+  (`python -m dapo.bench store`, the same machine). The timeline of a step of as many costs the driver 15 ms of
+  counting and, with 8 engines, 6 ms at its end and the thread 1 ms (64: 21 ms and 10 ms). More than 1 GiB that waits
+  for a slow disk is left out and counted.
 - **Failure.** What cannot be written (full disk, lock of another program for 10 s) is left out: a warning at most
   every 10 minutes with the count, a row in `events`; the run goes on. A damaged file, and one of another version, is
-  renamed and a new one begins. On a file system of several hosts the write-ahead log needs readers on the driver's
-  host: copy the file to read it elsewhere.
+  renamed and a new one begins; one that lacks nothing but newer tables gets them. On a file system of several hosts
+  the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere.
 - **Hostile texts** are data: bound as parameters, characters that UTF-8 cannot hold replaced, NUL shown as U+2400.
 
 `PRAGMA user_version` is {VERSION}, `PRAGMA application_id` {APPLICATION_ID:#x}. Times are Unix seconds (`datetime(at,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dapo.store.schema import DATABASE, TRAIN, VERSION
+from dapo.store.schema import DATABASE, GROWS, TRAIN, VERSION
 
 Rows = list[dict[str, Any]]
 PHASES = ("generation", "reward", "reference", "update", "sync", "evaluation", "driver")  # `perf/PHASE_s`; they overlap
@@ -42,9 +42,10 @@ class Reader:
                 f"{self.path} cannot be read ({error}); where its folder cannot be written to or is on another host, "
                 f"copy it and {DATABASE}-wal, and read the copy"
             ) from error
-        if version != VERSION:
+        if version not in (VERSION, *GROWS):
             self.close()
             raise ValueError(f"{self.path} is of version {version}, and this dapo reads version {VERSION}")
+        self._has_spans = version not in GROWS
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 
@@ -78,6 +79,12 @@ class Reader:
     def groups(self, step: int) -> Rows:
         """Returns the groups that a step used up, in draw order, with source and text of the prompt as `question`."""
         return self._all(f"{GROUPS} WHERE step = ? ORDER BY draw", step)
+
+    def spans(self, step: int) -> Rows:
+        """Returns the timeline of a step; none of a run of an older dapo."""
+        if not self._has_spans:
+            return []
+        return self._all("SELECT lane, began, ended, level FROM spans WHERE step = ? ORDER BY lane, began", step)
 
     def visits(self, prompt: int) -> Rows:
         """Returns the groups of a training prompt, oldest first."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.schema import LoggingConfig
+from dapo.measure.clock import Span
 from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
 from dapo.store.schema import DATABASE, TABLES, TRAIN
@@ -61,7 +62,7 @@ class SampleStore:
             after = step if step else -1
             draws = "SELECT draw FROM groups WHERE step > ?"
             connection.execute(f"DELETE FROM responses WHERE draw IN ({draws})", (after,))
-            for table in ("groups", "steps", "returned", "evaluations", "metrics"):
+            for table in ("groups", "steps", "returned", "spans", "evaluations", "metrics"):
                 connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
 
         self._writer.put(write, owed=True)
@@ -93,6 +94,11 @@ class SampleStore:
                 _insert(connection, "responses", answer_rows((draw,), group, self._text_bytes(draw)))
 
         self._put(write, [group for group, _ in groups])
+
+    def spans(self, step: int, spans: Sequence[Span]) -> None:
+        """Keeps the timeline of a step."""
+        rows = [(step, span.lane, span.began, span.ended, span.level) for span in spans]
+        self._writer.put(lambda connection: _insert(connection, "spans", rows))
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id. An evaluation that is

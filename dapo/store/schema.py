@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DATABASE = "samples.sqlite"  # in the output directory
-VERSION = 2  # `PRAGMA user_version`: another one is no database that this code may write to or read
+VERSION = 3  # `PRAGMA user_version`: another one is no database that this code may write to or read, but for
+GROWS = (2,)  # these, which lack tables and nothing else: a writer adds them
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own
@@ -156,6 +157,29 @@ TABLES = (
             ("reason", "TEXT NOT NULL", "`surplus` (beyond the batch, at staleness 0) or `stale` (too old)"),
         ),
         key="step, draw",
+        small=True,
+    ),
+    Table(
+        name="spans",
+        text="A row per stretch of a step's timeline. In seconds since the step began; below 0 lies what was between "
+        "it and the step before, such as a checkpoint. What comes after the last step is not here.",
+        columns=(
+            ("step", "INTEGER NOT NULL", "which"),
+            (
+                "lane",
+                "TEXT NOT NULL",
+                "a phase in which the driver waited, as in `perf/PHASE_s`, or `save`; `aside`: an evaluation was under "
+                "way; `engine N`; `reward workers`",
+            ),
+            ("began", "REAL NOT NULL", "when"),
+            ("ended", "REAL NOT NULL", "when"),
+            (
+                "level",
+                "REAL NOT NULL",
+                "mean number of requests that the engine had, or of responses without a verdict; of others 1",
+            ),
+        ),
+        key="step, lane, began",
         small=True,
     ),
     Table(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dapo.store.schema import VERSION, statements
+from dapo.store.schema import GROWS, VERSION, statements
 
 Write = Callable[[sqlite3.Connection], object]
 
@@ -199,7 +199,7 @@ def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
     connection = _connected(path)
     try:
         (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, VERSION):
+        if found not in (0, VERSION, *GROWS):
             connection.close()
             warn(f"{path} is of version {found}, not {VERSION}; it is now {set_aside(path, f'version_{found}')}")
             connection = _connected(path)

@@ -65,6 +65,12 @@ def test_three_steps_report_evaluate_and_save(whole_run):
         kept = store.execute("SELECT step, count(*), count(text) FROM evaluations GROUP BY step ORDER BY step")
         assert kept.fetchall() == [(0, 32, 32), (2, 32, 32), (3, 32, 32)]
         assert store.execute("SELECT count(*) FROM events WHERE kind = 'save'").fetchall() == [(2,)]
+        lanes = dict(store.execute("SELECT lane, count(DISTINCT step) FROM spans WHERE level > 0 GROUP BY lane"))
+        every = ("engine 0", "engine 1", "reward workers", "generation", "reference", "update", "sync")
+        assert {lane: lanes[lane] for lane in every} == dict.fromkeys(every, 3) and {"aside", "save"} < lanes.keys()
+        apart = "SELECT abs(sum(ended - began) - value) FROM spans JOIN metrics USING (step) WHERE lane = 'update' "
+        found = store.execute(f"{apart} AND name = 'perf/update_s' GROUP BY step").fetchall()
+        assert len(found) == 3 and all(seconds < 1e-6 for (seconds,) in found)
         assert store.execute("SELECT ended > began, json_extract(config, '$.rollout.n') FROM runs").fetchall() == [
             (1, 4)
         ]

@@ -5,7 +5,8 @@ import subprocess
 import psutil
 import pytest
 
-from dapo.measure.usage import Level, peak_flops, resident_bytes
+from dapo.config.devices import peak_flops
+from dapo.measure.usage import Level, resident_bytes
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """What is said between two step lines, and when: the real trainer and stream, a clock that the test moves."""
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Clock:
         self.now = 1000.0
         for module in (clock_module, traffic_module, console, watchdog):
             monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(console, "_printed_at", -math.inf)  # the tests before have printed, by another clock
 
     def monotonic(self) -> float:
         return self.now
@@ -71,6 +73,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
             "in step 17/80 · generating · groups 0/16 usable, 0 to be dropped · "
             "responses 0 done, 64 running · longest 0s",
             id="its begin",
+        ),
+        pytest.param(
+            {"phase": "scoring", "running": 0},
+            "",
+            "in step 17/80 · scoring for 42s · groups 9/16 usable, 4 to be dropped · responses 310 done, 0 running · "
+            "5.1k tokens/s",
+            id="its end",
         ),
         pytest.param(
             {"phase": "updating", "phase_s": 200.0, "running": 0, "evaluation": (16, 340, 2048)},
@@ -157,6 +166,7 @@ def test_every_phase_of_a_run_is_told_and_no_response_is_lost(tmp_path, clock: C
     run(watched())
     phases = {moment.phase for moment in seen}
     assert phases >= {GENERATING, "scoring", "updating", "syncing weights", "saving", "evaluating"}
+    assert (seen[0].phase, seen[0].phase_s) == ("preparing", 0.0) and "in step 1/5 · preparing" == line_of(seen[0])
     assert [moment.step for moment in seen] == sorted(moment.step for moment in seen)
     assert {moment.step for moment in seen} == {1, 2, 3, 4, 5} and seen[-1].running == 0
     assert {moment.evaluation[0] for moment in seen if moment.evaluation} == {0, 2, 4, 5}
@@ -191,11 +201,11 @@ class Some(EndlessRollouts):
 
 
 @contextmanager
-def collecting(clock: Clock) -> Iterator[tuple[SimpleNamespace, Callable[[], None]]]:
+def collecting(clock: Clock, version: int = 6) -> Iterator[tuple[SimpleNamespace, Callable[[], None]]]:
     """What a Progress needs of a trainer whose stream has collected all that it can get, and what ends the step."""
     with asyncio.Runner() as loop:
         stream = make_stream(Some(), FakeRewards(some_mixed))
-        stream.buffer.serving(6)
+        stream.buffer.serving(version)
 
         async def start() -> asyncio.Task:
             task = asyncio.create_task(stream.collect())
@@ -274,6 +284,8 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
                 progress.look(clock.now)
                 with waiting("something new"):
                     assert dog.due(clock.now) == [], "the line in place breaks every silence"
+            rates = [int(re.search(r"(\d+) tokens/s", line)[1]) for line in lines[:4]]
+            assert rates == [round(rates[0] / seconds) for seconds in (1, 2, 3, 4)] and rates[0] > 12
             assert len(lines) == 200 and lines[-1].startswith("in step 7/8 · generating for 3m · batch in ~3m")
             next_step()
             clock.now += 0.5
@@ -289,3 +301,57 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
         shown_so_far = len(lines)
         progress.look(clock.now)
         assert len(lines) == shown_so_far and said == []
+
+
+class Changing:
+    """A table that changes while it is read, the first time."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def keys(self) -> list[str]:
+        self.read += 1
+        if self.read == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return []
+
+
+def test_a_look_that_another_thread_spoils_is_left_out(clock: Clock) -> None:
+    lines: list[str] = []
+    with collecting(clock) as (trainer, _), Progress(8, EVERY_S, live=lambda: shown(lines)) as progress:
+        trainer.clock = SimpleNamespace(since=Changing())
+        progress.of(trainer)
+        for count in (0, 1):
+            clock.now += 1
+            progress.look(clock.now)
+            assert len(lines) == count
+
+
+def test_a_step_is_expected_to_take_as_long_as_the_last_whole_ones(clock: Clock) -> None:
+    lines: list[str] = []
+    with (
+        collecting(clock, version=0) as (trainer, next_step),
+        Progress(80, EVERY_S, live=lambda: shown(lines)) as progress,
+    ):
+        progress.of(trainer)
+
+        def after(seconds: float, steps: int = 1) -> str:
+            clock.now += seconds
+            progress.look(clock.now)
+            for _ in range(steps):
+                next_step()
+            progress.look(clock.now)
+            return lines[-1]
+
+        assert " left" not in after(1, steps=0), "the first one"
+        assert " left" not in after(50, steps=2), "how long each of them took was not seen"
+        assert "~30s left" in after(30) and "~45s left" in after(60)
+        assert [after(10) for _ in range(5)] and "~10s left" in lines[-1], "of those before, none counts any more"
+        assert lines[-1].startswith("in step 10/80")
+        assert "batch in ~" in after(300, steps=0), "it takes longer"
+        with trainer.clock("update"):
+            assert "batch in" not in after(1, steps=0), "what waits is of the next one"
+        with trainer.clock("reference"):
+            assert "· asking the reference policy ·" in after(0, steps=0)
+        trainer.stream.buffer.progress = lambda: (4, 4, 1)
+        assert "batch in" not in after(1, steps=0), "it is full"

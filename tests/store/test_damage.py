@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from dapo.store.schema import VERSION
+from dapo.store.schema import GROWS, VERSION
 from dapo.store.writer import opened
 from tests.support.store.writers import PATIENCE_S, metric, steps_in, writer_of
 
@@ -82,3 +82,18 @@ def test_a_database_of_another_version_is_set_aside(tmp_path, told):
         f"{tmp_path}/samples.sqlite is of version {VERSION + 1}, not {VERSION}; it is now "
         f"{tmp_path}/samples.version_{VERSION + 1}.sqlite"
     ]
+
+
+def test_a_database_that_lacks_new_tables_gets_them_and_keeps_what_it_has(tmp_path, told):
+    with closing(opened(tmp_path / "samples.sqlite", told)) as connection:
+        metric(1)(connection)
+        connection.execute("DROP TABLE spans")
+        connection.execute(f"PRAGMA user_version = {GROWS[-1]}")
+    writer = writer_of(tmp_path, told)
+    writer.put(lambda connection: connection.execute("INSERT INTO spans VALUES (2, 'update', 0, 1, 1)"))
+    writer.put(metric(2))
+    writer.close(PATIENCE_S)
+    assert steps_in(tmp_path) == [1, 2] and told == []
+    with closing(sqlite3.connect(tmp_path / "samples.sqlite")) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        assert connection.execute("SELECT count(*) FROM spans").fetchone() == (1,)

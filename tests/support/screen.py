@@ -22,6 +22,12 @@ class Screen:
             self._take(found)
         return self
 
+    def resize(self, width: int) -> None:
+        """What does not fit any more is gone, as xterm has it."""
+        self.width, self.column = width, min(self.column, width)
+        for cells in self.rows:
+            del cells[width:]
+
     def _take(self, found: re.Match[str]) -> None:
         match found[0], found[1], found[2]:
             case "\r", _, _:

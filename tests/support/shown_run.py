@@ -1,7 +1,7 @@
 """Makes run directories for what shows a run: a real store with groups, metrics, evaluations and events, by formula."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import LoggingConfig
+from dapo.measure.clock import Span
 from dapo.sampling.draws import TRAINED
 from dapo.store.samples import SampleStore
 from dapo.types import Group
@@ -60,6 +61,26 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
     }
 
 
+def spans_of(values: Mapping[str, float]) -> list[Span]:
+    """A checkpoint, then one phase after the other; two engines with a long tail, the second one ready early."""
+    generation, update, step = (values[f"perf/{name}_s"] for name in ("generation", "update", "step"))
+    phases = [
+        ("save", -3.0, -0.5, 1.0),
+        ("generation", 0.0, generation, 1.0),
+        ("reward", generation / 4, generation, 1.0),
+        ("update", generation, generation + update, 1.0),
+        ("sync", generation + update, step - 0.3, 1.0),
+        ("aside", 1.0, generation + update, 1.0),
+    ]
+    for number in range(60):
+        began, ended = (-3.0 + (step + 3) * place / 60 for place in (number, number + 1))
+        if 0 <= began and ended <= generation:
+            left = (1 - began / generation) ** 2
+            phases += [("engine 0", began, ended, 1 + 23 * left), ("reward workers", began, ended, 1 + 4 * left)]
+            phases += [("engine 1", began, ended, 24 * left)] if left > 0.1 else []
+    return [Span(lane=lane, began=began, ended=ended, level=level) for lane, began, ended, level in phases]
+
+
 def make_run(
     directory: Path,
     steps: int,
@@ -82,7 +103,8 @@ def make_run(
         fates = tuple("all_wrong" if group.draw.index % 3 == 1 else TRAINED for group in groups)
         trained = tuple(group for group, fate in zip(groups, fates, strict=True) if fate == TRAINED)
         store.step(step, replace(collected_of(groups), groups=trained, fates=fates))
-        store.metrics(step, metrics_of(step, steps, drawn))
+        store.metrics(step, values := metrics_of(step, steps, drawn))
+        store.spans(step, spans_of(values))
         if step % 20 == 0:
             accuracy = 0.2 + 0.4 * step / steps
             ends = {"": accuracy, "_low": accuracy - 0.05, "_high": 0.7}

@@ -152,7 +152,7 @@ def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pyte
     pool = reward.RewardPool({}, cfg, max_response_length=20)
     fleet: Any = pool.fleet
     monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=fleet.clock))
-    pool._unscored, pool._lapped = reward.Level(fleet.clock), fleet.clock()
+    pool.unscored, pool._lapped = reward.Course(fleet.clock), fleet.clock()
 
     async def four() -> None:
         await asyncio.gather(*[pool.score(make_prompt(1), k, make_response(3)) for k in range(4)])

@@ -12,6 +12,7 @@ import ray
 
 from dapo.config.sampling import RolloutConfig
 from dapo.faults.restarts import Restarts
+from dapo.measure.usage import Course
 from dapo.report.watchdog import Member
 from workers.capacity import EngineSize
 from workers.engines.load import Follower
@@ -23,15 +24,15 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 
 
 class EngineSlot:
-    """Holds one engine. load: responses that it runs. serving: it holds the weights of the version that all serve.
-    version: that one. proven: it has not started again, or was compared with the actors since. limit: on its restarts.
-    follower: of what it does.
+    """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
+    version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
+    limit: on its restarts. follower: of what it does.
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
         """Makes the engine's actor. options: Ray's, from `workers.cluster`."""
         self.number = number
-        self.load = 0
+        self.requests = Course()
         self.size: EngineSize | None = None
         self.serving = False
         self.version = 0
@@ -47,6 +48,11 @@ class EngineSlot:
     def _make(self) -> None:
         remote: Any = ray.remote(RolloutWorker)
         self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
+
+    @property
+    def load(self) -> int:
+        """Counts the responses that it runs now."""
+        return int(self.requests.value)
 
     @property
     def started(self) -> bool:

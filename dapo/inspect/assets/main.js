@@ -63,4 +63,5 @@ function tables() {
 about();
 look(browse());
 draw();
+timelines();
 tables();
