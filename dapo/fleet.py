@@ -50,10 +50,12 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
     actors' weights, whatever they served before.
     """
+    half = cfg.trainer.only
+    if half == "rollout" and rollouts is not None:
+        raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
     device = resolve_device(cfg.trainer.device)
     placement = Placement(cfg, device, warn=warn)
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
-    half = cfg.trainer.only
     actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
     rewards = create_rewards(cfg, placement, device)
 

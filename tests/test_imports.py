@@ -155,7 +155,7 @@ LOADS = {
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
 BEFORE = (
     ([], ["inspect"]),
-    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare"]),
+    (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare", "doctor"]),
     (["torch", "transformers"], ["algorithm"]),
     (["ray"], list(ROLES)),
 )

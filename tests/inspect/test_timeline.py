@@ -90,7 +90,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("run"), 60, n=2, text=lambda draw, sample: "short")
 
 
-def test_the_terminal_and_the_page_show_the_slowest_step_first(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_terminal_and_the_page_show_the_slowest_step_first(
+    run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     main([str(run), "timeline"])
     out = capsys.readouterr().out
     with Reader(run) as store:

@@ -33,7 +33,7 @@ RESPONSES = [
 
 @pytest.fixture(scope="module")
 def scored(program):
-    """Of each response its verdict and that of a right one after it, all through the same children."""
+    """Each response with its verdict and that of a right one after it, all through the same children."""
 
     async def body(children):
         texts = [case.values[0] for case in RESPONSES]
