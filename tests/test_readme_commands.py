@@ -21,9 +21,10 @@ READMES = sorted(
         ["git", "ls-files", "*README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
 )
-STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker ", ".venv/bin/", ".ci/")
+STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "scancel ", "ray job ", "docker ", ".venv/bin/", ".ci/")
 HAND = "by hand: "
 RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
+SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -32,7 +33,9 @@ RUN_BY = {
     r"bash launch/test\.sh": "tests/test_launch.py::test_test_command_ends_with_pytest_and_hides_no_failure",
     r"bash launch/install\.sh": "tests/test_launch.py::test_install_is_idempotent_and_follows_the_lock",
     r"\.ci/run": "tests/test_launch.py::test_shellcheck_finds_nothing",
-    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": "tests/test_launch.py::test_sbatch_ends_as_its_driver_does",
+    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": SLURM,
+    r"sbatch launch/slurm/eval\.sbatch": SLURM,
+    r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
