@@ -165,6 +165,14 @@ def test_install_is_idempotent_and_follows_the_lock(installable: Path) -> None:
     assert len(pip_calls(installable)) == 3
 
 
+def test_packages_alone_need_no_sources_and_are_finished_later(installable: Path) -> None:
+    env = {"PYTHON": str(installable.parent / "fake/base")}
+    assert run_script(installable, "launch/install.sh", "--packages", **env).returncode == 0
+    assert not any("-e " in call for call in pip_calls(installable))
+    assert install(installable).returncode == 0
+    assert f"-e {installable}" in pip_calls(installable)[-1]
+
+
 def test_interrupted_install_is_repaired(installable: Path) -> None:
     failed = install(installable, FAIL="*cpu.lock*")
     assert failed.returncode == 1 and "run it again" in failed.stderr

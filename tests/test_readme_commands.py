@@ -37,6 +37,7 @@ RUN_BY = {
     r"sbatch launch/slurm/eval\.sbatch": SLURM,
     r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
+    r"docker compose ": "tests/launch/test_docker.py::test_compose_starts_ray_with_options_that_it_has",
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
