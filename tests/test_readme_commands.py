@@ -21,7 +21,7 @@ READMES = sorted(
         ["git", "ls-files", "*README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
 )
-STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "scancel ", "ray job ", "docker ", ".venv/bin/", ".ci/")
+STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "scancel ", "ray ", "kubectl ", "python launch/", "docker ", ".venv/bin/", ".ci/")
 HAND = "by hand: "
 RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
 SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
@@ -37,6 +37,12 @@ RUN_BY = {
     r"sbatch launch/slurm/eval\.sbatch": SLURM,
     r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
+    r"bash launch/ray_(up|down)\.sh": "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes",
+    r"ray (up|exec|down) launch/cloud\.yaml": "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes",
+    r"ray get-auth-token": HAND + "writes to the home folder",
+    r"kubectl create secret": HAND + "needs Kubernetes",
+    r"kubectl ": "tests/launch/test_kubernetes.py::test_what_kustomize_makes_of_it",
+    r"python launch/fetch\.py": "tests/launch/test_fetch.py::test_a_model_and_its_data_come_whole_and_are_named",
     r"docker compose ": "tests/launch/test_docker.py::test_compose_starts_ray_with_options_that_it_has",
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
