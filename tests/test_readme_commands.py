@@ -21,9 +21,23 @@ READMES = sorted(
         ["git", "ls-files", "*README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
 )
-STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "scancel ", "ray ", "kubectl ", "python launch/", "docker ", ".venv/bin/", ".ci/")
+STARTS = (
+    "python -m dapo",
+    "bash ",
+    "pytest ",
+    "sbatch ",
+    "scancel ",
+    "ray ",
+    "kubectl ",
+    "python launch/",
+    "docker ",
+    ".venv/bin/",
+    ".ci/",
+)
 HAND = "by hand: "
 RUNTIME_ENV = "tests/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
+RAY_UP = "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes"
+CLOUD = "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes"
 SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
@@ -37,8 +51,8 @@ RUN_BY = {
     r"sbatch launch/slurm/eval\.sbatch": SLURM,
     r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
-    r"bash launch/ray_(up|down)\.sh": "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes",
-    r"ray (up|exec|down) launch/cloud\.yaml": "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes",
+    r"bash launch/ray_(up|down)\.sh": RAY_UP,
+    r"ray (up|exec|down) launch/cloud\.yaml": CLOUD,
     r"ray get-auth-token": HAND + "writes to the home folder",
     r"kubectl create secret": HAND + "needs Kubernetes",
     r"kubectl ": "tests/launch/test_kubernetes.py::test_what_kustomize_makes_of_it",
