@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What train.sbatch and eval.sbatch share: Ray on the nodes of an allocation, a driver beside its head, and their end.
 # In: Slurm's variables, and the site settings at the top of those two. They call, in this order: begin, read_plan (train),
-# start_ray, watch_time_limit (train), drive, again_if_saved (train).
+# start_ray, examine (train), watch_time_limit (train), drive, again_if_saved (train).
 # shellcheck disable=SC2317,SC2329  # the functions that traps call are reachable
 
 : "${SLURM_RESTART_COUNT:=0}"
@@ -156,6 +156,12 @@ reach that port, or allow more time: READY_S=600"
     sleep 1
   done
   say "$nodes nodes at $RAY_ADDRESS after $SECONDS s; their logs are in $logs"
+}
+
+# What would fail in an hour, or spoil the run unseen: versions, shared folders, clocks, the network, the plan.
+examine() {
+  ((DOCTOR == 1)) || return 0
+  "${here[@]}" "$python" -m dapo.doctor "$@" || die "the doctor's faults stand above; DOCTOR=0 starts the run all the same"
 }
 
 # Prints when the allocation ends, in seconds since 1970, as it is now: a limit can be changed while the job runs.

@@ -38,12 +38,13 @@ def start(
     node: str = UNTIL_TERM,
     alive: int = 2,
     plan: str = "echo 'lead_s 600'; echo \"output_dir $PWD/outputs/run\"",
+    doctor: str = "true",
     left: str = "7200",
     script: str = "train",
     **env: str,
 ) -> subprocess.Popen[str]:
-    """A batch script on two nodes. driver, node, plan: bodies of the processes that Python would be; alive: nodes that
-    Ray counts; left: seconds of the allocation, a shell word."""
+    """A batch script on two nodes. driver, node, plan, doctor: bodies of the processes that Python would be; alive:
+    nodes that Ray counts; left: seconds of the allocation, a shell word."""
     fakes = folder / "fake"
     fakes.mkdir()
     shutil.copytree(ROOT / "launch/slurm", folder / "launch/slurm")
@@ -53,8 +54,8 @@ def start(
     fake(fakes, "squeue", f'date --date="@$((EPOCHSECONDS + {left}))" +%Y-%m-%dT%H:%M:%S')
     fake(fakes, "sleep", "exec /usr/bin/sleep 0.05")
     cases = (
-        f"*ray.scripts*) {node};; *dapo.plan*) {plan};; *dapo.main_ppo*|*dapo.evaluate*) {driver};; "
-        f'*"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
+        f"*ray.scripts*) {node};; *dapo.plan*) {plan};; *dapo.doctor*) {doctor};; "
+        f'*dapo.main_ppo*|*dapo.evaluate*) {driver};; *"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
     )
     python = fake(fakes, "python", f'case "$*" in {cases} esac')
     job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
@@ -97,6 +98,8 @@ def ended(job: subprocess.Popen[str]) -> str:
             {"driver": "echo planless", "plan": "exit 1", "LEAD_S": "9"}, 0, "planless", id="no_plan_but_a_lead"
         ),
         pytest.param({"driver": "echo ran", "left": "1100"}, 1, "signalled 600 s before the end", id="limit_too_short"),
+        pytest.param({"driver": "echo ran", "doctor": "echo ill; exit 1"}, 1, "ill\n", id="doctor_finds_a_fault"),
+        pytest.param({"driver": "echo up", "doctor": "exit 1", "DOCTOR": "0"}, 0, "up\n", id="doctor_not_asked"),
         pytest.param(
             {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1"}, 0, "checkpoint.resume=auto\n", id="resumed"
         ),
@@ -186,7 +189,7 @@ def test_a_container_holds_nodes_and_driver(tmp_path: Path, runtime: str, expect
     options = (tmp_path / "srun.options").read_text()
     record = options if runtime == "pyxis" else (tmp_path / "apptainer.log").read_text()
     found = [line for line in record.splitlines() if expected.format(root=tmp_path) in line]
-    assert len(found) >= 5, "the plan, the port, the head, the worker, the wait and the driver"
+    assert len(found) >= 6, "the plan, the port, the nodes, the wait, the doctor and the driver"
     if runtime == "pyxis":
         assert (
             f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}/scratch:{tmp_path}/scratch,/models:/models" in options
