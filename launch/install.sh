@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv at the repository root from docker/cpu.lock, or repairs it, or finds it complete (well under a second).
+# With --packages it stops before the project itself, whose sources need not be there yet (docker/Dockerfile.cpu).
 # In: PYTHON, a Python 3.11 or 3.12 to build with (else python3.12, python3.11, python3, the first that runs).
 # Out: a .venv with the project installed editable, and the stamp that says so; status 1 and one message otherwise.
 set -euo pipefail
@@ -131,6 +132,7 @@ install_all() {
   echo "install.sh: $(grep -c == "$lock") packages into $venv (new: 2.4 GB, one to three minutes)" >&2
   install_torch
   "$venv/bin/pip" install -q --no-deps -r "$lock"
+  [[ $1 != --packages ]] || return 0
   "$venv/bin/pip" install -q --no-deps --no-build-isolation -e "$root"
   fingerprint >"$stamp.new" && mv "$stamp.new" "$stamp"
 }
@@ -141,12 +143,12 @@ main() {
   complete && return
   check_machine
   trap 'echo "install.sh: not finished; run it again, it goes on from here." >&2' EXIT
-  install_all
+  install_all "$1"
   trap - EXIT
 }
 
 # One install at a time; the folder itself is the lock file, so nothing is left behind.
 {
   flock 9
-  main
+  main "${1:-}"
 } 9<"$root"

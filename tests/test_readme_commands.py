@@ -22,11 +22,26 @@ READMES = sorted(
         ["git", "ls-files", "*README.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
 )
-STARTS = ("python -m dapo", "bash ", "pytest ", "sbatch ", "ray job ", "docker ", ".venv/bin/", ".ci/")
+STARTS = (
+    "python -m dapo",
+    "bash ",
+    "pytest ",
+    "sbatch ",
+    "scancel ",
+    "ray ",
+    "kubectl ",
+    "python launch/",
+    "docker ",
+    ".venv/bin/",
+    ".ci/",
+)
 HAND = "by hand: "
 RUNTIME_ENV = "tests/launch/test_launch.py::test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in"
 REPLAY = "tests/replay/test_again.py::"
 TIMELINE = "tests/inspect/test_timeline.py::test_the_terminal_and_the_page_show_the_slowest_step_first"
+RAY_UP = "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes"
+CLOUD = "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes"
+SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -35,8 +50,18 @@ RUN_BY = {
     r"bash launch/test\.sh": "tests/launch/test_launch.py::test_test_command_ends_with_pytest_and_hides_no_failure",
     r"bash launch/install\.sh": "tests/launch/test_launch.py::test_install_is_idempotent_and_follows_the_lock",
     r"\.ci/run": "tests/launch/test_launch.py::test_shellcheck_finds_nothing",
-    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": "tests/launch/test_launch.py::test_sbatch_ends_as_its_driver_does",
+    r"sbatch (--\S+ )*launch/slurm/train\.sbatch": SLURM,
+    r"sbatch launch/slurm/eval\.sbatch": SLURM,
+    r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
+    r"bash launch/ray_(up|down)\.sh": RAY_UP,
+    r"ray (up|exec|down) launch/cloud\.yaml": CLOUD,
+    r"ray (up|job stop)$|docker stop$": HAND + "a program of others, named in passing",
+    r"ray get-auth-token": HAND + "writes to the home folder",
+    r"kubectl create secret": HAND + "needs Kubernetes",
+    r"kubectl ": "tests/launch/test_kubernetes.py::test_what_kustomize_makes_of_it",
+    r"python launch/fetch\.py": "tests/launch/test_fetch.py::test_a_model_and_its_data_come_whole_and_are_named",
+    r"docker compose ": "tests/launch/test_docker.py::test_compose_starts_ray_with_options_that_it_has",
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
     r"python -m dapo\.main_ppo .*--(rollout|train)-only": REPLAY + "test_one_half_generates_and_the_other_trains_on_it",

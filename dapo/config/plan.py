@@ -30,6 +30,7 @@ class PlanConfig:
         0, 0.003, "seconds that vLLM adds to each decoding step (scheduling, launches, sampling)"
     )
     sync_bandwidth: float = positive(20e9, "byte/s at which weights reach the engines")
+    storage_bandwidth: float = positive(2e9, "byte/s at which all ranks together write a checkpoint")
     mean_prompt_tokens: int = at_least(0, 0, "mean length of a prompt; 0: an eighth of `data.max_prompt_length`")
     mean_response_tokens: int = at_least(0, 0, "mean length of a response; 0: a third of `data.max_response_length`")
     length_sigma: float = positive(0.7, "standard deviation of the log of the response length")

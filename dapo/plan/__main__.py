@@ -1,11 +1,12 @@
-"""Prints what a run needs before a GPU is rented: `python -m dapo.plan [+experiment=NAME] [key=value ...]`.
+"""Prints what a run needs before a GPU is rented: `python -m dapo.plan [--job] [+experiment=NAME] [key=value ...]`.
 
     command line ─▶ Hydra ─▶ Config, validated ─▶ model shape ─▶ memory, tokens, FLOPs, time ─▶ text
 
 Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and one step's work and estimated time, all
 with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
-Starts no worker and needs no network: the shapes of the shipped experiments' models are here
-(`dapo.config.model_shape`).
+With `--job` it prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit the run must
+be signalled, and its output directory. Starts no worker and needs no network: the shapes of the shipped experiments'
+models are here (`dapo.config.model_shape`).
 """
 
 import sys
@@ -18,8 +19,11 @@ from dapo.config.plan import PlannedConfig
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
+from dapo.plan.lead import job
 from dapo.plan.report import report
 from dapo.report.console import end, say
+
+JOB = "--job"
 
 
 def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
@@ -58,10 +62,14 @@ def _unpredictable(cfg: PlannedConfig) -> Iterator[str]:
 
 def main() -> None:
     """Prints the plan; the exit code says whether it can run."""
+    arguments = [argument for argument in sys.argv[1:] if argument != JOB]
     try:
-        cfg, shape = plan(sys.argv[1:])
+        cfg, shape = plan(arguments)
     except ValueError as error:
         end(str(error), 1)
+    if len(arguments) < len(sys.argv) - 1:
+        say(job(cfg, shape))
+        return
     say(report(cfg, shape))
     if found := problems(cfg, shape):
         end("\n".join(found), 1)

@@ -6,16 +6,18 @@ from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import optimizer_steps
 from dapo.plan.actor import ActorMemory, device_of
+from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import room_for_actors
 from dapo.plan.hints import hints
-from dapo.plan.step import Step, mean_tokens
-from dapo.plan.terms import Term, duration, product, short, size, table
+from dapo.plan.lead import Lead
+from dapo.plan.step import Step, mean_tokens, sync_bytes
+from dapo.plan.terms import duration, short, size, table
 
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Returns all sections. Sizes are decimal: 1 GB = 10^9 bytes."""
-    sections = [_model, _actor, _engine, _checkpoint, _step, _time, _hints]
+    sections = [_model, _actor, _engine, _checkpoint, _step, _time, _lead, _hints]
     return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
 
 
@@ -75,15 +77,6 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     ]
 
 
-def checkpoint_terms(cfg: PlannedConfig, shape: ModelShape) -> tuple[Term, ...]:
-    """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it."""
-    memory = ActorMemory(cfg, shape)
-    terms = [product("parameters and Adam m, v, float32", 12, memory.trained)]
-    if cfg.checkpoint.hf_export:
-        terms.append(product(f"Hugging Face export, {cfg.model.dtype}", memory.element, shape.parameters))
-    return tuple(terms)
-
-
 def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     terms = checkpoint_terms(cfg, shape)
     kept = cfg.checkpoint.keep or cfg.trainer.total_steps
@@ -124,8 +117,7 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         return ["TIME: not estimated without GPUs"]
     throughput_s, longest_s = step.generation_s(engine)
     generation_s = max(throughput_s, longest_s)
-    sync_bytes = 2 * shape.parameters  # in bfloat16, to each engine
-    sync_s = sync_bytes / plan.sync_bandwidth
+    sync_s = sync_bytes(shape) / plan.sync_bandwidth
     overlap = cfg.filter_groups.max_staleness > 0 and not cfg.trainer.colocate
     whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s
     running = engine.running(mean_tokens(cfg)[0], step.responses)
@@ -145,10 +137,14 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         ),
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
-        f"  weight sync {duration(sync_s)}: {size(sync_bytes)}",
+        f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s",
     ]
+
+
+def _lead(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
+    return Lead(cfg, shape).lines()
 
 
 def _hints(cfg: PlannedConfig, shape: ModelShape) -> list[str]:

@@ -40,6 +40,11 @@ def response_lengths(cfg: PlannedConfig, count: int) -> list[int]:
     return [max(1, min(cap, round(high * s))) for s in spread]
 
 
+def sync_bytes(shape: ModelShape) -> int:
+    """Returns the bytes of a weight sync, in bfloat16, to each engine."""
+    return 2 * shape.parameters
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
     """Says how mini-batches fall into micro-batches. filled: share of `max_tokens` used. balance: mean work of a rank

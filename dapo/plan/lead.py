@@ -1,0 +1,65 @@
+"""Says how long before a time limit a run must be told to stop: after the signal it ends an update, then saves.
+
+In: the planned configuration and the model's shape. Out: seconds, with their arithmetic, for people and for
+`launch/slurm/train.sbatch`.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dapo.config.model_shape import ModelShape
+from dapo.config.plan import PlannedConfig
+from dapo.plan.actor import device_of
+from dapo.plan.checkpoint import checkpoint_terms
+from dapo.plan.step import Step, sync_bytes
+from dapo.plan.terms import duration, size
+
+ROOM = 1.5  # times what is estimated, as `trainer.max_hours` leaves
+ENDING_S = 60.0  # for the processes to stop and for Slurm, which looks at its clock once in a while
+CPU_UPDATE_S = 60.0  # nothing is estimated without GPUs; a tiny model's update takes a second or two
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Estimates the seconds from a signal to the end of the run."""
+
+    cfg: PlannedConfig
+    shape: ModelShape
+
+    @cached_property
+    def update_s(self) -> float:
+        """Returns the seconds of an update that has just begun, the weight sync behind it included."""
+        if device_of(self.cfg) == "cpu":
+            return CPU_UPDATE_S
+        return Step(self.cfg, self.shape).update_s + sync_bytes(self.shape) / self.cfg.plan.sync_bandwidth
+
+    @cached_property
+    def save_s(self) -> float:
+        """Returns the seconds that a checkpoint takes to reach the storage."""
+        return sum(term.amount for term in checkpoint_terms(self.cfg, self.shape)) / self.cfg.plan.storage_bandwidth
+
+    @property
+    def seconds(self) -> int:
+        """Returns the lead; a checkpoint that is written beside the steps may have to end first."""
+        before = max(self.update_s, self.save_s) if self.cfg.checkpoint.async_save else self.update_s
+        return math.ceil(ROOM * (before + self.save_s) + ENDING_S)
+
+    def lines(self) -> list[str]:
+        """Returns the lead with its arithmetic."""
+        written = size(self.save_s * self.cfg.plan.storage_bandwidth)
+        first = f"the update {duration(self.update_s)}"
+        if self.cfg.checkpoint.async_save and self.save_s > self.update_s:
+            first = f"the save that may run beside it {duration(self.save_s)}"
+        return [
+            f"SIGNAL BEFORE A TIME LIMIT: {self.seconds:,} s = {ROOM:g} x ({first} + a save {duration(self.save_s)}) + "
+            f"{ENDING_S:g} s",
+            f"  a save: {written} at {size(self.cfg.plan.storage_bandwidth)}/s (assumed: plan.storage_bandwidth)",
+        ]
+
+
+def job(cfg: PlannedConfig, shape: ModelShape) -> str:
+    """Returns what a launcher needs, one `name value` a line: the lead in seconds and the absolute output directory."""
+    output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
+    return f"lead_s {Lead(cfg, shape).seconds}\noutput_dir {output_dir}"

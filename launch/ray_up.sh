@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# A Ray cluster on bare machines over ssh; the first is the head, where the driver runs:
+#   bash launch/ray_up.sh node1 node2 node3
+# Each machine has the checkout at the same path (DIR, else this one's) with .venv made from docker/gpu.lock, and can be
+# reached by `ssh NAME` without a password. What is started keeps its token, process number and log in ~/.dapo-ray there
+# (mode 700), and launch/ray_down.sh ends that and nothing else.
+# In: HEAD_IP, the head's address on the network that the nodes share (else the one that ssh reached); PORT; READY_S,
+# seconds for all to join. Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
+set -euo pipefail
+
+(($#)) || {
+  echo "ray_up.sh: name the machines, the head first: bash launch/ray_up.sh node1 node2" >&2
+  exit 1
+}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+dir=${DIR:-$(dirname "$here")}
+head=$1
+port=${PORT:-20379} # above Ray's worker ports (10002 to 19999)
+ready_s=${READY_S:-300}
+options=(-o BatchMode=yes -o ConnectTimeout=15)
+
+die() {
+  trap - EXIT
+  echo "ray_up.sh: $*" >&2
+  bash "$here/ray_down.sh" "${started[@]}"
+  exit 1
+}
+
+# Starts one node of the machine that it runs on: node_up DIR IP PORT, and `head` where it is one.
+node_up() {
+  set -euo pipefail
+  local python=$1/.venv/bin/python own=$HOME/.dapo-ray ray
+  [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
+  ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
+  if [[ ${4:-} == head ]]; then
+    ray+=(--head --node-ip-address="$2" --port="$3" --dashboard-host=127.0.0.1)
+  else
+    ray+=(--address="$2:$3")
+  fi
+  cd "$1"
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
+  echo $! >"$own/pid"
+}
+
+# 0 while the head does not answer; with the end of the log where a node has ended.
+node_count() {
+  local own=$HOME/.dapo-ray
+  # A dead process that nobody waits for (Z) can still be signalled.
+  grep -qs '^State:.[^Z]' "/proc/$(<"$own/pid")/status" || { echo ended && tail -n 5 "$own/log" >&2 && return; }
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token RAY_ADDRESS=$2:$3 timeout 30 "$1/.venv/bin/python" -c '
+import ray
+ray.init(log_to_driver=False)
+print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
+}
+
+# A function of this script on another machine, with arguments.
+remotely() {
+  local machine=$1 name=$2
+  { declare -f "$name" && printf '%q ' "${@:2}"; } | ssh "${options[@]}" "$machine" bash -s
+}
+
+started=()
+trap 'die interrupted' INT TERM
+trap 'die "stopped by the error above"' EXIT
+ip=${HEAD_IP:-}
+# shellcheck disable=SC2016  # the variable is the other side's
+[[ -n $ip ]] || ip=$(ssh "${options[@]}" "$head" 'set -- $SSH_CONNECTION; echo "$3"') || die "ssh $head failed"
+token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+# The token goes over standard input: arguments can be read by everyone on a machine.
+# shellcheck disable=SC2016  # the variables are the other side's
+take='own=$HOME/.dapo-ray; if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
+then echo "a node of ray_up.sh runs there already; end it first: bash launch/ray_down.sh" >&2; exit 1
+fi; umask 077 && mkdir -p "$own" && cat >"$own/token"'
+for machine in "$@"; do
+  # shellcheck disable=SC2029
+  ssh "${options[@]}" "$machine" "$take" <<<"$token" || die "$machine cannot be used; see the message above"
+  started+=("$machine")
+done
+for machine in "$@"; do
+  role=worker
+  [[ $machine != "$head" ]] || role='head'
+  remotely "$machine" node_up "$dir" "$ip" "$port" "$role" || die "$machine: no Ray node was started"
+done
+deadline=$((SECONDS + ready_s))
+while true; do
+  alive=$(remotely "$head" node_count "$dir" "$ip" "$port") || die "ssh $head failed"
+  [[ $alive != "$#" ]] || break
+  [[ $alive != ended ]] || die "the head, $head, ended; its last lines stand above"
+  ((SECONDS < deadline)) || die "$alive of $# nodes joined $ip:$port within $ready_s s; look at ~/.dapo-ray/log on each, \
+check that they reach that port, give HEAD_IP, or allow more time: READY_S=600"
+  sleep 1
+done
+trap - EXIT
+echo "$# nodes at $ip:$port after $SECONDS s. A run, on $head:"
+echo "  cd $dir && RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.dapo-ray/token \\"
+echo "    .venv/bin/python -m dapo.main_ppo +experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b"
+echo "To end the cluster: bash launch/ray_down.sh $*"

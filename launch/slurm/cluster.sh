@@ -1,0 +1,233 @@
+# shellcheck shell=bash
+# What train.sbatch and eval.sbatch share: Ray on the nodes of an allocation, a driver beside its head, and their end.
+# In: Slurm's variables, and the site settings at the top of those two. They call, in this order: begin, read_plan (train),
+# start_ray, examine (train), watch_time_limit (train), drive, again_if_saved (train).
+# shellcheck disable=SC2317,SC2329  # the functions that traps call are reachable
+
+: "${SLURM_RESTART_COUNT:=0}"
+script=${SLURM_JOB_NAME:-sbatch}
+nodes=$SLURM_JOB_NUM_NODES
+cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+token=$PWD/outputs/.ray-token-$SLURM_JOB_ID
+logs=$PWD/outputs/slurm-$SLURM_JOB_ID # read_plan puts them in the output directory
+driver='' timer='' forwarded='' again=1
+steps=()
+
+say() {
+  echo "$script: $*" >&2
+}
+
+# What a node said last is the reason more often than not.
+die() {
+  say "$*"
+  for file in "$logs"/*.log; do
+    [[ -s $file ]] && say "$file ends with:" && tail -n 5 "$file" >&2
+  done
+  exit 1
+}
+
+teardown() {
+  trap '' TERM USR1 USR2
+  [[ -z $driver ]] || kill -TERM "$driver" 2>/dev/null || true
+  [[ -z $timer ]] || kill "$timer" 2>/dev/null || true
+  ((${#steps[@]} == 0)) || kill -TERM "${steps[@]}" 2>/dev/null || true
+  for _ in {1..120}; do # the nodes bring their logs home
+    [[ -n $(jobs -pr) ]] || break
+    sleep 0.5
+  done
+  rm -f "$token"
+}
+
+# The driver takes a second signal as an order to leave at once, unsaved; so whatever else comes, it gets one.
+forward() {
+  [[ $1 == USR1 ]] || again=0
+  [[ -n $driver ]] || die "SIG$1 before the driver started"
+  if [[ -n $forwarded ]]; then
+    say "SIG$1 after SIG$forwarded: the driver is already saving"
+    return 0 # without the 0, in a trap, it is the status of the command that was interrupted
+  fi
+  forwarded=$1
+  say "SIG$1: the driver saves and stops"
+  kill -s USR1 "$driver" 2>/dev/null || true
+}
+
+begin() {
+  trap teardown EXIT
+  trap 'forward USR1' USR1
+  trap 'forward USR2' USR2
+  trap 'forward TERM' TERM
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  if [[ -n $CONTAINER ]]; then
+    python=${PYTHON:-python}
+  else
+    python=${PYTHON:-$PWD/.venv/bin/python}
+    [[ -x $python ]] || die "$python does not exist; make .venv as launch/README.md says, or set PYTHON or CONTAINER"
+  fi
+  in_container
+}
+
+# Sets the words before a command that put it into the container: `enter` inside a step, `step` as options of srun, and
+# `here` on the head's node, outside of any step.
+in_container() {
+  local mounts=$PWD,$SCRATCH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  enter=() step=() here=()
+  [[ -n $CONTAINER ]] || return 0
+  case $CONTAINER_RUNTIME in
+    pyxis) # named, so that the image is unpacked once on each node
+      step=(--container-image="$CONTAINER" --container-name=dapo --container-workdir="$PWD"
+        --container-mounts="$(sed -E 's/([^,:]+)(,|$)/\1:\1\2/g' <<<"$mounts")")
+      here=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" --cpus-per-task="$cpus" --cpu-bind=none "${step[@]}")
+      ;;
+    apptainer)
+      enter=(apptainer exec --nv --bind "$mounts" "$CONTAINER")
+      here=("${enter[@]}")
+      ;;
+    *) die "CONTAINER_RUNTIME is $CONTAINER_RUNTIME; it can be pyxis or apptainer" ;;
+  esac
+}
+
+# One task on each of some nodes, beside the shell.
+on_nodes() {
+  srun --overlap --ntasks-per-node=1 --cpus-per-task="$cpus" --cpu-bind=none --output="$logs/%N.log" "${step[@]}" "$@" &
+  steps+=($!)
+}
+
+# Where the nodes' logs go, and how long before the time limit to signal.
+read_plan() {
+  local plan planned_lead output_dir
+  plan=$("${here[@]}" "$python" -m dapo.plan --job "$@") || [[ -n $LEAD_S ]] || die "this run cannot be planned; see the \
+message above. Where only the planner does not know the model, give the seconds of an update and a save: LEAD_S=3600"
+  planned_lead=$(sed -n 's/^lead_s //p' <<<"$plan")
+  output_dir=$(sed -n 's/^output_dir //p' <<<"$plan")
+  lead=${LEAD_S:-$planned_lead}
+  [[ -z $output_dir ]] || logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
+}
+
+# Prints the first free port of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below the
+# kernel's ephemeral ones.
+free_port() {
+  "${here[@]}" "$python" -c '
+import socket, sys
+ip, first = sys.argv[1], int(sys.argv[2])
+for port in range(first, first + 50):
+    try:
+        with socket.socket() as one:
+            one.bind((ip, port))
+    except OSError as error:
+        said = error
+    else:
+        print(port)
+        break
+else:
+    sys.exit(f"no port from {first} to {port} of {ip} is free: {said}")' "$ip" $((20000 + SLURM_JOB_ID % 12000))
+}
+
+# 0 while the head does not answer.
+alive_nodes() {
+  timeout 30 "${here[@]}" "$python" -c '
+import ray
+ray.init(log_to_driver=False)
+print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
+}
+
+start_ray() {
+  local alive deadline pid ip
+  # A node's own name often means 127.0.1.1 on itself, which no other node can reach.
+  ip=$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ {print $1; exit}') || true
+  [[ -n $ip ]] || ip=$(hostname -I | awk '{print $1}')
+  mkdir -p "$logs" outputs
+  # Whoever can speak to Ray can run code as this user: the token is this job's own and readable by its owner only.
+  (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token SCRATCH LOGS=$logs
+  RAY_ADDRESS=$ip:$(free_port) || die "no port for Ray's head"
+  export RAY_ADDRESS
+
+  local node=("${enter[@]}" bash launch/slurm/node.sh)
+  on_nodes --nodes=1 --ntasks=1 --nodelist="$head" "${node[@]}" head "$python"
+  ((nodes == 1)) || on_nodes --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$head" --kill-on-bad-exit=0 \
+    "${node[@]}" worker "$python"
+  deadline=$((SECONDS + READY_S))
+  until alive=$(alive_nodes) && ((alive == nodes)); do
+    for pid in "${steps[@]}"; do
+      kill -0 "$pid" 2>/dev/null || die "a Ray node ended while the cluster came up"
+    done
+    ((SECONDS < deadline)) || die "$alive of $nodes nodes joined $RAY_ADDRESS within $READY_S s; check that the nodes \
+reach that port, or allow more time: READY_S=600"
+    sleep 1
+  done
+  say "$nodes nodes at $RAY_ADDRESS after $SECONDS s; their logs are in $logs"
+}
+
+# What would fail in an hour, or spoil the run unseen: versions, shared folders, clocks, the network, the plan.
+examine() {
+  ((DOCTOR == 1)) || return 0
+  "${here[@]}" "$python" -m dapo.doctor "$@" || die "the doctor's faults stand above; DOCTOR=0 starts the run all the same"
+}
+
+# Prints when the allocation ends, in seconds since 1970, as it is now: a limit can be changed while the job runs.
+# Nothing where there is no limit.
+end_of_allocation() {
+  local end
+  end=$(squeue --noheader --format=%e --jobs="$SLURM_JOB_ID" 2>/dev/null) || true
+  date --date="${end:-N/A}" +%s 2>/dev/null || echo "${SLURM_JOB_END_TIME:-}"
+}
+
+# sbatch's own --signal is a constant; an update and a save are not.
+watch_time_limit() {
+  local end
+  end=$(end_of_allocation)
+  if [[ -z $end ]]; then
+    say "the allocation has no time limit that squeue tells; nothing will signal the run"
+    return
+  fi
+  ((end - EPOCHSECONDS > 2 * lead)) || die "$((end - EPOCHSECONDS)) s are left and the run must be signalled $lead s \
+before the end, an update and a save; ask for more time, sbatch --time=24:00:00, or set LEAD_S"
+  say "the run is signalled $lead s before the end of the allocation ($(date --date="@$end"))"
+  signal_before "$end" &>/dev/null &
+  timer=$!
+}
+
+signal_before() {
+  local end=$1 now left sleeper=''
+  trap 'kill $sleeper; exit' TERM
+  while left=$((end - EPOCHSECONDS - lead)) && ((left > 0)); do
+    sleep $((left < 60 ? left : 60)) &
+    sleeper=$!
+    wait "$sleeper" || true
+    now=$(end_of_allocation)
+    end=${now:-$end}
+  done
+  kill -USR1 $$
+}
+
+exec_python() {
+  exec "${here[@]}" "$python" "$@"
+}
+
+# Sets `code` to the driver's exit code.
+drive() {
+  # With exec, so that a signal for the process in the background is the driver's.
+  exec_python -m "$@" &
+  driver=$!
+  # A signal interrupts `wait` with a code of its own; the driver's is the one of the wait that finds it ended.
+  while true; do
+    code=0
+    wait "$driver" || code=$?
+    kill -0 "$driver" 2>/dev/null || break
+  done
+  wait "$driver" && code=0 || code=$?
+  driver=''
+  say "the driver ended with $code"
+  ((code == 85)) || exit "$code"
+}
+
+# Slurm ends the script that asks for its own job to be queued again, so this comes last.
+again_if_saved() {
+  trap - EXIT
+  teardown
+  if ((REQUEUE == 1 && again == 1 && SLURM_RESTART_COUNT < MAX_REQUEUES)); then
+    say "the job is queued again; it goes on from its newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID" || say "scontrol refused; the same sbatch command continues the run"
+  fi
+  exit 85
+}

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# One Ray node of a Slurm job, in the foreground: node.sh head|worker PYTHON, started by cluster.sh through srun.
+# In: RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; SCRATCH, a folder of this node; LOGS, one that all nodes share.
+# Out: a node until SIGTERM; Ray's own logs in LOGS/NODE. A worker that Ray gave up starts again, a head ends the job.
+set -euo pipefail
+role=$1
+ray=("$2" -m ray.scripts.scripts start --block --disable-usage-stats)
+name=$(hostname -s)
+own=$SCRATCH/dapo-$SLURM_JOB_ID # short: Ray puts sockets below it, and Linux allows 107 characters
+restarts=3
+node='' stopped=''
+
+stop() {
+  stopped=1
+  [[ -z $node ]] || kill -TERM "$node" 2>/dev/null || true
+}
+
+# Many nodes writing many small files into a shared folder at all times would slow it down; so they come at the end.
+bring_home() {
+  mkdir -p "$LOGS/$name"
+  cp -r "$own"/ray/session_2*/logs/. "$LOGS/$name/" 2>/dev/null || true
+  rm -rf "$own"
+}
+
+trap stop TERM INT
+trap bring_home EXIT
+if ! { mkdir -p "$own" && chmod 700 "$own"; }; then
+  echo "node.sh: $name cannot write to SCRATCH=$SCRATCH; name a folder of the node's own disk" >&2
+  exit 1
+fi
+
+# Compiled kernels outlive the job; on a shared home every rank of every node would write the same files.
+caches=$SCRATCH/dapo-cache-$(id -u)
+mkdir -p "$caches" && chmod 700 "$caches"
+export TRITON_CACHE_DIR=$caches/triton TORCHINDUCTOR_CACHE_DIR=$caches/inductor VLLM_CACHE_ROOT=$caches/vllm
+export FLASHINFER_WORKSPACE_BASE=$caches CUDA_CACHE_PATH=$caches/cuda
+
+if [[ $role == head ]]; then
+  ray+=(--head --node-ip-address="${RAY_ADDRESS%:*}" --port="${RAY_ADDRESS##*:}" --dashboard-host=127.0.0.1)
+else
+  ray+=(--address="$RAY_ADDRESS")
+fi
+unset RAY_ADDRESS # `ray start --head` would refuse
+while true; do
+  "${ray[@]}" --temp-dir="$own/ray" &
+  node=$!
+  code=0
+  [[ -z $stopped ]] || kill -TERM "$node" # the signal came while there was nothing to pass it on to
+  wait "$node" || code=$?
+  if [[ -n $stopped ]]; then
+    wait "$node" || true
+    exit 0
+  fi
+  if [[ $role == head ]] || ((restarts == 0)); then
+    echo "node.sh: Ray on $name ended with $code" >&2
+    exit 1
+  fi
+  restarts=$((restarts - 1))
+  echo "node.sh: Ray on $name ended with $code; it starts again" >&2
+  sleep 2
+done

@@ -1,0 +1,123 @@
+"""launch/kubernetes: fields that KubeRay has, what both overlays come to, and that they fit their experiments."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dapo.config.compose import compose
+from dapo.derived import gpus_per_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "launch/kubernetes"
+# KubeRay's API ray.io/v1, as its Go types have it (1.5.1).
+JOB = {
+    *("entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit", "rayClusterSpec"),
+    *(
+        "submitterConfig",
+        "submitterPodTemplate",
+        "runtimeEnvYAML",
+        "activeDeadlineSeconds",
+        "submissionMode",
+        "suspend",
+    ),
+}
+CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "enableInTreeAutoscaling"}
+HEAD = {"rayStartParams", "template", "serviceType"}
+WORKERS = {*HEAD - {"serviceType"}, "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts"}
+
+
+def read(path: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / path).read_text())
+
+
+def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_only_fields_that_kuberay_has() -> None:
+    from ray.scripts.scripts import start
+
+    options = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
+    cluster, job = read("cluster/raycluster.yaml")["spec"], read("job/rayjob.yaml")["spec"]
+    assert set(job) <= JOB and set(cluster) <= CLUSTER and cluster["authOptions"] == {"mode": "token"}
+    assert set(cluster["headGroupSpec"]) <= HEAD
+    for group in cluster["workerGroupSpecs"]:
+        assert set(group) <= WORKERS and group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert set(group["rayStartParams"]) <= options
+
+
+def test_the_version_of_ray_is_the_images() -> None:
+    locked = re.search(r"^ray==(.+)$", (ROOT / "docker/gpu.lock").read_text(), re.MULTILINE)
+    assert locked and read("cluster/raycluster.yaml")["spec"]["rayVersion"] == locked[1]
+
+
+def test_pods_are_unprivileged_see_the_shared_volume_and_hold_no_secret() -> None:
+    claim = read("cluster/volume.yaml")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    user = re.search(r"^USER (\d+)$", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
+    submitter = read("job/rayjob.yaml")["spec"]["submitterPodTemplate"]["spec"]
+    cluster = pods(read("cluster/raycluster.yaml")["spec"])
+    for pod in (*cluster, submitter):
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert set(container["resources"]) == {"requests", "limits"}
+    for pod in cluster:
+        (container,) = pod["containers"]
+        assert user and pod["securityContext"]["runAsUser"] == int(user[1])
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        assert mounts["/shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        secret = [one for one in container["env"] if re.search("TOKEN|KEY|SECRET", one["name"])]
+        assert secret and all("value" not in one for one in secret)
+
+
+def patched(overlay: str) -> tuple[str, int]:
+    """The entry point and the number of GPU nodes that an overlay gives its job."""
+    spec = read("job/rayjob.yaml")["spec"]
+    found = {"/entrypoint": spec["entrypoint"], "/replicas": 1}
+    for patch in read(f"{overlay}/kustomization.yaml")["patches"]:
+        if patch["target"]["kind"] == "RayJob":
+            found |= {"/" + each["path"].rsplit("/")[-1]: each["value"] for each in yaml.safe_load(patch["patch"])}
+    return found["/entrypoint"], found["/replicas"]
+
+
+@pytest.mark.parametrize("overlay", ["one-node", "sixteen-nodes"])
+def test_an_overlay_has_the_gpus_of_its_experiment(overlay: str) -> None:
+    entrypoint, nodes = patched(overlay)
+    start, *arguments = entrypoint.split(" +", 1)
+    assert start == "python -m dapo.main_ppo"
+    cfg = compose(["+" + word if word.startswith("experiment") else word for word in arguments[0].split()])
+    assert cfg.trainer.output_dir.startswith("/shared/"), "every pod sees it"
+    gpus = cfg.rollout.num_engines * gpus_per_engine(cfg.rollout.vllm)
+    (worker,) = [pod for pod in pods(read("cluster/raycluster.yaml")["spec"]) if "tolerations" in pod]
+    there = nodes * int(worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert there == (max(gpus, cfg.actor.num_workers) if cfg.trainer.colocate else gpus + cfg.actor.num_workers)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders overlays")
+@pytest.mark.parametrize("overlay", ["one-node", "sixteen-nodes"])
+def test_what_kustomize_makes_of_it(overlay: str) -> None:
+    done = subprocess.run(["kubectl", "kustomize", str(FOLDER / overlay)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert set(made) == {"RayJob", "PersistentVolumeClaim", "NetworkPolicy"}
+    job = made["RayJob"]["spec"]
+    entrypoint, nodes = patched(overlay)
+    assert job["entrypoint"] == entrypoint and set(job["rayClusterSpec"]) <= CLUSTER
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["minReplicas"] == group["replicas"] == group["maxReplicas"] == nodes
+    images = [
+        pod["containers"][0]["image"] for pod in (*pods(job["rayClusterSpec"]), job["submitterPodTemplate"]["spec"])
+    ]
+    assert set(images) == {"dapo:0.1.0"}
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    many = overlay == "sixteen-nodes"
+    assert ("rdma/rdma_shared_device_a" in limits) == many == ("labels" in made["RayJob"]["metadata"])

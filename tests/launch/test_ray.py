@@ -1,0 +1,114 @@
+"""launch/ray_up.sh, ray_down.sh and cloud.yaml: with a stand-in for ssh that makes each machine a home folder here."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SSH = """
+while [[ $1 == -o ]]; do shift 2; done
+[[ $1 != "${UNREACHABLE:-}" ]] || exit 255
+mkdir -p "$HOMES/$1"
+echo "$*" >>"$HOMES/arguments"
+HOME=$HOMES/$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
+"""
+PYTHON = """
+case "$*" in
+  *ray.scripts*)
+    echo "$*" >"$HOME/started"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
+    while true; do sleep 0.05; done ;;
+  *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
+esac
+"""
+
+
+def write(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    write(tmp_path / "fake/ssh", SSH)
+    write(tmp_path / "checkout/.venv/bin/python", PYTHON)
+
+    def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
+        base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/checkout"}
+        return subprocess.run(
+            ["bash", str(ROOT / f"launch/{name}.sh"), *machines],
+            env={**base, "READY_S": "1", **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    yield script
+    script("ray_down", "a", "b")
+
+
+def alive(home: Path) -> bool:
+    try:
+        state = Path(f"/proc/{(home / '.dapo-ray/pid').read_text().strip()}/status").read_text()
+    except OSError:
+        return False
+    return not re.search(r"^State:\tZ", state, re.MULTILINE)
+
+
+def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) -> None:
+    up = run("ray_up", "a", "b")
+    assert up.returncode == 0, up.stderr
+    a, b = tmp_path / "homes/a", tmp_path / "homes/b"
+    assert alive(a) and alive(b)
+    head, worker = ((home / "started").read_text() for home in (a, b))
+    assert "--head --node-ip-address=10.0.0.1 --port=20379 --dashboard-host=127.0.0.1" in head
+    assert "--address=10.0.0.1:20379" in worker and "--head" not in worker
+    tokens = {(home / ".dapo-ray/token").read_text().strip() for home in (a, b)}
+    assert len(tokens) == 1 and not tokens & set((tmp_path / "homes/arguments").read_text().split())
+    assert (a / ".dapo-ray").stat().st_mode & 0o077 == 0 == (a / ".dapo-ray/token").stat().st_mode & 0o077
+    again = run("ray_up", "a")
+    assert again.returncode == 1 and "runs there already" in again.stderr
+    assert alive(a) and (a / ".dapo-ray/token").read_text().strip() in tokens, "a refusal leaves the cluster alone"
+    down = run("ray_down", "a", "b")
+    assert down.returncode == 0 and not alive(a) and not alive(b)
+    assert not (a / ".dapo-ray/token").exists() and not (b / ".dapo-ray/token").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        pytest.param({"ALIVE": "1"}, "1 of 2 nodes joined 10.0.0.1:20379 within 1 s", id="deadline"),
+        pytest.param({"FAILS": "1", "ALIVE": "0"}, "the head, a, ended", id="head_ends"),
+        pytest.param({"UNREACHABLE": "b"}, "b cannot be used", id="unreachable"),
+        pytest.param({"DIR": "/nowhere"}, "/nowhere/.venv/bin/python does not exist", id="no_environment"),
+    ],
+)
+def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: dict[str, str], said: str) -> None:
+    up = run("ray_up", "a", "b", **env)
+    assert up.returncode == 1 and said in up.stderr, up.stderr
+    assert not list((tmp_path / "homes").glob("*/.dapo-ray/token"))
+    assert not any(alive(tmp_path / "homes" / name) for name in "ab")
+
+
+def test_no_machine_is_a_message(run) -> None:
+    assert "name the machines, the head first" in run("ray_up").stderr
+
+
+def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
+    import ray
+    from ray.scripts.scripts import start
+
+    cloud = yaml.safe_load((ROOT / "launch/cloud.yaml").read_text())
+    jsonschema.validate(cloud, json.loads((Path(ray.__file__).parent / "autoscaler/ray-schema.json").read_text()))
+    assert cloud["head_node_type"] in cloud["available_node_types"]
+    assert cloud["available_node_types"]["gpu"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    known = {option for parameter in start.params for option in parameter.opts}
+    for command in (cloud["head_start_ray_commands"][-1], cloud["worker_start_ray_commands"][-1]):
+        assert "RAY_AUTH_MODE=token" in command and set(re.findall(r"--[\w-]+", command)) <= known
+    assert any("docker/gpu.lock" in command for command in cloud["setup_commands"])
+    assert "/home/ubuntu/.ray/auth_token" in cloud["file_mounts"]

@@ -1,0 +1,235 @@
+"""launch/slurm: the job's shell on stand-ins for srun, scontrol, squeue and Python that record what they are told."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = sys.executable
+UNTIL_TERM = "trap 'exit 0' TERM; while true; do sleep 0.05; done"
+SRUN = """
+while [[ $1 == --* ]]; do
+  echo "$1" >>srun.options
+  case $1 in --output=*) log=${1#*=} && exec >>"${log//%N/node$RANDOM}" 2>&1 ;; esac
+  shift
+done
+exec "$@"
+"""
+SAVES = "trap 'sleep 0.3; echo saved; exit 85' USR1; touch started; while true; do sleep 0.05; done"
+
+
+def fake(folder: Path, name: str, body: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def start(
+    folder: Path,
+    *,
+    driver: str,
+    node: str = UNTIL_TERM,
+    alive: int = 2,
+    plan: str = "echo 'lead_s 600'; echo \"output_dir $PWD/outputs/run\"",
+    doctor: str = "true",
+    left: str = "7200",
+    script: str = "train",
+    **env: str,
+) -> subprocess.Popen[str]:
+    """A batch script on two nodes. driver, node, plan, doctor: bodies of the processes that Python would be; alive:
+    nodes that Ray counts; left: seconds of the allocation, a shell word."""
+    fakes = folder / "fake"
+    fakes.mkdir()
+    shutil.copytree(ROOT / "launch/slurm", folder / "launch/slurm")
+    fake(fakes, "scontrol", '[[ $1 == show ]] && echo localhost || echo "$*" >>scontrol.log')
+    fake(fakes, "srun", SRUN)
+    fake(fakes, "apptainer", 'echo "$*" >>apptainer.log; shift 4; shift; exec "$@"')
+    fake(fakes, "squeue", f'date --date="@$((EPOCHSECONDS + {left}))" +%Y-%m-%dT%H:%M:%S')
+    fake(fakes, "sleep", "exec /usr/bin/sleep 0.05")
+    cases = (
+        f"*ray.scripts*) {node};; *dapo.plan*) {plan};; *dapo.doctor*) {doctor};; "
+        f'*dapo.main_ppo*|*dapo.evaluate*) {driver};; *"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
+    )
+    python = fake(fakes, "python", f'case "$*" in {cases} esac')
+    job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
+    job |= {"SLURM_JOB_NODELIST": "n[0-1]", "READY_S": "1", "SCRATCH": str(folder / "scratch")}
+    job |= {"PATH": f"{fakes}:/usr/bin:/bin", "PYTHON": str(python), **env}
+    command = ["bash", str(ROOT / f"launch/slurm/{script}.sbatch"), "+experiment=dapo_qwen32b"]
+    return subprocess.Popen(command, env=job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def ended(job: subprocess.Popen[str]) -> str:
+    output, _ = job.communicate(timeout=300)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("cluster", "status", "said"),
+    [
+        pytest.param({"driver": 'echo "got ${*:3}"'}, 0, "got +experiment=dapo_qwen32b\n", id="done"),
+        pytest.param({"driver": "exit 3"}, 3, "the driver ended with 3", id="driver_fails"),
+        pytest.param({"driver": 'stat -c "mode %a" $RAY_AUTH_TOKEN_PATH'}, 0, "mode 600", id="token_is_private"),
+        pytest.param({"driver": "wc -c <$RAY_AUTH_TOKEN_PATH"}, 0, "64\n", id="token_has_256_bits"),
+        pytest.param({"driver": "echo $RAY_AUTH_MODE"}, 0, "token\n", id="token_is_asked_for"),
+        pytest.param({"driver": "ls outputs/run/nodes/7.0/*.log | wc -l"}, 0, "2\n", id="a_log_for_each_node"),
+        pytest.param({"driver": "echo ran", "alive": 1}, 1, "1 of 2 nodes joined", id="deadline"),
+        pytest.param(
+            {"driver": "echo ran", "alive": 1, "node": "echo no disk; exit 1"},
+            1,
+            "no disk",
+            id="node_dies_and_says_why",
+        ),
+        pytest.param({"driver": "echo ran", "plan": "exit 1"}, 1, "LEAD_S=3600", id="no_plan"),
+        pytest.param(
+            {"driver": "echo planless", "plan": "exit 1", "LEAD_S": "9"}, 0, "planless", id="no_plan_but_a_lead"
+        ),
+        pytest.param({"driver": "echo ran", "left": "1100"}, 1, "signalled 600 s before the end", id="limit_too_short"),
+        pytest.param({"driver": "echo ran", "doctor": "echo ill; exit 1"}, 1, "ill\n", id="doctor_finds_a_fault"),
+        pytest.param({"driver": "echo up", "doctor": "exit 1", "DOCTOR": "0"}, 0, "up\n", id="doctor_not_asked"),
+        pytest.param(
+            {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1"}, 0, "checkpoint.resume=auto\n", id="resumed"
+        ),
+        pytest.param(
+            {"driver": 'echo "$2 ${*:3}"', "script": "eval"},
+            0,
+            "dapo.evaluate +experiment=dapo_qwen32b",
+            id="evaluates",
+        ),
+    ],
+)
+def test_a_job_ends_as_its_driver_does(tmp_path: Path, cluster: dict, status: int, said: str) -> None:
+    job = start(tmp_path, **cluster)
+    output = ended(job)
+    assert (job.returncode, said in output) == (status, True), output
+    assert "ran" not in output.split(), "no driver without its cluster"
+    assert not list((tmp_path / "outputs").glob(".ray-token*")), "the token goes with its cluster"
+    assert not (tmp_path / "scratch/dapo-7").exists(), "what Ray leaves on a node's disk goes with it"
+
+
+def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("0.0.0.0", 20007))
+        output = ended(start(tmp_path, driver="echo ${RAY_ADDRESS##*:}"))
+    assert "\n20008\n" in output, output
+
+
+@pytest.mark.parametrize(
+    ("number", "env", "requeued"),
+    [
+        pytest.param(signal.SIGUSR1, {}, True, id="time_limit"),
+        pytest.param(signal.SIGUSR1, {"REQUEUE": "0"}, False, id="requeue_off"),
+        pytest.param(signal.SIGUSR1, {"SLURM_RESTART_COUNT": "100"}, False, id="too_often"),
+        pytest.param(signal.SIGUSR2, {}, False, id="asked_to_end"),
+        pytest.param(signal.SIGTERM, {}, False, id="cancelled"),
+    ],
+)
+def test_a_signal_saves_and_queues_the_job_again(
+    tmp_path: Path, number: signal.Signals, env: dict[str, str], requeued: bool
+) -> None:
+    job = start(tmp_path, driver=SAVES, **env)
+    wait_for(tmp_path / "started")
+    job.send_signal(number)
+    output = ended(job)
+    assert job.returncode == 85 and "saved" in output, output
+    assert (tmp_path / "scontrol.log").exists() == requeued, output
+    if requeued:
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+
+
+def test_the_driver_is_told_once(tmp_path: Path) -> None:
+    """Its second signal would mean: leave at once."""
+    told = "trap 'echo told >>told' USR1; trap 'echo term >>told; exit 85' TERM; touch started; "
+    job = start(tmp_path, driver=told + "until [[ -e enough ]]; do sleep 0.05; done; exit 85")
+    wait_for(tmp_path / "started")
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        job.send_signal(number)
+        time.sleep(0.3)
+    wait_for(tmp_path / "told")
+    (tmp_path / "enough").touch()
+    output = ended(job)
+    assert (tmp_path / "told").read_text() == "told\n", output
+    assert "SIGTERM after SIGUSR1" in output, output
+
+
+def test_the_time_limit_is_watched_and_may_move(tmp_path: Path) -> None:
+    job = start(tmp_path, driver=SAVES, left="$([[ -e started ]] && echo 599 || echo 7200)")
+    output = ended(job)
+    assert job.returncode == 85 and "SIGUSR1: the driver saves" in output, output
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "expected"),
+    [
+        pytest.param("pyxis", "--container-image=image.sqsh", id="pyxis"),
+        pytest.param("apptainer", "exec --nv --bind {root},{root}/scratch,/models image.sqsh", id="apptainer"),
+    ],
+)
+def test_a_container_holds_nodes_and_driver(tmp_path: Path, runtime: str, expected: str) -> None:
+    env = {"CONTAINER": "image.sqsh", "CONTAINER_RUNTIME": runtime, "CONTAINER_MOUNTS": "/models", "PYTHON": ""}
+    output = ended(start(tmp_path, driver="echo trained", **env))
+    assert "trained" in output, output
+    options = (tmp_path / "srun.options").read_text()
+    record = options if runtime == "pyxis" else (tmp_path / "apptainer.log").read_text()
+    found = [line for line in record.splitlines() if expected.format(root=tmp_path) in line]
+    assert len(found) >= 6, "the plan, the port, the nodes, the wait, the doctor and the driver"
+    if runtime == "pyxis":
+        assert (
+            f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}/scratch:{tmp_path}/scratch,/models:/models" in options
+        )
+
+
+def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
+    job = start(tmp_path, driver="echo ran", CONTAINER="x", CONTAINER_RUNTIME="podman")
+    assert "it can be pyxis or apptainer" in ended(job) and job.returncode == 1
+
+
+def test_a_worker_starts_again_and_its_logs_come_home(tmp_path: Path) -> None:
+    """Ray gives up a node that it hears nothing of for a while, and `ray start --block` ends."""
+    logs = 'for word; do case $word in --temp-dir=*) dir=${word#*=}/session_2/logs;; esac; done; mkdir -p "$dir"'
+    first = "[[ -e once ]] || { touch once; exit 3; }"
+    python = fake(
+        tmp_path, "python", f"{logs}; {first}; echo $RAY_ADDRESS$TRITON_CACHE_DIR >$dir/raylet.out; {UNTIL_TERM}"
+    )
+    env = {"RAY_ADDRESS": "10.0.0.1:20007", "SCRATCH": str(tmp_path / "s"), "LOGS": str(tmp_path / "logs")}
+    node = subprocess.Popen(
+        ["bash", str(ROOT / "launch/slurm/node.sh"), "worker", str(python)],
+        cwd=tmp_path,
+        env={**os.environ, **env, "SLURM_JOB_ID": "7"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(tmp_path / "s/dapo-7/ray/session_2/logs/raylet.out")
+    node.terminate()
+    _, said = node.communicate(timeout=60)
+    assert node.returncode == 0 and "ended with 3; it starts again" in said
+    (log,) = (tmp_path / "logs").glob("*/raylet.out")
+    assert log.read_text() == f"{tmp_path}/s/dapo-cache-{os.getuid()}/triton\n"
+    assert not (tmp_path / "s/dapo-7").exists() and (tmp_path / f"s/dapo-cache-{os.getuid()}").exists()
+
+
+@pytest.mark.parametrize("script", ["train", "eval"])
+def test_directives_are_those_of_one_task_a_node(script: str) -> None:
+    lines = (ROOT / f"launch/slurm/{script}.sbatch").read_text().splitlines()
+    directives = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH")
+    )
+    assert directives["ntasks-per-node"] == "1" and "exclusive" in directives
+    assert ("requeue" in directives) == (script == "train") and "signal" not in directives
