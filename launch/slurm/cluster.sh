@@ -32,7 +32,7 @@ teardown() {
   [[ -z $timer ]] || kill "$timer" 2>/dev/null || true
   # srun passes USR1 on to its tasks, which bring their logs home; TERM would have it kill them.
   ((${#steps[@]} == 0)) || kill -USR1 "${steps[@]}" 2>/dev/null || true
-  for _ in {1..120}; do
+  for _ in {1..60}; do # at most 30 s of the lead
     [[ -n $(jobs -pr) ]] || break
     sleep 0.5
   done
