@@ -30,11 +30,13 @@ teardown() {
   trap '' TERM USR1 USR2
   [[ -z $driver ]] || kill -TERM "$driver" 2>/dev/null || true
   [[ -z $timer ]] || kill "$timer" 2>/dev/null || true
-  ((${#steps[@]} == 0)) || kill -TERM "${steps[@]}" 2>/dev/null || true
-  for _ in {1..120}; do # the nodes bring their logs home
+  # srun passes USR1 on to its tasks, which bring their logs home; TERM would have it kill them.
+  ((${#steps[@]} == 0)) || kill -USR1 "${steps[@]}" 2>/dev/null || true
+  for _ in {1..60}; do # at most 30 s of the lead
     [[ -n $(jobs -pr) ]] || break
     sleep 0.5
   done
+  ((${#steps[@]} == 0)) || kill -TERM "${steps[@]}" 2>/dev/null || true
   rm -f "$token"
 }
 

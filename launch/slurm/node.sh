@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One Ray node of a Slurm job, in the foreground: node.sh head|worker PYTHON, started by cluster.sh through srun.
 # In: RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; SCRATCH, a folder of this node; LOGS, one that all nodes share.
-# Out: a node until SIGTERM; Ray's own logs in LOGS/NODE. A worker that Ray gave up starts again, a head ends the job.
+# Out: a node until SIGTERM or SIGUSR1, then Ray's own logs in LOGS/NODE. A worker that Ray gave up starts again; a head
+# that ends, ends the job.
 set -euo pipefail
 role=$1
 ray=("$2" -m ray.scripts.scripts start --block --disable-usage-stats)
@@ -22,7 +23,7 @@ bring_home() {
   rm -rf "$own"
 }
 
-trap stop TERM INT
+trap stop TERM INT USR1
 trap bring_home EXIT
 if ! { mkdir -p "$own" && chmod 700 "$own"; }; then
   echo "node.sh: $name cannot write to SCRATCH=$SCRATCH; name a folder of the node's own disk" >&2
