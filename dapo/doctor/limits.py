@@ -16,12 +16,14 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
 from dapo.plan.terms import size
 
-MIN_FILES, FILES = 4096, 8192  # below the first Ray warns at each start; it recommends the second
-MIN_THREADS = 4096  # of a node with Ray, engines and ranks: about 60 of each process
-MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise
+# Estimates. Of each pair the first is for a node of engines and ranks on GPUs; a run on CPUs is warned below it, and ends
+# below the second only: it may be a small one.
+MIN_FILES, FEW_FILES, FILES = 4096, 512, 8192  # below the first Ray warns at each start; it recommends the last
+MIN_THREADS, FEW_THREADS = 4096, 1024  # of a node with Ray, engines and ranks: about 60 of each process
+MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise; Ray does without, NCCL does not
 GIB = 1 << 30
 RAY_STOPS_SPILLING = 0.95  # share of a full disk
-MIN_TEMPORARY_BYTES = 2 * GIB
+MIN_TEMPORARY_BYTES, FEW_TEMPORARY_BYTES = 2 * GIB, GIB // 2
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -33,7 +35,8 @@ def open_files(question: Question) -> Finding:
     found = f"{_limit(limit)} open files"
     remedy = f"`ulimit -n {8 * FILES}` before Ray starts, or LimitNOFILE, --ulimit nofile={8 * FILES} of the container"
     if limit != resource.RLIM_INFINITY and limit < MIN_FILES:
-        return fault(f"{found}, and Ray, engines and ranks need {MIN_FILES}", remedy)
+        short = fault if question.gpus or limit < FEW_FILES else warning
+        return short(f"{found}, and Ray, engines and ranks need {MIN_FILES}", remedy)
     if limit != resource.RLIM_INFINITY and limit < FILES:
         return warning(f"{found}, and Ray recommends {FILES}", remedy)
     return ok(found)
@@ -50,7 +53,8 @@ def processes(question: Question) -> Finding:
         return ok("no limit of processes")
     found = f"{left} more threads of {limit} ({key})"
     if left < MIN_THREADS:
-        return fault(f"{found}, and Ray, engines and ranks need {MIN_THREADS}", f"raise {key}")
+        short = fault if question.gpus or left < FEW_THREADS else warning
+        return short(f"{found}, and Ray, engines and ranks need {MIN_THREADS}", f"raise {key}")
     return ok(found)
 
 
@@ -60,7 +64,7 @@ def shared_memory(question: Question) -> Finding:
     found = f"/dev/shm has {size(disk.total)}, {size(disk.free)} free"
     remedy = "run the container with --shm-size=32g (or --ipc=host; in Kubernetes an emptyDir of medium Memory)"
     if disk.total < MIN_SHARED_BYTES:
-        return fault(f"{found}, below {size(MIN_SHARED_BYTES)}", remedy)
+        return (fault if question.gpus else warning)(f"{found}, below {size(MIN_SHARED_BYTES)}", remedy)
     wanted = min(memory_bytes() // 5, 8 * GIB)  # what dapo gives the object store of a Ray that it starts
     if not question.joined and disk.free < wanted:
         return warning(f"{found}, and Ray's object store takes {size(wanted)}: it will lie on disk, slowly", remedy)
@@ -77,7 +81,8 @@ def temporary_disk(question: Question) -> Finding:
     found = f"{folder} has {size(disk.free)} free of {size(disk.total)}"
     remedy = "make room there, or set RAY_TMPDIR to a directory on a local disk with room"
     if disk.free < MIN_TEMPORARY_BYTES:
-        return fault(f"{found}; Ray's session takes up to {size(MIN_TEMPORARY_BYTES)}", remedy)
+        short = fault if question.gpus or disk.free < FEW_TEMPORARY_BYTES else warning
+        return short(f"{found}; Ray's session takes up to {size(MIN_TEMPORARY_BYTES)}", remedy)
     if disk.free < (1 - RAY_STOPS_SPILLING) * disk.total:
         return warning(f"{found}; Ray spills nothing to a disk that is {RAY_STOPS_SPILLING:.0%} full", remedy)
     return ok(found)

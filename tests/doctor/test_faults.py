@@ -156,17 +156,23 @@ def small(total: int, free: int) -> Callable[[Any], SimpleNamespace]:
     return lambda path: SimpleNamespace(total=total, free=free, used=total - free)
 
 
+def disk(total: int, free: int) -> Plant:
+    return patched(limits.shutil, "disk_usage", small(total, free))
+
+
 NEVER_DELETED = arguments("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
 PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
     ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
     ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
-    ("open files", limit(resource.RLIMIT_NOFILE, 1024), FAULT, ["1024 open files", "ulimit -n"]),
-    ("processes", limit(resource.RLIMIT_NPROC, 2000), FAULT, ["of 2000", "`ulimit -u`"]),
-    ("shared memory", patched(limits.shutil, "disk_usage", small(64 << 20, 64 << 20)), FAULT, ["67.11 MB", "shm-size"]),
-    ("temporary disk", patched(limits.shutil, "disk_usage", small(100 * GB, GB)), FAULT, ["1.00 GB", "RAY_TMPDIR"]),
-    ("temporary disk", patched(limits.shutil, "disk_usage", small(100 * GB, 4 * GB)), WARNING, ["95%", "RAY_TMPDIR"]),
+    ("open files", limit(resource.RLIMIT_NOFILE, 256), FAULT, ["256 open files", "ulimit -n"]),
+    ("open files", limit(resource.RLIMIT_NOFILE, 1024), WARNING, ["1024 open files", "ulimit -n"]),
+    ("processes", limit(resource.RLIMIT_NPROC, 500), FAULT, ["of 500", "`ulimit -u`"]),
+    ("shared memory", disk(64 << 20, 64 << 20), WARNING, ["67.11 MB", "shm-size"]),
+    ("temporary disk", disk(100 * GB, GB // 4), FAULT, ["250.00 MB", "RAY_TMPDIR"]),
+    ("temporary disk", disk(20 * GB, GB), WARNING, ["1.00 GB", "RAY_TMPDIR"]),
+    ("temporary disk", disk(100 * GB, 4 * GB), WARNING, ["95%", "RAY_TMPDIR"]),
     ("model", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
     ("model", model(shard_missing), FAULT, ["model-2-of-2.safetensors is missing"]),
     ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
@@ -277,3 +283,15 @@ def test_what_is_wrong_on_another_node_is_told_with_its_name(
     text = f"{outcome.finding.found}; {outcome.finding.remedy}"
     assert [part for part in parts if part not in text] == [], text
     assert not (tmp_path / "out").exists(), "nothing stays behind"
+
+
+def test_a_run_on_gpus_needs_more_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little is a warning on CPUs, where the tiny run comes through, and a fault on GPUs."""
+    monkeypatch.setattr(limits.shutil, "disk_usage", small(64 << 20, 64 << 20))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (2000, 2000))
+    monkeypatch.setattr(limits, "_own_threads", lambda: 100)
+    cfg = compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny")
+    for gpus, level in ((False, WARNING), (True, FAULT)):
+        asked = question.question(cfg, joined=False, gpus=gpus)
+        for look in (limits.open_files, limits.processes, limits.shared_memory):
+            assert look(asked).level == level, look.__name__
