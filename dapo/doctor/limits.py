@@ -16,8 +16,8 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
 from dapo.plan.terms import size
 
-# Estimates. Of each pair the first is for a node of engines and ranks on GPUs; a run on CPUs is warned below it, and ends
-# below the second only: it may be a small one.
+# Estimates. Of each pair the first is for a node of engines and ranks on GPUs; a run on CPUs is warned below it, and
+# ends below the second only: it may be a small one.
 MIN_FILES, FEW_FILES, FILES = 4096, 512, 8192  # below the first Ray warns at each start; it recommends the last
 MIN_THREADS, FEW_THREADS = 4096, 1024  # of a node with Ray, engines and ranks: about 60 of each process
 MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise; Ray does without, NCCL does not
