@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dapo.types import Draw, Group, Response, Score, VersionSpan
 
 FILE = "groups.parquet"
+TOGETHER = 16  # groups whose columns are in memory once more while they are written, and hold other threads up
 _FIELDS = {kind: [field.name for field in fields(kind)] for kind in (VersionSpan, Score)}
 _SCHEMA = pa.schema(
     {
@@ -39,7 +40,9 @@ _SCHEMA = pa.schema(
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
     """Writes groups, each with the policy version at its start."""
     # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
-    pq.write_table(_table(groups), directory / FILE, compression="none", use_dictionary=False)
+    with pq.ParquetWriter(directory / FILE, _SCHEMA, compression="none", use_dictionary=False) as writer:
+        for start in range(0, len(groups), TOGETHER):
+            writer.write_table(_table(groups[start : start + TOGETHER]))
 
 
 def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 def start(output_dir: Path, *overrides: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A program after its second step, and all processes below it."""
     endless = ("trainer.total_steps=1000", "eval.every=0", "eval.before_train=false", "checkpoint.every=0")
+    endless += ("actor.num_workers=1",)  # a process less to start
     return start_program(command(output_dir, "", *endless, *overrides), "step 2/")
 
 

@@ -70,6 +70,7 @@ def mount(*arguments: str | Path) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
+@pytest.mark.long
 def test_a_run_outlives_a_disk_that_refuses_its_checkpoints_and_goes_on_with_room(
     runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

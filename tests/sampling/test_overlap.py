@@ -22,7 +22,7 @@ from dapo.sampling.saved import FILE
 from dapo.tiny.random_model import make_random_model
 from tests.support.runs import START_S, checkpoint, command, finish, start_program
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
 
 TOTAL, STOP_AT, BATCH = 8, 4, 4
 OVERLAP = (

@@ -33,7 +33,6 @@ GROUPS = {
 }
 LONGEST = (  # beside the groups
     "tests/workers/test_lost_engines.py",
-    "tests/sampling/test_overlap.py",
     "tests/workers/test_rollout.py",
     "tests/bench/test_commands.py",
     "tests/end_to_end/test_endings.py",
