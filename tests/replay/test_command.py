@@ -3,16 +3,18 @@
 import asyncio
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dapo.config.compose import checked_overrides, compose, half_flags
 from dapo.replay.__main__ import main
 from dapo.replay.batches import Batches, SavedStream, steps_kept
 from dapo.replay.outcome import Outcome, outcome, words
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.run_dir import CONFIG, HEADER, STARTED
+from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
 from tests.support.fakes import make_group
 
 TINY = "dapo_tiny"
@@ -34,10 +36,6 @@ def kept(folder: Path, *steps: int, keep: int | None = None) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The files of a run of three steps of which no checkpoint is left, and the batch of the second is gone."""
-    from dataclasses import asdict
-
-    from omegaconf import OmegaConf
-
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / CONFIG).write_text(HEADER + OmegaConf.to_yaml(OmegaConf.create(asdict(compose([], TINY)))))
@@ -120,6 +118,14 @@ def test_a_step_without_a_line_of_metrics_is_named(run: Path) -> None:
 def test_half_a_run_without_the_other_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compose(half_flags(overrides), TINY)
+
+
+def test_a_whole_run_is_not_continued_as_half_of_one(run: Path) -> None:
+    """Its checkpoints would lack the actors from then on."""
+    (run / METRICS).write_text('{"step": 1}\n')
+    half = asdict(compose([*half_flags(["--rollout-only"]), f"trainer.output_dir={run}"], TINY))
+    with pytest.raises(ValueError, match=r"`trainer.only` is 'both' there and 'rollout' here"):
+        claim_output_dir(str(run), "auto", half)
 
 
 def test_flags_are_keys(run: Path) -> None:
