@@ -11,9 +11,10 @@ from typing import Any
 
 from dapo.report.log import duration
 from dapo.report.table import table
-from dapo.results.figures import LATEST, TIMED, WINDOW, Accuracy, Difference, Point, Results
+from dapo.results.figures import LATEST, WINDOW, Accuracy, Difference, Point, Results
 from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
 from dapo.state.changes import values
+from dapo.store.reader import PHASES
 
 LEFT_OUT = ("trainer.output_dir", "trainer.ray_address", "checkpoint.resume")  # where a run lies, not what it is
 FOLDERS = ("/", "~/", "./", "../")  # a path begins with one; a name on a hub does not
@@ -28,7 +29,7 @@ ROWS: tuple[Row, ...] = (
     ("goodput", lambda run: shown(run.goodput)),
     ("wall time", lambda run: duration(run.seconds["wall"]) if run.seconds["wall"] else "-"),
     ("seconds a step", lambda run: shown(run.seconds["steps"] / run.steps if run.steps else None, ".1f")),
-    *((f"{phase}, share of the steps", lambda run, phase=phase: share(run, phase)) for phase in TIMED),
+    *((f"{phase}, share of the steps", lambda run, phase=phase: share(run, phase)) for phase in PHASES),
     *((f"{name}, last {WINDOW} steps", lambda run, name=name: shown(run.latest.get(name), ".4g")) for name in LATEST),
     ("survived", faults),
     ("cost", cost),

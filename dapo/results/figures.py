@@ -16,7 +16,6 @@ from dapo.store.reader import PHASES
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
-TIMED = (*PHASES, "evaluation")
 RESTARTED = ("engines", "actors", "reward_workers", "reward_children")  # of `perf/restarted_NAME`
 LATEST = ("rollout/response_length_mean", "rollout/truncated", "actor/entropy")
 
@@ -85,7 +84,7 @@ def results(run: Run) -> Results:
     steps = run.steps
     last = steps[-1] if steps else {}
     generated, goodput = known(last, "ledger/tokens_generated"), known(last, "ledger/goodput")
-    seconds = {name: sum(known(record, f"perf/{name}_s") or 0.0 for record in steps) for name in TIMED}
+    seconds = {name: sum(known(record, f"perf/{name}_s") or 0.0 for record in steps) for name in PHASES}
     taken = sum(record["perf/step_s"] for record in steps)
     wall = sum(start.seconds for start in run.starts) if run.starts else taken
     hours = sum(start.gpus * start.seconds for start in run.starts) / 3600

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from dapo.report.console import say, warn
 from dapo.report.log import METRICS, duration
-from dapo.results.figures import RESTARTED, TIMED, Accuracy, Difference, Point, Results, results
+from dapo.results.figures import RESTARTED, Accuracy, Difference, Point, Results, results
 from dapo.results.runs import read_run
 from dapo.state.durable import write_text
 from dapo.state.lease import LeaseLost
+from dapo.store.reader import PHASES
 
 SUMMARY, CURVES = "summary.json", "curves.png"
 HELD_OUT, DRAWN = "held-out accuracy", "accuracy of drawn groups"
@@ -104,7 +105,7 @@ def difference(one: Difference) -> str:
 def _phases(found: Results) -> str:
     """Returns the phases that took one percent or more, the longest first."""
     least = found.seconds["steps"] / 100
-    taken = sorted((name for name in TIMED if found.seconds[name] >= least), key=lambda name: -found.seconds[name])
+    taken = sorted((name for name in PHASES if found.seconds[name] >= least), key=lambda name: -found.seconds[name])
     return ", ".join(f"{name} {share(found, name)}" for name in taken) or "-"
 
 

@@ -102,6 +102,8 @@ def test_what_a_person_is_told(run: Path) -> None:
         "held-out accuracy: 0.250 (0.100 to 0.400) at step 0 -> 0.500 (0.350 to 0.650) at step 6; gain +0.625" in told
     )
     assert "best 0.750 at step 3" in told and "600 generated, 450 of them trained on (goodput 0.750)" in told
+    evaluating = {"step": 1, "perf/step_s": 10.0, "perf/evaluation_s": 5.0, "perf/generation_s": 5.0, "actor/loss": 0.0}
+    assert "time: generation 50%, evaluation 50% of 10s" in text(results(replace(read_run(run), records=[evaluating])))
     assert "generation 60% of 60s" in told and "5.0 GPU hours (4 GPUs)" in told
     assert "survived: engines restarted 3, reward workers restarted 3, failed saves 1, killed starts 1\n" in told
 
