@@ -33,7 +33,7 @@ from dapo.replay.batches import steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.progress import Progress
-from dapo.report.sinks import sinks_of
+from dapo.report.sinks.choice import sinks_of
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory

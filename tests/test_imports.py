@@ -29,7 +29,7 @@ TENSORS = (
     "dapo.objective",
     "dapo.batch",
     "dapo.schedule",
-    "dapo.report.events",
+    "dapo.report.sinks.events",
     "dapo.tiny",
     "dapo.doctor.allreduce",
     "dapo.doctor.software",

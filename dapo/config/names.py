@@ -19,7 +19,8 @@ from dapo.config.schema import Config
 
 ENGINE = "rollout.vllm"
 PLAN = "plan"  # the section of `dapo.plan` alone
-OPEN = ("rollout.vllm", "actor.optim.lr_scheduler_kwargs", "logging.wandb")  # below these any key is taken
+# Below these any key is taken.
+OPEN = ("rollout.vllm", "actor.optim.lr_scheduler_kwargs", "logging.wandb", "logging.mlflow")
 VLLM_SOURCE, VLLM_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 
 

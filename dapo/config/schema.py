@@ -94,6 +94,13 @@ class LoggingConfig:
         verl="trainer.project_name",
         trl="report_to",
     )
+    mlflow: dict[str, Any] = key(
+        {},
+        "MLflow, where its package is installed: `tracking_uri` (or MLFLOW_TRACKING_URI), and optionally `experiment` "
+        "(dapo) and `run_name`; empty: off",
+        verl="trainer.logger",
+        trl="report_to",
+    )
     prometheus: bool = key(
         False,
         "the newest numbers as gauges `ray_dapo_*` on Ray's Prometheus endpoints, for `launch/grafana.json`; needs "

@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from dapo.config.schema import Config
-from dapo.report import prometheus, weights_and_biases
+from dapo.report.sinks import choice
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
 
@@ -15,14 +15,9 @@ from dapo.schedule import learning_rates
 def preflight(cfg: Config) -> None:
     """Raises ValueError with one line per problem."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
-    problems = [*_torchvision()] or [*_schedule(cfg), *_reward_functions(cfg), *_sinks(cfg)]
+    problems = [*_torchvision()] or [*_schedule(cfg), *_reward_functions(cfg), *choice.problems(cfg)]
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def _sinks(cfg: Config) -> Iterator[str]:
-    problems = (weights_and_biases.problem(cfg.logging.wandb), prometheus.problem(cfg.logging.prometheus))
-    yield from filter(None, problems)
 
 
 def _schedule(cfg: Config) -> Iterator[str]:

@@ -74,7 +74,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
             "every": 0,
             "every_s": 0.0,
         },
-        "logging": {"tensorboard": False, "wandb": {}, "prometheus": False},
+        "logging": {"tensorboard": False, "wandb": {}, "mlflow": {}, "prometheus": False},
     }
     tree = OmegaConf.merge(
         OmegaConf.structured(Config),

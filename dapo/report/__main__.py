@@ -15,9 +15,12 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
   (`pip install wandb`): `logging.wandb.project=dapo`, without a network `logging.wandb.mode=offline` and later
   `wandb sync`. The run directory keeps the id, so that a resumed run goes on in the same one; the steps that it takes
   again keep their first values there.
+- MLflow has the numbers, the sample texts and the configuration where `logging.mlflow.tracking_uri` names a server and
+  the package is installed (`pip install mlflow-skinny`), `_` in names for what it refuses; a resumed run goes on in the
+  same one, and steps that it takes again have both values there.
 - With `logging.prometheus` Ray's Prometheus endpoints have the newest number of each as a gauge `ray_dapo_NAME` with
   the label `run`, `_` in NAME for what is neither a letter nor a digit, and none while it is not finite;
-  `launch/grafana.json` is a dashboard of them (`prometheus.py`).
+  `launch/grafana.json` is a dashboard of them (`sinks/prometheus.py`).
 - The terminal shows one line a step, and between two of them what goes on (`progress.py`): in place, every second,
   where standard output and standard error are a terminal (`live.py`); else a line every `logging.watchdog_s` of a
   longer step. It begins with `in step`, and step lines with `step`, for who searches a log for one kind. The rate

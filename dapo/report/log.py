@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from dapo.measure.clock import Span
 from dapo.report.console import warn
-from dapo.report.sinks import Guarded, Sink
+from dapo.report.sinks.sink import Guarded, Sink
 from dapo.state.durable import write_text
 from dapo.store.samples import SampleStore
 from dapo.types import Collected, Group

@@ -31,12 +31,10 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "saved"),
-    [
-        pytest.param("EngineCore", True, id="engine", marks=pytest.mark.long),
-        pytest.param("ActorWorker", False, id="actor rank"),
-    ],
+    [pytest.param("EngineCore", True, id="engine"), pytest.param("ActorWorker", False, id="actor rank")],
 )
 def test_a_dead_worker_that_may_not_start_again_ends_the_run_with_its_reason(
     tmp_path: Path, name: str, saved: bool
@@ -52,6 +50,7 @@ def test_a_dead_worker_that_may_not_start_again_ends_the_run_with_its_reason(
     assert (tmp_path / "run" / "checkpoints" / "LATEST").exists() == saved
 
 
+@pytest.mark.long
 def test_a_dead_head_of_ray_ends_the_run_in_order(tmp_path: Path) -> None:
     """Ray itself would end all processes a minute later, without a word and with nothing saved."""
     process, children = start(tmp_path / "run")

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 BESIDE = "checkpoint.async_save=true"
 
 
+@pytest.mark.long
 def test_a_rank_lost_while_it_writes_beside_a_step_costs_time_and_nothing_else(
     runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

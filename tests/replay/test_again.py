@@ -51,6 +51,7 @@ def test_what_another_setting_would_have_made_of_a_step(run: Path, runs: Runs, t
     assert found.weights is None, "the run kept no model of step 3"
 
 
+@pytest.mark.long
 def test_lora_from_the_beginning(runs: Runs, tmp_path: Path) -> None:
     lora = ("trainer.total_steps=2", "checkpoint.every=0", "model.lora.rank=4", "algorithm.kl.reward_coeff=0")
     folder = runs.small(tmp_path / "run", *lora)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo.report.events import TensorBoard
 from dapo.report.log import MetricsLogger, evaluated, progress_line, read_metrics
+from dapo.report.sinks.events import TensorBoard
 
 
 def steps_in(path: Path) -> list[int]:

@@ -11,8 +11,8 @@ from ray.util.metrics import Gauge
 
 from dapo.config.compose import compose
 from dapo.report.names import FAMILIES, PLACEHOLDER
-from dapo.report.prometheus import problem, prometheus_name
-from dapo.report.sinks import sinks_of
+from dapo.report.sinks.choice import sinks_of
+from dapo.report.sinks.prometheus import problem, prometheus_name
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[2] / "launch/grafana.json").read_text(encoding="utf-8"))
 NAMES = [name for family in FAMILIES for name in family.names()]

@@ -12,9 +12,9 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.report import weights_and_biases
 from dapo.report.log import MetricsLogger
-from dapo.report.sinks import sinks_of
+from dapo.report.sinks import weights_and_biases
+from dapo.report.sinks.choice import sinks_of
 
 WRITTEN_S = 60.0
 OFFLINE = ("logging.tensorboard=false", "logging.wandb.project=test", "logging.wandb.mode=offline")

@@ -82,7 +82,7 @@ LOSSES = [
     pytest.param(
         signal.SIGSTOP, 1, 60.0, "has not answered for|the last token is", id="process stopped", marks=pytest.mark.long
     ),
-    pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 10 s", id="actor stopped"),
+    pytest.param(signal.SIGSTOP, 0, 60.0, "no sign of life for 10 s", id="actor stopped", marks=pytest.mark.long),
 ]
 
 

@@ -96,7 +96,7 @@ FAULTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(stuck, r"waited 6 s for actor rank 1 \(the update from policy version 1\)", 30.0, id="stuck"),
-    pytest.param(failed, "IndexError: index", 30.0, id="failed"),
+    pytest.param(failed, "IndexError: index", 30.0, id="failed", marks=pytest.mark.long),
     pytest.param(half_done, "RuntimeError: the machine is faulty", 30.0, id="half_done", marks=pytest.mark.long),
     pytest.param(
         *(idle(signal.SIGKILL), "actor rank 1 .*: ActorDiedError", 30.0),
@@ -104,7 +104,9 @@ FAULTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(
-        idle(signal.SIGSTOP), r"waited 6 s for actor rank 1 \(a sign of life\)", 30.0, id="stopped while idle"
+        *(idle(signal.SIGSTOP), r"waited 6 s for actor rank 1 \(a sign of life\)", 30.0),
+        id="stopped while idle",
+        marks=pytest.mark.long,
     ),
 ]
 

@@ -1,20 +1,13 @@
 """Says what a sink of metrics is, and keeps what happens to one from ending a run.
 
-In: scalars, histograms and texts of a step. Out: the same, handed to a sink as long as it takes them. The sinks are in
-`events.py`, `weights_and_biases.py` and `prometheus.py`.
+In: scalars, histograms and texts of a step. Out: the same, handed to a sink as long as it takes them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from dapo.config.schema import Config
 from dapo.report.console import warn
-from dapo.report.events import TensorBoard
-from dapo.report.prometheus import Prometheus
-from dapo.report.weights_and_biases import WeightsAndBiases
 
 
 class Sink(Protocol):
@@ -82,23 +75,3 @@ class Guarded:
             with contextlib.suppress(Exception):  # told already, or the end of the run
                 self._sink.close()
             self._open = False
-
-
-def sinks_of(cfg: Config, output_dir: Path, gauge: Callable[..., Any] | None = None) -> list[Sink]:
-    """Returns the sinks that `logging` asks for. gauge: `ray.util.metrics.Gauge`, where Ray is."""
-    flat = dict(_flat(asdict(cfg)))
-    sinks: list[Sink] = [TensorBoard(output_dir, flat)] if cfg.logging.tensorboard else []
-    if cfg.logging.wandb:
-        sinks.append(WeightsAndBiases(output_dir, cfg.logging.wandb, flat))
-    if cfg.logging.prometheus and gauge is not None:
-        sinks.append(Prometheus(output_dir, gauge))
-    return sinks
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float | bool]]:
-    """Yields every dotted key with a value that all pages can show."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str | float | int) else str(value)
