@@ -4,10 +4,11 @@ It reads the sample store of a run (`dapo.store`), also while the run goes on, a
 """
 
 import argparse
+import re
 import sqlite3
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dapo.store.reader import WHERE, Reader
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
 CELLS = 60  # of a row of a timeline
+MEASURE = re.compile(r"(pass|maj|best)@\d+")
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
@@ -55,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     one = question("search", search, "answers that hold a text")
     one.add_argument("text")
     _bounds(one)
+    question("evaluations", evaluations, "held-out accuracy by step, the best marked")
     one = question("rewards", rewards, "reward functions, the one that disagrees most with the accuracy first")
     one.add_argument("--last", type=int, default=50, help="newest steps (50)")
     question("findings", findings, "what to look at, in figures, and the keys that change it")
@@ -72,10 +75,11 @@ def steps(store: Reader, given: argparse.Namespace) -> None:
     """Prints the newest steps, or the slowest with what took so long."""
     every = store.steps()
     numbers = ("step", "seconds", "generation", "update", "sync", "drawn", "trained")
+    newest = every[max(0, len(every) - given.last) :]
     rest = ("all_correct", "all_wrong", "unscorable", "overlong", "accuracy", "length", "truncated")
     if not given.slowest:
-        rows = [[row[name] for name in (*numbers, *rest)] for row in every[-given.last :]]
-        table(f"{len(every)} steps", (*numbers, *rest), rows, numbers=14)
+        rows = [[row[name] for name in (*numbers, *rest)] for row in newest]
+        table(f"{len(every)} steps{_which(every, len(newest))}", (*numbers, *rest), rows, numbers=14)
         return
     slowest = sorted(every, key=lambda row: -(row["seconds"] or 0.0))[: given.last]
     rows = [
@@ -83,6 +87,11 @@ def steps(store: Reader, given: argparse.Namespace) -> None:
         for row in slowest
     ]
     table("slowest steps", (*numbers, "longest", "why"), rows, numbers=8)
+
+
+def _which(every: Sequence[Mapping[str, Any]], newest: int) -> str:
+    """Returns in words which steps are shown, empty where all are."""
+    return f", {every[-newest]['step']} to {every[-1]['step']} shown" if 0 < newest < len(every) else ""
 
 
 def step(store: Reader, given: argparse.Namespace) -> None:
@@ -127,7 +136,8 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
     block("ground truth", found["ground_truth"])
     names = ("step", "draw", "accuracy", "variance", "tokens", "longest", "truncated", "version")
     rows = [[*[row[name] for name in names], why(row)] for row in store.visits(given.number)]
-    title = f"{found['visits']} visits, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
+    visits = f"{found['visits']} {'visit' if found['visits'] == 1 else 'visits'}"
+    title = f"{visits}, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
     table(title, (*names, "why"), rows, numbers=8)
 
 
@@ -148,11 +158,13 @@ def draw(store: Reader, given: argparse.Namespace) -> None:
 
 
 def answers(store: Reader, given: argparse.Namespace) -> None:
-    """Prints answers of one kind."""
+    """Prints answers of one kind, and how many there are."""
     found = store.answers(given.kind, given.limit, given.step)
+    there = store.number_of(given.kind, given.step)
     rows = [[*[row[name] for name in ANSWER], _fate(row), row["ground_truth"], ending(row["text"])] for row in found]
     names = (*ANSWER, "group", "truth", "end of the answer")
-    table(f"{given.kind} answers", names, rows, numbers=len(ANSWER))
+    of = "the run" if given.step is None else f"step {given.step}"
+    table(f"{given.kind} answers: {len(found)} of {there} in {of}", names, rows, numbers=len(ANSWER))
 
 
 def _fate(answer: dict[str, Any]) -> str:
@@ -167,11 +179,38 @@ def search(store: Reader, given: argparse.Namespace) -> None:
     table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
 
 
+def evaluations(store: Reader, given: argparse.Namespace) -> None:
+    """Prints the evaluations of the run, each set of held-out problems on its own."""
+    found = store.metrics("eval/*")
+    for name in (name for name in found if name.rsplit("/", 1)[-1] == "accuracy"):
+        of_set = name.removesuffix("accuracy")
+        shown = [of_set + rest for rest in ("accuracy", "accuracy_low", "accuracy_high")]
+        shown += [other for other in found if MEASURE.fullmatch(other.removeprefix(of_set))]
+        best = max(found[name].values())
+        rows = [
+            [step, *[found.get(each, {}).get(step) for each in shown], "best" if value == best else ""]
+            for step, value in found[name].items()
+        ]
+        names = ("step", *[each.removeprefix(of_set) for each in shown], "")
+        table(f"held-out accuracy{of_set.removeprefix('eval').rstrip('/')}", names, rows, numbers=len(names) - 1)
+    if not found:
+        block("no evaluation", "`eval.every` and `data.val_files` say when a run evaluates, and on what.")
+
+
 def rewards(store: Reader, given: argparse.Namespace) -> None:
     """Prints how far each reward function agrees with the accuracy."""
-    found = agreements(store.rewards(given.last))
-    rows = [[one.disagreement, one.pairs, one.mean(True), one.mean(False), one.worst_draw, one.name] for one in found]
-    title = "share of pairs of answers, one better than the other, that the function orders the other way (even: half)"
+    found, every = agreements(store.rewards(given.last)), store.steps()
+    rows = [
+        [
+            *(one.disagreement, one.pairs, one.mean(True), one.mean(False), one.worst_draw),
+            one.name + (", which says nothing: as much for both of each pair" if one.silent and one.pairs else ""),
+        ]
+        for one in found
+    ]
+    title = (
+        "of pairs of answers to one prompt, one better than the other: the share in which the function gives the worse "
+        f"one more, or as much (counted half){_which(every, min(given.last, len(every)))}"
+    )
     names = ("disagrees", "pairs", "mean, right", "mean, wrong", "worst draw", "function")
     table(title, names, rows, numbers=5)
 

@@ -34,7 +34,8 @@ def why_slow(step: Row, steps: Sequence[Row], warnings: Sequence[str]) -> str:
     excess = {phase: (step[phase] or 0.0) - _median(steps, phase) for phase in PHASES}
     phase = max(excess, key=lambda name: excess[name])
     if excess[phase] > 0.05 * (step["seconds"] or 0.0):
-        found.append(f"{phase} {step[phase]:.3g} s (median {_median(steps, phase):.3g} s)")
+        waited = "waited for an " if phase == "evaluation" else ""
+        found.append(f"{waited}{phase} {step[phase]:.3g} s (median {_median(steps, phase):.3g} s)")
     for name, words in (("drawn", "groups drawn"), ("longest", "tokens in the longest answer")):
         if (step[name] or 0) > 1.2 * _median(steps, name):
             found.append(f"{step[name]} {words} (median {_median(steps, name):.0f})")
@@ -66,6 +67,11 @@ class Agreement:
         NaN without a pair."""
         return (self.wrong + self.even / 2) / self.pairs if self.pairs else float("nan")
 
+    @property
+    def silent(self) -> bool:
+        """Returns whether it gives both answers of every pair as much."""
+        return self.even == self.pairs
+
     def mean(self, right: bool) -> float:
         """Returns the mean over right, or over wrong, answers; NaN without one."""
         values = self.values[right]
@@ -93,8 +99,8 @@ class Agreement:
 
 
 def agreements(rewards: Iterable[tuple[int, float | None, Mapping[str, float | None]]]) -> list[Agreement]:
-    """Returns one per reward function, the one that disagrees most first. rewards: (draw, accuracy, reward by function)
-    of each answer, group by group."""
+    """Returns one per reward function, the one that disagrees most first, silent ones last. rewards: (draw, accuracy,
+    reward by function) of each answer, group by group."""
     found: dict[str, Agreement] = {}
     for draw, answers in itertools.groupby(rewards, key=lambda answer: answer[0]):
         scored: dict[str, list[tuple[float, float]]] = {}
@@ -104,4 +110,4 @@ def agreements(rewards: Iterable[tuple[int, float | None, Mapping[str, float | N
                     scored.setdefault(name, []).append((accuracy, value))
         for name, values in scored.items():
             found.setdefault(name, Agreement(name)).add(draw, values)
-    return sorted(found.values(), key=lambda one: (-one.disagreement if one.pairs else 1.0, one.name))
+    return sorted(found.values(), key=lambda one: (one.silent, -one.disagreement if one.pairs else 1.0, one.name))

@@ -26,6 +26,8 @@ HEADINGS = {  # that are wider than what stands below them
     "unscorable": "un-\nscorable",
     "overlong": "over-\nlong",
     "accuracy": "accu-\nracy",
+    "accuracy_low": "low",
+    "accuracy_high": "high",
     "variance": "vari-\nance",
     "truncated": "trun-\ncated",
 }
@@ -38,9 +40,11 @@ def console() -> Console:
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]], numbers: int = 0) -> None:
-    """Prints rows under their names. numbers: how many of the first columns are aligned to the right."""
+    """Prints rows under their names, or the title alone. numbers: how many of the first columns are aligned to the right."""
     out = console()
     out.print(Text(plain(title), style="bold"))
+    if not rows:
+        return
     shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     for place, name in enumerate(names):
         right = place < numbers

@@ -115,6 +115,12 @@ class Reader:
             f"SELECT * FROM answers WHERE {which} AND step = coalesce(?, step) ORDER BY {order} LIMIT ?", step, limit
         )
 
+    def number_of(self, kind: str, step: int | None = None) -> int:
+        """Counts the answers of one kind of `WHERE`, of one step or of all."""
+        which, _ = WHERE[kind]
+        found = self._all(f"SELECT count(*) AS found FROM answers WHERE {which} AND step = coalesce(?, step)", step)
+        return int(found[0]["found"])
+
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
         """Returns at most `limit` answers, newest first, that hold `text`, whatever the case of ASCII letters."""
         pattern = "%" + "".join(f"\\{letter}" if letter in "%_\\" else letter for letter in text) + "%"

@@ -95,6 +95,33 @@ def test_which_reward_function_disagrees_most(run, capsys):
     assert out.index("format") < out.index("math")
 
 
+def test_a_function_that_gives_all_answers_as_much_is_none_that_disagrees(run, tmp_path, capsys):
+    store = SampleStore(tmp_path, LoggingConfig(), warn=pytest.fail)
+    parts = {"math": [0.0, 1.0], "overlong": [0.0, 0.0]}
+    store.step(1, collected_of([scored(1, [1.0, 0.0], ["yes", "no"], **parts)]))
+    store.close()
+    out = shown(capsys, tmp_path, "rewards")
+    assert out.index("math") < out.index("overlong, which says nothing")
+
+
+def test_which_evaluation_was_best(tmp_path, capsys):
+    store = SampleStore(tmp_path, LoggingConfig(), warn=pytest.fail)
+    for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5)):
+        both = {"eval/accuracy": accuracy, "eval/accuracy_low": accuracy - 0.1, "eval/pass@4": 0.9, "eval/samples": 8.0}
+        store.metrics(step, both | {"eval/aime/accuracy": 1 - accuracy})
+    store.close()
+    out = shown(capsys, tmp_path, "evaluations")
+    assert [line.split() for line in lines_with(out, "best")] == [
+        ["2", "0.75", "0.65", "–", "0.9", "best"],
+        ["0", "0.75", "–", "–", "best"],
+    ]
+    assert lines_with(out, "held-out accuracy/aime") and not lines_with(out, "samples")
+
+
+def test_a_run_without_evaluation_says_how_to_have_one(run, capsys):
+    assert "`eval.every`" in shown(capsys, run, "evaluations")
+
+
 def test_which_step_was_slowest_and_why(run, capsys):
     out = shown(capsys, run, "steps", "--slowest", "--last", "1")
     [line] = lines_with(out, "generation 9 s (median 1 s)")
@@ -133,7 +160,9 @@ def test_what_a_model_wrote_reaches_the_terminal_as_text(run, capsys):
 def test_events_and_an_empty_answer(run, capsys):
     assert lines_with(shown(capsys, run, "events", "--last", "5"), "warning", "engine 1 is lost")
     assert not lines_with(shown(capsys, run, "events", "--last", "1"), "resume")
-    assert "truncated answers" in shown(capsys, run, "truncated", "--step", "1")
+    assert "truncated answers: 0 of 0 in step 1" in shown(capsys, run, "truncated", "--step", "1")
+    assert "worst answers: 1 of 7 in the run" in shown(capsys, run, "worst", "--limit", "1")
+    assert "3 steps, 2 to 3 shown" in shown(capsys, run, "steps", "--last", "2")
 
 
 @pytest.mark.parametrize(
