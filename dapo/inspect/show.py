@@ -40,7 +40,7 @@ def console() -> Console:
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]], numbers: int = 0) -> None:
-    """Prints rows under their names, or the title alone. numbers: of the first columns, which are aligned to the right."""
+    """Prints rows under their names, or the title alone. numbers: of columns at the left, aligned to the right."""
     out = console()
     out.print(Text(plain(title), style="bold"))
     if not rows:
