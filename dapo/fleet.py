@@ -12,8 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import ray
-
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.pools import Pools
@@ -21,7 +19,7 @@ from dapo.replay.fixed import FixedPolicy
 from dapo.report.console import say, warn
 from dapo.report.watchdog import waiting
 from workers.actor import ActorPool
-from workers.cluster import Placement, connect, count_gpus, engine_args, resolve_device, reward_model_device
+from workers.cluster import Placement, connect, count_gpus, engine_args, leave, resolve_device, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
@@ -40,7 +38,7 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        leave()
 
 
 @asynccontextmanager

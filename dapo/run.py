@@ -21,6 +21,7 @@ from ray.util.metrics import Gauge
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
+from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint, load_prompts
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
@@ -96,13 +97,17 @@ async def train(
             stop.install()  # once more: Ray has put a handler of its own in place
         with waiting("the prompts to be read and tokenized"):
             prompts, held_out, data_fingerprint = await loading
+            inputs = await asyncio.to_thread(origins, cfg)
         run_dir.check_data(data_fingerprint)
+        for line in run_dir.record_inputs(inputs):
+            warn(line)
         store.keeps_groups = not run_dir.accepted and cfg.trainer.only != "train"
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
             samples.begin(asdict(cfg), pools.gpus)
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path, Gauge), samples)
+            logger.event("inputs", "\n".join(f"{key}: {text}" for key, text in inputs.items()))
             limit = TimeLimit(cfg.trainer.max_hours, began)
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):

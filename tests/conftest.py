@@ -40,13 +40,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Ray as the program itself starts it, for all tests of a process."""
-    import ray
-
-    from workers.cluster import connect
+    from workers.cluster import connect, leave
 
     connect("local", worker_logs=False)
     yield
-    ray.shutdown()
+    leave()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
+from workers.own_cluster import on_loopback, own_token
 
 GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
@@ -26,17 +28,33 @@ COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is 
 RANKS, REWARD_MODEL = "actor ranks", "reward model"  # names of placement groups
 PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
 
+_own = ExitStack()  # what a cluster of our own has changed in this process
+
 
 def connect(address: str, *, worker_logs: bool) -> None:
-    """Joins the cluster at `address` (`auto`, host:port), or starts one on this machine where it is `local` or where
-    neither it nor RAY_ADDRESS is set."""
+    """Joins the cluster at `address` (`auto`, host:port), or starts one on this machine, and for it alone, where it is
+    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     target = _target(address)
     local: dict[str, Any] = {}
     if target == "local":
         local = {"include_dashboard": False, "object_store_memory": _object_store_bytes()}
-    ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+        _own.enter_context(own_token())
+    try:
+        with on_loopback() if target == "local" else nullcontext():
+            ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+    except BaseException:
+        leave()
+        raise
+
+
+def leave() -> None:
+    """Leaves the cluster, or ends the one that `connect` has started."""
+    try:
+        ray.shutdown()
+    finally:
+        _own.close()
 
 
 def _target(address: str) -> str:
@@ -119,6 +137,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         "max_model_len": window,
         "seed": cfg.trainer.seed,
         "trust_remote_code": cfg.model.trust_remote_code,
+        "load_format": "safetensors",  # vLLM would also take pickles
     }
     if device == "cpu":
         args |= {

@@ -25,6 +25,7 @@ from dapo.config.schema import Config
 from dapo.driver.preflight import preflight
 from dapo.fleet import build_rollouts, engine_needs, ray_cluster
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
+from dapo.report.redact import redacted
 from dapo.run import train
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, claim_output_dir, holds_steps
@@ -123,8 +124,8 @@ def check_recorded(run: LadderRun) -> None:
     folder = Path(run.cfg.trainer.output_dir)
     if not (folder.is_dir() and holds_steps(folder) and (folder / CONFIG).is_file()):
         return
-    recorded = _flat(OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False))
-    wanted = _flat(asdict(run.cfg))
+    recorded = _flat(redacted(OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)))
+    wanted = _flat(redacted(asdict(run.cfg)))
     differences = [
         f"`{key}` is {recorded[key]!r} there and {wanted[key]!r} here"
         for key in sorted(recorded.keys() & wanted.keys())

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo.compare.tables import comparison, configuration_differences, differences_table, results_table
+from dapo.report.console import say
 from dapo.results.figures import differences, results
 from dapo.results.runs import Run, labels, read_run
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
     try:
         runs = [read_run(folder, label) for folder, label in zip(given.runs, labels(given.runs), strict=True)]
-        print(compare(runs, given.json))
+        say(compare(runs, given.json))
         if given.png:
             from dapo.plot import draw
 

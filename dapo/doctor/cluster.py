@@ -12,7 +12,7 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.machines import Machines
 from dapo.doctor.subject import Subject
 
-MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # also in workers.own_cluster
 DEFAULT_PATH = Path("~/.ray/auth_token")
 MAKE = f"`export {MODE}=token` on every node, and one token: `(umask 077; ray get-auth-token --generate)`"
 SKEW_S, FAULT_SKEW_S = 1.0, 30.0  # the second: half of what a lease of the output directory is watched for
@@ -21,19 +21,20 @@ ASKED = 3  # times; the fastest answer counts
 
 def authentication(subject: Subject) -> Finding:
     """Looks at Ray's token: set, there, and readable by its owner alone."""
-    mode, given = os.environ.get(MODE, ""), os.environ.get(TOKEN_PATH)
-    if not subject.address and mode != "token" and not given:
-        return ok("Ray starts on this machine, for this run alone")
+    own, given, token = not subject.address, os.environ.get(TOKEN_PATH), os.environ.get(TOKEN)
+    mode = os.environ.get(MODE, "token" if own else "")
     if mode != "token":
-        return warning(f"{MODE} is not `token`: whoever reaches Ray's ports can run code as this user", MAKE)
-    if os.environ.get(TOKEN):
+        who = "every user of this machine" if own else "whoever reaches Ray's ports"
+        remedy = f"unset {MODE}" if own else MAKE
+        return warning(f"{MODE} is {mode or 'not set'}, not `token`: {who} can run code as this user", remedy)
+    if own and not token and not given:
+        return ok("Ray starts on this machine, on loopback, with a token of this run's own")
+    if token:
         return ok(f"token in {TOKEN}")
     path = Path(given or DEFAULT_PATH).expanduser()
     try:
         held, bits = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
     except OSError as error:
-        if not subject.address and not given:
-            return ok("Ray makes a token when it starts")
         return fault(f"{MODE} is `token`, and its file cannot be read: {error}", MAKE)
     if not held:
         return fault(f"{path} is empty", MAKE)

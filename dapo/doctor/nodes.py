@@ -17,7 +17,7 @@ from dapo.config.schema import Config
 from dapo.doctor.allreduce import LIMIT_S, Ring, measure
 from dapo.doctor.machines import CPU_RANKS, Silent, called
 from dapo.report.watchdog import waiting
-from workers.cluster import check_gpus, connect, count_gpus
+from workers.cluster import check_gpus, connect, count_gpus, leave
 from workers.training.processes import free_address
 
 CONNECT_S = 10.0
@@ -74,7 +74,7 @@ class RayNodes:
 
     def close(self) -> None:
         """Leaves the cluster."""
-        ray.shutdown()
+        leave()
 
 
 def gpus_asked(cfg: Config, there: int) -> int:

@@ -7,6 +7,7 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from dapo.config.schema import Config
+from dapo.report.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
 from dapo.schedule import learning_rates
@@ -63,7 +64,7 @@ def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
                 **function.kwargs,
             )
     except ValueError as error:
-        yield f"`reward.functions[{index}].kwargs` ({function.kwargs}): {error}"
+        yield f"`reward.functions[{index}].kwargs` ({redacted(function.kwargs)}): {error}"
 
 
 def _torchvision() -> Iterator[str]:

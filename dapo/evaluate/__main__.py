@@ -18,9 +18,11 @@ from tqdm import tqdm
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from dapo.data.origins import origins
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import document, summaries, text
 from dapo.report.console import EXIT_INTERRUPTED, end, say
+from dapo.report.redact import redacted
 
 NO_TRAINING = "data.train_files=[none]"  # the configuration asks for some; nothing reads them here
 LINES_S = 30.0  # between two lines of progress where the output is a file
@@ -71,11 +73,12 @@ def write(folder: Path, cfg: Config, answered: Answered) -> Path:
     sampling = {name: getattr(cfg.eval, name) for name in ("n", "temperature", "top_p", "top_k")}
     about = {
         "model": cfg.model.path,
+        "inputs": origins(cfg),
         "val_files": cfg.data.val_files,
         "sampling": {**sampling, "max_response_length": cfg.data.max_response_length},
         "seed": cfg.trainer.seed,
     }
-    found = json.dumps({**about, **document(answered, summaries(answered))}, indent=1, allow_nan=False)
+    found = json.dumps({**redacted(about), **document(answered, summaries(answered))}, indent=1, allow_nan=False)
     number = 1
     while True:
         path = folder / f"evaluation_{number:03d}.json"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapo.inspect.findings import why
-from dapo.inspect.show import beginning, plain
+from dapo.inspect.show import beginning
+from dapo.report.console import plain
 from dapo.store.reader import Reader
 
 STEPS = 40  # with groups to look at: the first, the last, and steps evenly between

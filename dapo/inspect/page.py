@@ -19,8 +19,8 @@ from dapo.inspect.charts import CURVES, FATES, PATTERNS, ROLES
 from dapo.inspect.figures import Figures, Finding, figures
 from dapo.inspect.groups import browser, spread
 from dapo.inspect.rules import findings
-from dapo.inspect.show import plain
 from dapo.inspect.timeline import KINDS, shown, timeline
+from dapo.report.console import plain
 from dapo.store.reader import PHASES, Reader
 
 COLUMNS = 400  # of a chart: where a run has more steps, each is the mean of several

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dapo.report.console import plain
+
 Row = Mapping[str, Any]
 CELL = 48  # characters of a text in a table
 NARROW, WIDE = 110, 200  # columns at least, and where the output is no terminal
@@ -70,15 +72,6 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}"
     return plain(str(value)).replace("\n", "⏎")
-
-
-def plain(text: str) -> str:
-    """Returns a text without characters that do something to a terminal; line breaks stay."""
-    return "\n".join(line if line.isprintable() else "".join(map(_letter, line)) for line in text.split("\n"))
-
-
-def _letter(letter: str) -> str:
-    return letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
 
 
 def beginning(text: str | None) -> str:

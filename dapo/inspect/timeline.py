@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dapo.inspect.show import plain
+from dapo.report.console import plain
 
 ALONE = "driver"  # no phase is open
 KINDS = {  # of a stretch: a letter, and in words

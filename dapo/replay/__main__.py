@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end("interrupted", EXIT_INTERRUPTED)
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"dapo.replay: {error}")
-    print(words(found, given.step))
+    say(words(found, given.step))
     if not found.same and not given.changed:
         sys.exit(1)
 

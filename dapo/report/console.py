@@ -1,6 +1,7 @@
 """Prints the lines that a person reads while a program runs, and ends it with one message and an exit code.
 
-In: text. Out: standard output for what happens, standard error for what went wrong.
+In: text, which may quote what a model, a file or a server says. Out: standard output for what happens, standard error
+for what went wrong; no control character and no password of an address in either.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 import psutil
+
+from dapo.report.redact import without_logins
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -83,8 +86,17 @@ def seen() -> None:
     _printed_at = time.monotonic()
 
 
+def plain(text: str) -> str:
+    """Returns a text without characters that do something to a terminal; line breaks stay."""
+    return "\n".join(line if line.isprintable() else "".join(map(_letter, line)) for line in text.split("\n"))
+
+
+def _letter(letter: str) -> str:
+    return letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
+
+
 def _print(line: str, to: TextIO) -> None:
-    print(line, file=to, flush=True)
+    print(plain(without_logins(line)), file=to, flush=True)
     seen()
 
 

@@ -60,7 +60,7 @@ class Results:
     held_out: one per set, intervals over problems. drawn: of the groups that steps used up, means of the first and last
     steps, `WINDOW` at most, intervals over steps. seconds: `wall` of all starts, `steps` of the steps that count, and
     of these by phase, which overlap. faults: what was survived. gpus: of the newest start; 0: CPU. latest: means of
-    the last steps.
+    the last steps. inputs: what the run read, with commits.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Results:
     gpus: int | None
     gpu_hours: float | None
     latest: dict[str, float | None]
+    inputs: dict[str, str]
 
 
 def results(run: Run) -> Results:
@@ -103,6 +104,7 @@ def results(run: Run) -> Results:
         gpus=run.starts[-1].gpus if run.starts else None,
         gpu_hours=hours if run.starts else None,
         latest={name: _mean([record.get(name, math.nan) for record in steps[-WINDOW:]]) for name in LATEST},
+        inputs=dict(run.inputs),
     )
 
 

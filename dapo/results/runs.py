@@ -7,13 +7,14 @@ In: an output directory, whether the run goes on or not. Out: its configuration,
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dapo.report.log import METRICS, read_metrics
+from dapo.state.inputs import read_inputs
 from dapo.state.run_dir import CONFIG, HEADER
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
@@ -38,7 +39,7 @@ class Run:
     """Holds what a run has left behind. Made by `read_run`, consumed by `results`.
 
     records: lines of metrics.jsonl. starts: oldest first; empty without a store, and failed_saves is None then.
-    problems: held-out verdicts of the first and the last evaluation, if any.
+    problems: held-out verdicts of the first and the last evaluation, if any. inputs: as `dapo.data.origins` gives them.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Run:
     starts: tuple[Start, ...] = ()
     failed_saves: int | None = None
     problems: tuple[Problems, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -71,6 +73,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     records = read_metrics(metrics) if metrics.is_file() else []
     evaluated = sorted({record["step"] for record in records if "eval/accuracy" in record})
     whole: dict[str, Any] = {"name": name or folder.absolute().name, "config": config, "records": records}
+    whole["inputs"] = read_inputs(folder)
     try:
         with Reader(folder) as store:
             starts = tuple(_start(row) for row in store.starts())

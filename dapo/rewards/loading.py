@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from dapo.config.reward import RewardFunctionConfig
+from dapo.report.redact import redacted
 
 READY = ("math", "math_verify", "gsm8k", "format", "overlong")  # modules of this package
 PACKAGE = "dapo.rewards"
@@ -133,7 +134,9 @@ def _check_numbers(spec: RewardFunctionConfig, key: str) -> None:
         if not math.isfinite(value):
             raise ValueError(f"`{key}.{field}` ({value}) must be a finite number")
     if not _is_plain(spec.kwargs):
-        raise ValueError(f"`{key}.kwargs` ({spec.kwargs}) must be texts, numbers, lists and mappings with text keys")
+        raise ValueError(
+            f"`{key}.kwargs` ({redacted(spec.kwargs)}) must be texts, numbers, lists and mappings with text keys"
+        )
     if spec.weight * spec.wrong > 0:
         raise ValueError(
             f"`{key}.wrong` ({spec.wrong}) times `{key}.weight` ({spec.weight}) must not be above 0: it would pay "

@@ -12,6 +12,7 @@ from typing import Any
 from dapo.config.fields import ITEM, keys
 from dapo.config.names import hint, known_keys
 from dapo.config.schema import Config
+from dapo.report.redact import redacted
 
 # The most specific entry counts: a key, or a section with all its keys.
 MEANING = (  # what is trained, on which data, towards which objective
@@ -112,9 +113,10 @@ def covers(entry: str, key: str) -> bool:
 def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
     """Returns what differs, in the order of the configuration.
 
-    there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared.
+    there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared, nor are secrets,
+    which a recorded configuration lacks.
     """
-    before, after = values(there), values(here)
+    before, after = values(redacted(there)), values(redacted(here))
     return [Change(key=key, there=before[key], here=after[key]) for key in before if before[key] != after[key]]
 
 

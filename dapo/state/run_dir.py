@@ -20,9 +20,11 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from dapo.config.schema import RESUME
+from dapo.report.redact import redacted
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
+from dapo.state.inputs import INPUTS, record_inputs
 from dapo.state.journal import holds_groups
 from dapo.state.lease import Lease, LeaseHeld
 from dapo.state.manifest import BrokenCheckpoint
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 CONFIG, CHECKPOINTS, METRICS, LOCK, LEASE = "config.yaml", "checkpoints", "metrics.jsonl", ".lock", ".lease"
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
 ABOUT = "run"  # folder in a checkpoint with a copy of these files
-COPIED = (CONFIG, FINGERPRINT, STARTED)
+COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
 
 
@@ -99,6 +101,10 @@ class RunDirectory:
                 self.accepted.append("data.train_files")
         write_text(self.path / FINGERPRINT, fingerprint + "\n")
 
+    def record_inputs(self, found: dict[str, str]) -> list[str]:
+        """Does what `dapo.state.inputs.record_inputs` says, against what the run read before."""
+        return record_inputs(self.path, self._before, found)
+
     def go_on(self, resume: str) -> None:
         """Finds what the run goes on from, and compares its configuration. Raises ValueError."""
         check_accepted(self._accept)
@@ -158,14 +164,14 @@ class RunDirectory:
             self.notices.append(f"changed since the last checkpoint: {told}")
 
     def record(self) -> None:
-        """Writes configuration and date of the first start into the directory."""
+        """Writes configuration, without secrets, and date of the first start into the directory."""
         before = [folder / STARTED for folder in (self._before, self.path) if folder and (folder / STARTED).exists()]
         if before:
             started = before[0].read_text(encoding="utf-8")
         else:
             started = datetime.now().isoformat(timespec="seconds") + "\n"
         write_text(self.path / STARTED, started)
-        write_text(self.path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(self._config)))
+        write_text(self.path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(redacted(self._config))))
 
     def _record(self, checkpoint: Path) -> None:
         """Copies what the run knows of itself into a checkpoint."""
@@ -252,9 +258,8 @@ def _recorded(folder: Path, where: str) -> dict[str, Any]:
     try:
         recorded = OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)
     except Exception as error:  # whatever a YAML parser raises over a damaged file
-        raise ValueError(
-            f"{where} holds a run whose {CONFIG} cannot be read ({error}); restore it or give a new directory"
-        ) from error
+        reason = f"{where} holds a run whose {CONFIG} cannot be read ({error})"
+        raise ValueError(f"{reason}; restore it or give a new directory") from error
     return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}
 
 

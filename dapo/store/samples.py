@@ -15,6 +15,7 @@ from typing import Any
 
 from dapo.config.schema import LoggingConfig
 from dapo.measure.clock import Span
+from dapo.report.redact import redacted
 from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
 from dapo.store.schema import DATABASE, TABLES, TRAIN
@@ -46,8 +47,9 @@ class SampleStore:
         self._step = 0  # the last one that was reported
 
     def begin(self, config: Mapping[str, Any], gpus: int = 0) -> None:
-        """Notes that the program has started. config: the resolved configuration. gpus: that all pools take."""
-        row = (time.time(), None, socket.gethostname(), os.getpid(), gpus, json.dumps(config, default=str))
+        """Notes that the program has started. config: the resolved configuration, of which secrets are left out. gpus:
+        that all pools take."""
+        row = (time.time(), None, socket.gethostname(), os.getpid(), gpus, json.dumps(redacted(config), default=str))
 
         def write(connection: sqlite3.Connection) -> None:
             self._run = connection.execute(f"INSERT INTO runs VALUES ({PLACES['runs']})", (None, *row)).lastrowid or 0

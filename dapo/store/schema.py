@@ -216,8 +216,9 @@ TABLES = (
             (
                 "kind",
                 "TEXT NOT NULL",
-                "`resume` (also of a run that begins), `save`, `failed_save`, `warning` (every fault "
-                "and restart is told as one), `missing` (what could not be written here)",
+                "`inputs` (of each start: what it reads, with commits), `resume` (also of a run that begins), `save`, "
+                "`failed_save`, `warning` (every fault and restart is told as one), `missing` (what could not be "
+                "written here)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),

@@ -1,6 +1,4 @@
-"""Shared by the tests of the doctor: what they find does not depend on whose machine, or after which tests, they run."""
-
-from pathlib import Path
+"""Shared by the tests of the doctor: what they find does not depend on the user, nor on tests before them."""
 
 import pytest
 

@@ -1,7 +1,6 @@
 """The doctor on three Ray nodes, of which one has an output directory and a model directory of its own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -41,25 +40,16 @@ def nodes(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[list[Node]]
         node.stop()
 
 
-def token() -> dict[str, str]:
-    """Where Ray runs with a token: the token itself, because Ray lets others read the file that it makes."""
-    path = Path("~/.ray/auth_token").expanduser()
-    if os.environ.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN_PATH" in os.environ:
-        return {}
-    return {"RAY_AUTH_TOKEN": path.read_text().strip()}
-
-
 def test_what_only_another_node_sees(nodes: list[Node], folders: tuple[Path, Path]) -> None:
-    import ray
 
-    address = ray.get_runtime_context().gcs_address
-    own = [f"trainer.ray_address={address}", f"trainer.output_dir={folders[0]}", f"model.path={folders[1]}"]
+    from tests.support.cluster import join_cluster
+
+    own = [join_cluster(), f"trainer.output_dir={folders[0]}", f"model.path={folders[1]}"]
     done = subprocess.run(
         [sys.executable, "-m", "dapo.doctor", "+experiment=dapo_tiny", *own, "--json"],
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | token(),
     )
     assert done.returncode == 1, done.stderr
     said = {check["name"]: check for check in json.loads(done.stdout)["checks"]}

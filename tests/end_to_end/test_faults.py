@@ -20,6 +20,7 @@ from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
 from dapo.report.console import EXIT_RESUMABLE
 from dapo.state.quarantine import QUARANTINE
+from tests.support.cluster import join_cluster
 from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import START_S, Runs, command, finish, metrics, start_program
 
@@ -151,8 +152,7 @@ def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_els
 
 def interrupted(faults_and_ends: Sequence[tuple[str, int]], output_dir: Path, *overrides: str) -> None:
     """Starts one command again and again: each start but the last is broken by a fault, and ends with its code."""
-    address = ray.get_runtime_context().gcs_address
-    line = command(output_dir, "", *RUN, f"trainer.ray_address={address}", *overrides)
+    line = command(output_dir, "", *RUN, join_cluster(), *overrides)
     for fault, end in (*faults_and_ends, ("", 0)):
         done = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=os.environ | {VARIABLE: fault})
         assert done.returncode == end, (fault, done.stdout[-2000:], done.stderr)

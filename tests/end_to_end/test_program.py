@@ -1,21 +1,25 @@
 """The real program, every component real: three steps, resume, the same seed twice. How it ends: test_endings."""
 
 import json
+import os
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.paths import resolve_path
+from tests.support.cluster import cluster_address, join_cluster, session_directory
 from tests.support.runs import Runs, checkpoint, metrics, run_program, samples
+from tests.support.sockets import LOOPBACK, command_lines, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -32,8 +36,7 @@ def val_file(tmp_path_factory) -> str:
 def whole_run(tmp_path_factory, ray_cluster, val_file) -> tuple[Path, str]:
     """The program on a Ray cluster that it joins; two engines and two FSDP ranks."""
     output_dir = tmp_path_factory.mktemp("whole")
-    address = ray.get_runtime_context().gcs_address
-    overrides = ("trainer.total_steps=3", "rollout.num_engines=2", f"trainer.ray_address={address}")
+    overrides = ("trainer.total_steps=3", "rollout.num_engines=2", join_cluster())
     overrides += ("logging.watchdog_s=0.2",)  # less than any step takes
     return output_dir, run_program(output_dir, val_file, *overrides)
 
@@ -152,9 +155,50 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_engines_and_reward_workers(
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
-def test_what_is_trained_is_the_same_without_evaluations(whole_run, tmp_path, runs: Runs):
+@pytest.fixture(scope="module")
+def without(tmp_path_factory, runs: Runs) -> tuple[Path, list[tuple[str, str]], str]:
+    """A run without evaluations, the sockets of all processes in its second step, and all command lines."""
+    output_dir, seen = tmp_path_factory.mktemp("without") / "run", []
+
+    def look(engines: object) -> bool:
+        if (output_dir / "metrics.jsonl").exists():  # ranks and engines have met
+            seen.append((listening(), command_lines()))
+        return bool(seen)
+
+    runs.small(output_dir, "trainer.total_steps=3", "weight_sync.transport=broadcast", beside=look)
+    return output_dir, *seen[0]
+
+
+def test_nothing_listens_beyond_this_machine(without: tuple[Path, list[tuple[str, str]], str]):
+    _, sockets, _ = without
+    names = {name for name, _ in sockets}
+    assert {"gcs_server", "raylet"} <= names and any("ActorWorker" in name for name in names), names
+    assert [each for each in sockets if each[1] not in LOOPBACK] == []
+
+
+def test_the_token_is_in_no_file_and_on_no_command_line(without: tuple[Path, list[tuple[str, str]], str]):
+    output_dir, _, lines = without
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert "raylet" in lines and token not in lines
+    logs = [path for path in Path(session_directory()).rglob("*") if path.is_file()]
+    files = [*logs, *(path for path in output_dir.rglob("*") if path.is_file())]
+    assert len(logs) > 10 and [path for path in files if token.encode() in path.read_bytes()] == []
+
+
+def test_who_has_no_token_is_refused(ray_cluster, tmp_path):
+    """Ray's head refuses it, to which whoever wants more must come first."""
+    line = [sys.executable, "-c", "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"]
+    line += [cluster_address()]
+    known = os.environ | {"HOME": str(tmp_path)}
+    unknown = {name: value for name, value in known.items() if not name.startswith("RAY_AUTH_")}
+    allowed, refused = (subprocess.run(line, env=each, capture_output=True, text=True) for each in (known, unknown))
+    assert allowed.returncode == 0, allowed.stderr
+    assert refused.returncode != 0 and "InvalidAuthToken" in refused.stderr
+
+
+def test_what_is_trained_is_the_same_without_evaluations(whole_run, without: tuple[Path, list[tuple[str, str]], str]):
     """The whole run has evaluated versions 0, 2 and 3 at its side."""
-    without = runs.small(tmp_path / "without", "trainer.total_steps=3")
-    assert metrics(without) == [line for line in metrics(whole_run[0]) if "actor/loss" in line]
-    first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], without))
+    output_dir = without[0]
+    assert metrics(output_dir) == [line for line in metrics(whole_run[0]) if "actor/loss" in line]
+    first, second = (load_file(checkpoint(path) / "hf" / "model.safetensors") for path in (whole_run[0], output_dir))
     assert all(torch.equal(first[name], second[name]) for name in first)

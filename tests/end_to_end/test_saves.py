@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from dapo.driver.saving import SaveFailed
 from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
+from tests.support.cluster import join_cluster
 from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import START_S, Runs, command, metrics
 
@@ -42,8 +42,7 @@ def test_a_driver_killed_while_ranks_write_beside_a_step_goes_on_with_the_same_c
     ray_cluster: None, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """They still write step 2 when step 3 has its batch."""
-    address = ray.get_runtime_context().gcs_address
-    line = command(tmp_path / "run", "", *RUN, BESIDE, f"trainer.ray_address={address}")
+    line = command(tmp_path / "run", "", *RUN, BESIDE, join_cluster())
     (tmp_path / "once").mkdir()
     env = os.environ | {VARIABLE: "actor.write:sleep@2,driver.collected:kill@3", ONCE: str(tmp_path / "once")}
     killed = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=env)

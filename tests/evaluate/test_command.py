@@ -30,14 +30,15 @@ def export(tmp_path):
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path):
     """Two sets, one of which repeats its problems."""
-    import ray
 
     rows = pq.read_table(resolve_path(VAL)).slice(0, 12)
     pq.write_table(rows, tmp_path / "sums.parquet")
     pq.write_table(rows.slice(0, 3).take([0, 1, 2, 2, 1, 0, 0, 1, 2]), tmp_path / "copies.parquet")
     sets = f"data.val_files={{sums: {tmp_path}/sums.parquet, copies: [{tmp_path}/copies.parquet]}}"
     sampling = ("eval.n=2", "eval.top_p=1.0", "data.max_prompt_length=64", "data.max_response_length=128")
-    address = f"trainer.ray_address={ray.get_runtime_context().gcs_address}"
+    from tests.support.cluster import join_cluster
+
+    address = join_cluster()
     small = ("model.dtype=float32", "reward.num_workers=1", "reward.overlong_buffer.len=32", address)
     line = [sys.executable, "-u", "-m", "dapo.evaluate", f"model.path={export}", sets, *sampling, *small]
     done = subprocess.run(

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from workers.meeting import serve_store
 from workers.weights.bucket import digest
-from workers.weights.group import WeightGroup, serve_store
+from workers.weights.group import WeightGroup
 from workers.weights.memory import place, share
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -62,12 +63,10 @@ def test_a_group_of_one_broadcasts_by_nccl():
 @pytest.mark.timeout(900)
 def test_both_roles_on_one_gpu(tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
-    import ray  # here, so that the tests above run where torch is and Ray and vLLM are not
-
-    from dapo.bench.__main__ import parse
+    from dapo.bench.__main__ import parse  # here, so that the tests above run where torch is and Ray and vLLM are not
     from dapo.bench.sync import measure, to_config
     from dapo.tiny.random_model import make_random_model
-    from workers.cluster import connect
+    from workers.cluster import connect, leave
 
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
     options = parse(["sync", "--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
@@ -75,5 +74,5 @@ def test_both_roles_on_one_gpu(tmp_path):
     try:
         seconds = asyncio.run(measure(to_config(options, path), ["ipc"], 2, 2))
     finally:
-        ray.shutdown()
+        leave()
     assert {transport: len(each) for transport, each in seconds.items()} == {"ipc": 4}

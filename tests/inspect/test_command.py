@@ -13,7 +13,8 @@ import pytest
 
 from dapo.config.schema import LoggingConfig
 from dapo.inspect.__main__ import main
-from dapo.inspect.show import around, cell, plain
+from dapo.inspect.show import around, cell
+from dapo.report.console import plain
 from dapo.sampling.draws import TRAINED
 from dapo.store.samples import SampleStore
 from dapo.store.schema import VERSION

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray
 
 from dapo.config.compose import compose, half_flags
 from dapo.replay.again import prepare
 from dapo.replay.batches import steps_kept
 from dapo.replay.outcome import outcome
+from tests.support.cluster import join_cluster
 from tests.support.runs import SMALL, START_S, TINY, Runs, metrics, run_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
@@ -29,7 +29,7 @@ def test_a_step_comes_out_equal_to_the_bit_by_way_of_the_one_before_it(run: Path
     """The command is the one that a person types."""
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     assert steps_kept(run / "batches") == [2, 3, 4], "as many as `checkpoint.batches`"
-    address = f"trainer.ray_address={ray.get_runtime_context().gcs_address}"
+    address = join_cluster()
     line = [sys.executable, "-m", "dapo.replay", str(run), "--step", str(STEPS), address]
     done = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_lora_from_the_beginning(runs: Runs, tmp_path: Path) -> None:
 
 def test_one_half_generates_and_the_other_trains_on_it(runs: Runs, tmp_path: Path) -> None:
     """The second trains on tokens of the first policy, with as many updates in between as there were batches."""
-    address = f"trainer.ray_address={ray.get_runtime_context().gcs_address}"
+    address = join_cluster()
     out = run_program(tmp_path / "rollout", "none", "--rollout-only", "trainer.total_steps=2", address)
     assert "step 2/2" in out and "eval" not in out
     batches = tmp_path / "rollout" / "batches"

@@ -3,7 +3,7 @@
 import pytest
 
 from dapo.report import console
-from dapo.report.console import end, hearing_warnings, take_repeated, warn
+from dapo.report.console import end, hearing_warnings, plain, say, take_repeated, warn
 
 
 class Clock:
@@ -45,6 +45,20 @@ def test_a_warning_that_comes_again_is_counted(clock: Clock, capsys: pytest.Capt
     for _ in range(2):
         warn("engine 3 is lost: no token for 12 s")
     assert (len(err()), len(heard), take_repeated()) == (2, 8, 0), "outside of a run every one is printed"
+
+
+def test_what_others_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture) -> None:
+    """And passwords of addresses are not printed."""
+    text = "\x1b]0;owned\x07\x1b[2J\u202eabc\r\x9b31m\tü ✓ \U0001f600 ok"
+    with pytest.raises(SystemExit):
+        say(text)
+        warn(f"{text} at https://me:pw@host/a")
+        end(text)
+    out, err = capsys.readouterr()
+    shown = "\ufffd]0;owned\ufffd\ufffd[2J\ufffdabc \ufffd31m ü ✓ \U0001f600 ok"
+    assert out == f"{shown}\n"
+    assert err == f"{shown} at https://(redacted)@host/a\ndapo: {shown}\n"
+    assert plain("a\nb") == "a\nb"
 
 
 def test_the_message_that_ends_a_program_is_printed_in_any_case(clock: Clock, capsys: pytest.CaptureFixture) -> None:

@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from dapo.config.schema import Config
+from tests.support.cluster import cluster_address
 from workers.cluster import RANKS, Placement
 
 JOINED_S = 240.0
@@ -41,7 +42,7 @@ class Node:
             [
                 *self._within,
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-                *(f"--address={ray.get_runtime_context().gcs_address}", f"--node-name={self._name}"),
+                *(f"--address={cluster_address()}", f"--node-name={self._name}"),
                 *("--num-cpus=8", f"--num-gpus={gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             ],
             stdout=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.reward import LimitsConfig
+from dapo.report.redact import is_secret
 from dapo.rewards.fork_server import EXIT_MEMORY, HEADER, pack
 
 START_S = 120.0  # the imports of the reward functions
@@ -145,7 +146,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=_environment(),
+                env=_environment(network=bool(settings["limits"]["allow_network"])),
                 start_new_session=True,  # a Ctrl-C is the driver's business
             )
         self = cls(process, ours)
@@ -242,8 +243,17 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
     return value
 
 
-def _environment() -> dict[str, str]:
-    """Returns variables for one thread each and no GPU; the modules that this process finds are found there."""
+def _environment(*, network: bool) -> dict[str, str]:
+    """Returns variables for one thread each and no GPU; the modules that this process finds are found there.
+
+    They read what a model writes, so that they get no token of Ray's, and no secret where they may ask no server; and
+    Python prints no warning, which would quote it into the worker's log.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_AUTH_") and (network or not is_secret(name))
+    }
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    return {**os.environ, **threads, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return {**kept, **threads, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from workers.meeting import meet
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
@@ -43,12 +45,13 @@ class Mesh:
 
 
 def join(device: str, *, rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Joins the process group at tcp://address:port; `timeout_s` bounds each collective."""
+    """Joins the process group that meets at address:port, an address of rank 0's node; `timeout_s` bounds each
+    collective."""
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU alone
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{address}:{port}",
+        store=meet(rank, address, port, timeout_s),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -52,9 +52,9 @@ def read_file(path: str) -> tuple[str, str]:
 
 def free_address() -> tuple[str, int]:
     """Returns an address of this node and a free port on it."""
-    with socket.socket() as server:
-        server.bind(("", 0))
-        return ray.util.get_node_ip_address(), server.getsockname()[1]
+    address = ray.util.get_node_ip_address()
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+        return address, server.getsockname()[1]
 
 
 def _own_space() -> str:

@@ -14,18 +14,6 @@ from torch import Tensor
 SENDER = 0
 
 
-def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Returns the group's meeting place, on a free port of this node (`.port`). Rank 0 keeps it as long as the
-    group.
-    """
-    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def find_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connects to what rank 0 serves, from elsewhere."""
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
 class WeightGroup:
     """Returns from its constructor when all `size` processes are there; `timeout_s` bounds that and every broadcast."""
 

@@ -22,8 +22,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.rewards.sandbox import die_with_parent
+from workers.meeting import find_store
 from workers.weights.bucket import BACKEND, digest
-from workers.weights.group import WeightGroup, find_store
+from workers.weights.group import WeightGroup
 from workers.weights.memory import Handle, open_shared, place
 
 

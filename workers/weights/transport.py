@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.meeting import serve_store
 from workers.weights.bucket import Endpoint
-from workers.weights.group import SENDER, WeightGroup, serve_store
+from workers.weights.group import SENDER, WeightGroup
 from workers.weights.memory import place, share
 
 SLOTS = 2

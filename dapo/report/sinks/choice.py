@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.schema import Config
+from dapo.report.redact import redacted
 from dapo.report.sinks import ml_flow, prometheus, weights_and_biases
 from dapo.report.sinks.events import TensorBoard
 from dapo.report.sinks.ml_flow import MLflow
@@ -29,8 +30,8 @@ def problems(cfg: Config) -> Iterator[str]:
 
 
 def sinks_of(cfg: Config, output_dir: Path, gauge: Callable[..., Any] | None = None) -> list[Sink]:
-    """Returns the sinks that `logging` asks for. gauge: `ray.util.metrics.Gauge`, where Ray is."""
-    flat = dict(_flat(asdict(cfg)))
+    """Returns the sinks that `logging` asks for; they are told no secret. gauge: `ray.util.metrics.Gauge` under Ray."""
+    flat = dict(_flat(redacted(asdict(cfg))))
     sinks: list[Sink] = [TensorBoard(output_dir, flat)] if cfg.logging.tensorboard else []
     if cfg.logging.wandb:
         sinks.append(WeightsAndBiases(output_dir, cfg.logging.wandb, flat))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dapo.report.redact import redacted
 from dapo.state.durable import write_text
 
 ID_FILE = "mlflow_id"
@@ -125,7 +126,7 @@ def problem(arguments: Mapping[str, Any]) -> str:
         )
     for name in arguments:
         if name not in ARGUMENTS:
-            return f"`logging.mlflow.{name}` ({arguments[name]}) is none of {', '.join(ARGUMENTS)}"
+            return f"`logging.mlflow.{name}` ({redacted(arguments)[name]}) is none of {', '.join(ARGUMENTS)}"
     if not (arguments.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")):
         return (
             f"`logging.mlflow` ({', '.join(arguments)}) names no server: set logging.mlflow.tracking_uri or "

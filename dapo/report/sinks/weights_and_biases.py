@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dapo.report.redact import redacted
 from dapo.state.durable import write_text
 
 ID_FILE = "wandb_id"
@@ -38,7 +39,10 @@ class WeightsAndBiases:
         id_file = self._output_dir / ID_FILE
         if not id_file.is_file():
             write_text(id_file, secrets.token_hex(4))
-        settings = wandb.Settings(init_timeout=WAIT_S, finish_timeout=WAIT_S, silent=True, console="off")
+        # What it notes of the machine holds the command line, and with it whatever was given there.
+        settings = wandb.Settings(
+            init_timeout=WAIT_S, finish_timeout=WAIT_S, silent=True, console="off", x_disable_meta=True
+        )
         self._run = wandb.init(
             **{"name": self._output_dir.name, **self._arguments},
             dir=str(self._output_dir),
@@ -77,7 +81,7 @@ def problem(arguments: Mapping[str, Any]) -> str:
     if not arguments:
         return ""
     if importlib.util.find_spec("wandb") is None:
-        return f"`logging.wandb` ({dict(arguments)}) needs the package wandb, which is missing: pip install wandb"
+        return f"`logging.wandb` ({redacted(arguments)}) needs the package wandb, which is missing: pip install wandb"
     for name in OWN:
         if name in arguments:
             return f"`logging.wandb.{name}` ({arguments[name]}) is set by dapo itself; remove it"

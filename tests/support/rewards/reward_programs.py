@@ -1,7 +1,7 @@
 """A reward function that does what a response tells it to: in the tests of children, workers and faults."""
 
 PROGRAM = '''
-import ctypes, os, socket, subprocess, sys, threading, time
+import ctypes, os, socket, subprocess, sys, threading, time, warnings
 
 KEPT = []
 
@@ -90,6 +90,8 @@ ACTIONS = {
     "print": lambda rest: print("SECRET" * 10000) or 1.0,
     "pid": lambda rest: {"score": 1.0, "pid": os.getpid()},
     "modules": lambda rest: {"score": 1.0, "heavy": len({"ray", "torch", "asyncio"} & set(sys.modules))},
+    "told": lambda rest: {"score": 1.0, "secrets": sum("s3cr3t" in value for value in os.environ.values())},
+    "warn": lambda rest: warnings.warn("\\x1b[2J SECRET") or 1.0,
     "talk": lambda rest: [os.write(fd, b"no frame") for fd in range(3, 9) if is_socket(fd)] and 1.0,
 }
 

@@ -96,6 +96,25 @@ def test_network_and_processes_can_be_allowed(program):
     assert all("as its score" in verdict.detail for verdict in verdicts), "both did what they were told"
 
 
+@pytest.mark.parametrize(("network", "secrets"), [(False, 0), (True, 1)])
+def test_children_are_told_no_secret_that_they_do_not_need(program, monkeypatch, network, secrets):
+    """One that may ask a server may need its key; none needs Ray's token."""
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "s3cr3t too")
+
+    async def body(children):
+        return await children.score(item("told"))
+
+    assert [*use(program, body, allow_network=network).score.metrics.values()] == [secrets]
+
+
+def test_a_warning_does_not_quote_a_response_into_the_log(program, capfd):
+    async def body(children):
+        return await children.score(item("warn"))
+
+    assert use(program, body).score.reward == 1.0 and capfd.readouterr().err == ""
+
+
 def test_files_are_bounded(program, tmp_path):
     async def body(children):
         return await children.score(item(f"write {tmp_path / 'big'}"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from dapo.config.reward import RewardModelConfig
@@ -148,6 +149,14 @@ def claim_to_be_a_scorer(folder):
     file = Path(folder) / "config.json"
     said = json.loads(file.read_text()) | {"architectures": ["Qwen2ForSequenceClassification"]}
     file.write_text(json.dumps(said))
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    path = Path(make_reward_model(tmp_path))
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        classifier(str(path))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 
+from workers.meeting import find_store, serve_store
 from workers.weights import bucket as weight_bucket
 from workers.weights.bucket import digest, plan_buckets
-from workers.weights.group import WeightGroup, find_store, serve_store
+from workers.weights.group import WeightGroup
 from workers.weights.memory import open_shared, share
 from workers.weights.sender import WeightSender
 from workers.weights.transport import make_transport

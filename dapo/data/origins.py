@@ -1,0 +1,67 @@
+"""Says what exactly a run reads: the commit of what comes from the hub, size and date of what lies on a disk.
+
+In: a configuration, after its model and data were read. Out: a line of text per input, by key.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
+from dapo.data.held_out import KEY, sets_of
+
+HUB_S = 10.0
+UNKNOWN = "unknown commit"
+
+
+def origins(cfg: Config) -> dict[str, str]:
+    """Returns what `origin` says of the model, the reward model and each data file."""
+    models = {"model.path": cfg.model.path, "reward.model.path": cfg.reward.model.path}
+    found = {key: origin(name, "model") for key, name in models.items() if name}
+    sets = {"data.train_files": cfg.data.train_files}
+    sets |= {f"{KEY}.{name}" if name else KEY: files for name, files in sets_of(cfg.data.val_files).items()}
+    for key, files in sets.items():
+        found |= {f"{key}[{index}]": origin(name, "dataset") for index, name in enumerate(files)}
+    return found
+
+
+def origin(name: str, kind: str) -> str:
+    """Returns `OWNER/NAME@COMMIT`, or a local path with its bytes and the time of its newest file.
+
+    kind: "model" or "dataset" on the hub. Of several commits the one that was read last counts, as the hub's cache has
+    it; what went past that cache is asked for, and "unknown commit" where nobody answers.
+    """
+    path = Path(resolve_path(name))
+    if path.exists():
+        return f"{path} ({_about(path)})"
+    repository, colon, split = name.partition(":")
+    return f"{repository}@{_cached(repository, kind) or _asked(repository, kind) or UNKNOWN}{colon}{split}"
+
+
+def _about(path: Path) -> str:
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    stats = [each.stat() for each in files]
+    newest = datetime.fromtimestamp(max((one.st_mtime for one in stats), default=path.stat().st_mtime), UTC)
+    count = f"{len(files)} files, " if path.is_dir() else ""
+    return f"{count}{sum(one.st_size for one in stats):,} bytes, {newest:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _cached(repository: str, kind: str) -> str:
+    """Returns the commit that the hub's cache has for the newest one; "" where it has none."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=repository, repo_type=kind)
+    try:
+        return (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _asked(repository: str, kind: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().repo_info(repository, repo_type=kind, timeout=HUB_S).sha)
+    except Exception:  # offline, network, permissions, no such name: whatever the client raises
+        return ""

@@ -1,0 +1,115 @@
+"""No secret is stored: by the names of keys, in addresses, and in every place that a configuration goes to."""
+
+import json
+import sqlite3
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.config.fields import keys
+from dapo.config.schema import Config
+from dapo.report.log import MetricsLogger
+from dapo.report.redact import HIDDEN, is_secret, redacted, without_logins
+from dapo.report.sinks.choice import sinks_of
+from dapo.state.run_dir import claim_output_dir
+from dapo.store.samples import SampleStore
+from dapo.store.schema import DATABASE
+from tests.support.state.claims import save
+
+SECRET = "s3cr3t-"
+# As a person may give them: an engine argument, those of a reward function, of W&B, and addresses.
+GIVEN = (
+    f"+rollout.vllm.hf_token={SECRET}1",
+    f"reward.functions=[{{path: math_dapo, kwargs: {{api_key: {SECRET}2, login: {{password: {SECRET}3}}, n: 2}}}}]",
+    f"+logging.wandb.settings_of_mine={{access_token: [{SECRET}4, {SECRET}5]}}",
+    f"data.val_files=['https://me:{SECRET}6@host/x.parquet', 'https://host/y.parquet?v=1&X-Amz-Signature={SECRET}7']",
+)
+HELD = 7
+
+
+@pytest.mark.parametrize(
+    "name",
+    "token hf_token HF_TOKEN accessToken password db.passwd client_secret secretName api_key APIKey x-api-key "
+    "credentials private_key aws_secret_access_key Authorization basic_auth".split(),
+)
+def test_a_name_says_secret(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "max_tokens max_num_batched_tokens tokenizer tokenizer_mode eos_token stop_token per_token key keys author path "
+    "loss_agg_mode".split(),
+)
+def test_a_name_does_not(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_no_key_of_ours_is_hidden() -> None:
+    assert [one.name for one in keys(Config) if is_secret(one.name.rpartition(".")[2])] == []
+    cfg = asdict(compose([], "dapo_tiny"))
+    assert redacted(cfg) == json.loads(json.dumps(cfg))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("read https://u:p@h:80/a?b=c.", f"read https://{HIDDEN}@h:80/a?b=c."),
+        ("ray://tok@h:1, s3://b/k", f"ray://{HIDDEN}@h:1, s3://b/k"),
+        ("https://h/a?sig=x%3D&b=1#c", f"https://h/a?sig={HIDDEN}&b=1#c"),
+        ("https://h/a@b owner/name@main me@host", "https://h/a@b owner/name@main me@host"),
+    ],
+)
+def test_addresses(text: str, shown: str) -> None:
+    assert without_logins(text) == shown
+
+
+def given(folder: Path, *others: str) -> Config:
+    return compose([f"trainer.output_dir={folder}", *GIVEN, *others], "dapo_tiny")
+
+
+def holding(folder: Path) -> list[str]:
+    """The files that hold a secret."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path.name for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def test_what_is_stored_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.yaml, its copy in a checkpoint, the sample store, TensorBoard and W&B; and what a person gave is left."""
+    monkeypatch.setattr(sys, "argv", ["dapo", *GIVEN])
+    cfg = given(tmp_path, "+logging.wandb.mode=offline", "+logging.wandb.project=p")
+    assert str(asdict(cfg)).count(SECRET) == HELD
+    cfg.logging.wandb.pop("settings_of_mine")  # which `wandb.init` does not know
+    with claim_output_dir(cfg.trainer.output_dir, "auto", asdict(cfg)) as run:
+        save(run, 1)
+        store = SampleStore(run.path, cfg.logging, warn=pytest.fail)
+        store.begin(asdict(cfg))
+        logger = MetricsLogger(run.path, sinks_of(cfg, run.path), store)
+        logger.resume(0)
+        logger.log(1, {"actor/loss": 0.5})
+        logger.close()
+    assert holding(tmp_path) == []
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        [(text,)] = connection.execute("SELECT config FROM runs").fetchall()
+    stored: dict[str, Any] = json.loads(text)
+    assert stored["rollout"]["vllm"]["hf_token"] == HIDDEN
+    assert stored["reward"]["functions"][0]["kwargs"] == {"api_key": HIDDEN, "login": {"password": HIDDEN}, "n": 2}
+    assert cfg.rollout.vllm["hf_token"] == f"{SECRET}1"
+
+
+def test_a_run_goes_on_with_its_secrets_or_with_others(tmp_path: Path) -> None:
+    other = given(tmp_path, f"rollout.vllm.hf_token={SECRET}9")
+    for number, cfg in enumerate((given(tmp_path), given(tmp_path), other)):
+        with claim_output_dir(cfg.trainer.output_dir, "auto", asdict(cfg)) as run:
+            assert run.notices == [], number
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    changed = given(tmp_path, "rollout.vllm.hf_token=null")
+    with claim_output_dir(changed.trainer.output_dir, "auto", asdict(changed)) as run:
+        [notice] = run.notices
+    assert "rollout.vllm" in notice and SECRET not in notice

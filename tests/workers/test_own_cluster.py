@@ -1,0 +1,85 @@
+"""What a Ray cluster of our own changes in this process, and puts back; that it works is seen in whole runs."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from workers import cluster
+from workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
+
+OURS = (MODE, TOKEN, TOKEN_PATH, *INTERFACES)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def own() -> dict[str, str]:
+    return {name: os.environ[name] for name in OURS if name in os.environ}
+
+
+@pytest.mark.parametrize(
+    ("given", "replaced"),
+    [
+        ({}, True),
+        ({MODE: "token"}, True),
+        ({MODE: "disabled"}, False),
+        ({TOKEN: "0" * 64}, False),
+        ({MODE: "token", TOKEN_PATH: "/mine"}, False),
+        ({INTERFACES[0]: "eth1"}, True),
+    ],
+    ids=str,
+)
+def test_a_token_of_its_own_unless_the_user_has_said_which(
+    given: dict[str, str], replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    for _ in range(2):
+        with pytest.raises(KeyError), own_token():
+            with on_loopback():
+                seen.append(own())
+                os.environ[MODE] = "token"  # as Ray does
+            assert [name for name in INTERFACES if name in os.environ and name not in given] == []
+            raise KeyError
+        assert own() == given
+    lo = dict.fromkeys(INTERFACES, "lo")
+    if not replaced:
+        assert seen == [lo | given] * 2
+        return
+    tokens = [each.pop(TOKEN) for each in seen]
+    assert tokens[0] != tokens[1] and all(re.fullmatch("[0-9a-f]{64}", each) for each in tokens)
+    assert seen == [lo | {name: value for name, value in given.items() if name != MODE}] * 2
+
+
+def test_a_cluster_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ray._private import ray_constants
+
+    def fails(**how: object) -> None:
+        assert TOKEN in os.environ and not ray_constants.ENABLE_RAY_CLUSTER
+        raise OSError("no memory")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(cluster.ray, "init", fails)
+    with pytest.raises(OSError, match="no memory"):
+        cluster.connect("local", worker_logs=False)
+    assert own() == {} and ray_constants.ENABLE_RAY_CLUSTER and [*tmp_path.iterdir()] == []
+
+
+def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = dict(os.environ), []
+    monkeypatch.setattr(cluster.ray, "init", lambda **how: seen.append((how["address"], own())))
+    cluster.connect("10.0.0.1:6379", worker_logs=False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    cluster.connect("", worker_logs=False)
+    assert seen == [("10.0.0.1:6379", {}), ("10.0.0.2:6379", {})]
+    assert {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)} <= {
+        "RAY_ADDRESS",
+        "RAY_USAGE_STATS_ENABLED",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    }

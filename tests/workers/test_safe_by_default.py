@@ -1,0 +1,45 @@
+"""Files of models are data, and what workers are started with holds nobody's secret."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo.config.compose import compose
+from dapo.report.redact import is_secret
+from workers.cluster import Placement, engine_args
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config" / "experiment").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_no_experiment_trusts_the_code_of_a_model(path: Path) -> None:
+    assert "trust_remote_code" not in path.read_text() and "load_format" not in path.read_text()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_are_data(device: str) -> None:
+    cfg = compose([], "dapo_tiny")
+    assert cfg.model.trust_remote_code is False and cfg.reward.model.trust_remote_code is False
+    args = engine_args(cfg, device)
+    assert args["trust_remote_code"] is False and args["load_format"] == "safetensors"
+    cfg.rollout.vllm["load_format"] = "dummy"
+    assert engine_args(cfg, device)["load_format"] == "dummy", "a person's own word counts"
+
+
+def test_workers_are_told_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps a `runtime_env` and shows it to whoever may ask."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"s3cr3t of {name}")
+    cfg = compose([], "dapo_tiny")
+    placement = Placement(cfg, "cpu")
+    options = [*placement.rollout(), *placement.actors(), *placement.reward_model(), placement.rewards()]
+    names = {name for each in options for name in each["runtime_env"]["env_vars"]}
+    assert "OMP_NUM_THREADS" in names and "s3cr3t" not in repr(options)
+    assert [name for name in names if is_secret(name)] == []
+
+
+def test_a_job_takes_no_secret_along() -> None:
+    given = yaml.safe_load((ROOT / "launch" / "runtime_env.yaml").read_text())
+    assert given["env_vars"] and not [name for name in given["env_vars"] if is_secret(name)]

@@ -1,0 +1,36 @@
+"""Makes torch's meeting place of processes, which listens on one address of a machine; by itself torch's takes all.
+
+In: an address and a port. Out: a store for a process group. Whoever reaches a store can read and change what is in it.
+"""
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def serve_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
+    """Returns a store that this process serves at `address`, which must be one of this node's; at a free port (`.port`)
+    where that is 0. It lives as long as it is referenced.
+
+    Raises:
+        OSError: the node has no such address, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, port), family=family)
+    taken = server.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    # The store closes the socket.
+    return dist.TCPStore(
+        address, taken, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
+    )
+
+
+def find_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Connects to what another process serves; waits for it for at most `timeout_s`."""
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def meet(rank: int, address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Returns the store of a group, which rank 0 serves, to each of its ranks."""
+    return find_store(address, port, timeout_s) if rank else serve_store(address, timeout_s, port)
