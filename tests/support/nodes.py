@@ -13,7 +13,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from dapo.config.schema import Config
-from workers.cluster import RANKS, Placement
+from workers.placement import Placement
+from workers.placing.asked import RANKS
 
 JOINED_S = 240.0
 OBJECT_STORE_BYTES = 100 << 20
