@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -85,7 +84,9 @@ class Placement:
             raise ValueError("\n".join(found))
         now = placed(asked, there, free=True)
         if any(now[pool.name] < pool.count for pool in asked):
-            warn(f"waiting up to {cfg.actor.start_timeout_s:g} s (`actor.start_timeout_s`) for GPUs that other jobs hold")
+            warn(
+                f"waiting up to {cfg.actor.start_timeout_s:g} s (`actor.start_timeout_s`) for GPUs that other jobs hold"
+            )
         for pool in asked:
             self._reserve(pool)
         self._wait(asked)
@@ -106,8 +107,8 @@ class Placement:
             if not found:
                 wanted = ", ".join(f"{pool.all_gpus} GPUs for {pool.about}" for pool in asked if pool.gpus)
                 raise RuntimeError(
-                    f"the Ray cluster could not place {wanted} within {limit:g} s (`actor.start_timeout_s`): an engine's "
-                    "GPUs, and those of ranks that share a sequence, must lie on one node, and other jobs may hold some"
+                    f"the Ray cluster could not place {wanted} within {limit:g} s (`actor.start_timeout_s`): an "
+                    "engine's GPUs, and those of ranks that share a sequence, must lie on one node, and other jobs may hold some"
                 )
 
     def rollout(self) -> list[dict[str, Any]]:
@@ -164,8 +165,8 @@ class Placement:
             if (many := len({node_of[bundle] for bundle in found[first : first + size]})) > 1:
                 raise RuntimeError(
                     f"actor ranks {first} to {first + size - 1} share their sequences "
-                    f"(`actor.ulysses_sequence_parallel_size` {size}), and Ray found them places on {many} nodes; lower "
-                    "that key, or start when no other job holds GPUs of these nodes"
+                    f"(`actor.ulysses_sequence_parallel_size` {size}), and Ray found them places on {many} nodes; "
+                    "lower that key, or start when no other job holds GPUs of these nodes"
                 )
         return found
 

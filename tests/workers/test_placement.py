@@ -109,7 +109,10 @@ def test_what_is_asked_is_told_before_it_is_waited_for(groups):
     told = []
     Placement(make_config(1, 1, 20), "cuda", say=told.append, warn=told.append)
     assert told[0] == "placement: 21 GPUs asked for, 24 of 32 free on 2 nodes of 16 GPUs"
-    assert told[1:] == ["  actor ranks: 20 x 1 GPUs, each on one node: all fit", "  engines: 1 x 1 GPUs, each on one node: all fit"]
+    assert told[1:] == [
+        "  actor ranks: 20 x 1 GPUs, each on one node: all fit",
+        "  engines: 1 x 1 GPUs, each on one node: all fit",
+    ]
     told.clear()
     Placement(make_config(5, 1, 20), "cuda", say=told.append, warn=told.append)
     assert "4 fit now, all once other jobs have ended" in told[2]
@@ -177,14 +180,16 @@ def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels():
     assert found["told"] == [
         "placement: 5 GPUs asked for, 8 of 8 free on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
         "  actor ranks: 2 x 2 GPUs, each on one node, of 2 nodes with pool=train (`actor.node_labels`): all fit",
-        "  engines: 1 x 1 GPUs, each on one node, of 1 nodes with pool=serve (`rollout.node_labels`): all fit",
+        "  engines: 1 x 1 GPUs, each on one node, of 1 node with pool=serve (`rollout.node_labels`): all fit",
     ]
     assert [node for node, _ in found["engines"]] == ["c"]
     for ranks, nodes in ((found["ranks"], "ab"), (found["ranks later"], "ad")):
         on = "".join(node for node, _ in ranks)
         assert on in (2 * nodes[0] + 2 * nodes[1], 2 * nodes[1] + 2 * nodes[0])
         assert len({(node, *gpus) for node, gpus in ranks}) == 4, "each has a GPU of its own"
-    assert "`actor.node_labels` (pool=tarin)" in found["refused"] and "pool=serve (1), pool=train (2)" in found["refused"]
+    assert (
+        "`actor.node_labels` (pool=tarin)" in found["refused"] and "pool=serve (1), pool=train (2)" in found["refused"]
+    )
 
 
 def test_engine_arguments_of_a_person_win():

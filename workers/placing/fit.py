@@ -25,7 +25,7 @@ class Node:
 
 
 def problems(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
-    """Returns why the cluster cannot hold the pools even with nothing else on it, with the remedy; empty where it can."""
+    """Returns why even the empty cluster cannot hold the pools, with the remedy; empty where it can."""
     unlabelled = [_no_node(pool, nodes) for pool in pools if not _suited(pool, nodes)]
     if unlabelled:
         return unlabelled
@@ -34,8 +34,8 @@ def problems(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
         wanted = ", ".join(f"{pool.all_gpus} for {pool.about}" for pool in pools if pool.gpus)
         return [
             f"asked for {asked} GPUs but the Ray cluster has {there}: {wanted}; lower them, add "
-            f"{_missing(pools, nodes, _largest(nodes))}, or set `trainer.device=cpu` (`reward.model.device=cpu` for the "
-            "reward model alone)"
+            f"{_missing(pools, nodes, _largest(nodes))}, or set `trainer.device=cpu` (`reward.model.device=cpu` for "
+            "the reward model alone)"
         ]
     large = [_too_large(pool, nodes) for pool in pools if pool.gpus > _most(pool, nodes)]
     if large:
@@ -125,12 +125,17 @@ def _shapes(nodes: Sequence[Node]) -> str:
 
 
 def _count(nodes: int, gpus: int) -> str:
-    return f"{nodes} {'node' if nodes == 1 else 'nodes'} of {gpus} GPUs"
+    return f"{nodes} {_nodes(nodes)} of {gpus} GPUs"
+
+
+def _nodes(count: int) -> str:
+    return "node" if count == 1 else "nodes"
 
 
 def _line(pool: Pool, nodes: Sequence[Node], ever: int, now: int) -> str:
     what = f"{pool.count} x {pool.gpus} GPUs, each on one node" if pool.gpus else f"{pool.count}, without GPUs"
-    where = f", of {len(_suited(pool, nodes))} nodes{_where(pool)}" if pool.labels else ""
+    suited = len(_suited(pool, nodes))
+    where = f", of {suited} {_nodes(suited)}{_where(pool)}" if pool.labels else ""
     if now == pool.count:
         fits = "all fit"
     elif ever == pool.count:

@@ -9,6 +9,7 @@ from dapo.config.schema import Config
 from workers.placing.asked import count_gpus, pools
 from workers.placing.fit import Node, in_order, lines, problems
 
+
 def node(gpus: int, **labels: str) -> Node:
     return Node(gpus, 64.0, float(gpus), 64.0, {"ray.io/node-id": "1f", **labels})
 
@@ -154,12 +155,12 @@ def test_what_is_asked_there_and_fits_is_told_pool_by_pool() -> None:
     cfg = make_config(2, 4, 16, 8, rollout={"pool": "b"})
     assert lines(pools(cfg, "cuda"), [node(8, pool="a"), node(8, pool="a"), busy]) == [
         "placement: 24 GPUs asked for, 18 of 24 free on 3 nodes of 8 GPUs",
-        "  engines: 2 x 4 GPUs, each on one node, of 1 nodes with pool=b (`rollout.node_labels`): 0 fit now, all once "
+        "  engines: 2 x 4 GPUs, each on one node, of 1 node with pool=b (`rollout.node_labels`): 0 fit now, all once "
         "other jobs have ended",
         "  actor ranks: 2 x 8 GPUs, each on one node: all fit",
     ]
     assert lines(pools(cfg, "cuda"), [node(8, pool="b")])[1:] == [
-        "  engines: 2 x 4 GPUs, each on one node, of 1 nodes with pool=b (`rollout.node_labels`): all fit",
+        "  engines: 2 x 4 GPUs, each on one node, of 1 node with pool=b (`rollout.node_labels`): all fit",
         "  actor ranks: 2 x 8 GPUs, each on one node: 0 fit",
     ]
 
