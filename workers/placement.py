@@ -108,7 +108,8 @@ class Placement:
                 wanted = ", ".join(f"{pool.all_gpus} GPUs for {pool.about}" for pool in asked if pool.gpus)
                 raise RuntimeError(
                     f"the Ray cluster could not place {wanted} within {limit:g} s (`actor.start_timeout_s`): an "
-                    "engine's GPUs, and those of ranks that share a sequence, must lie on one node, and other jobs may hold some"
+                    "engine's GPUs, and those of ranks that share a sequence, must lie on one node, and "
+                    "other jobs may hold some"
                 )
 
     def rollout(self) -> list[dict[str, Any]]:

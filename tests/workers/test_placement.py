@@ -75,8 +75,10 @@ def test_ranks_that_share_a_sequence_share_a_bundle_and_shard_groups_a_node(grou
     cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = 2, 4
     placed = Placement(cfg, "cuda")
     assert groups[0].bundles == [{"GPU": 2, "CPU": 2}] * 6
-    groups[0].nodes = list("abbcab")
-    assert bundles_of(placed.actors()) == [0, 0, 4, 4, 1, 1, 2, 2, 5, 5, 3, 3]
+    groups[0].nodes = list("bababa")
+    assert bundles_of(placed.actors()) == [1, 1, 3, 3, 0, 0, 2, 2, 5, 5, 4, 4]
+    cfg.actor.fsdp_size = 1
+    assert bundles_of(placed.actors()) == [1, 1, 3, 3, 5, 5, 0, 0, 2, 2, 4, 4]
 
 
 def test_colocated_ranks_that_share_a_sequence_and_lie_apart_are_refused(groups):

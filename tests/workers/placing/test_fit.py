@@ -146,6 +146,11 @@ def test_labels_are_kept_to_also_where_other_nodes_have_room() -> None:
     assert found(make_config(1, 4, 4, rollout={"pool": "a"}, actor={"pool": "a"}), nodes) != []
 
 
+def test_nodes_are_filled_one_after_the_other() -> None:
+    cfg = make_config(2, 4, 8, 8, rollout={"pool": "a"})
+    assert found(cfg, [node(8, pool="a"), node(8, pool="a")]) == []
+
+
 def test_large_pieces_come_first_or_small_ones_would_cut_the_nodes() -> None:
     assert found(make_config(4, 4, 10), [node(6)] * 5) == []
 
