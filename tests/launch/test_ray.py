@@ -18,12 +18,12 @@ mkdir -p "$HOMES/$1"
 echo "$*" >>"$HOMES/arguments"
 HOME=$HOMES/$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
 """
-PYTHON = """
+PYTHON = r"""
 case "$*" in
   *ray.scripts*)
     echo "$*" >"$HOME/started"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
     while true; do sleep 0.05; done ;;
-  *dapo.doctor*) echo "$RAY_ADDRESS $*" >"$HOME/examined"; exit "${FAULT:-0}" ;;
+  *dapo.doctor*) printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; exit "${FAULT:-0}" ;;
   *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
 esac
 """
@@ -65,7 +65,10 @@ def alive(home: Path) -> bool:
 def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) -> None:
     up = run("ray_up", "a", "b", "--", *RUN)
     assert up.returncode == 0, up.stderr
-    assert up.stdout.startswith("2 nodes at 10.0.0.1:20379") and f"-m dapo.main_ppo {RUN[0]} " in up.stdout
+    assert (
+        up.stdout.startswith("2 nodes at 10.0.0.1:20379")
+        and r"-m dapo.main_ppo +experiment=dapo_qwen7b data.val_files=\[/a\ b.parquet\]" in up.stdout
+    )
     assert "ray_down.sh a b\n" in up.stdout
     a, b = tmp_path / "homes/a", tmp_path / "homes/b"
     assert alive(a) and alive(b)
@@ -76,7 +79,7 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
     assert len(tokens) == 1 and not tokens & set((tmp_path / "homes/arguments").read_text().split())
     assert (a / ".dapo-ray").stat().st_mode & 0o077 == 0 == (a / ".dapo-ray/token").stat().st_mode & 0o077
     examined = (a / "examined").read_text()
-    assert examined == f"10.0.0.1:20379 -m dapo.doctor {' '.join(RUN)}\n" and not (b / "examined").exists()
+    assert examined.splitlines() == ["10.0.0.1:20379", "-m", "dapo.doctor", *RUN] and not (b / "examined").exists()
     again = run("ray_up", "a")
     assert again.returncode == 1 and "runs there already" in again.stderr
     assert alive(a) and (a / ".dapo-ray/token").read_text().strip() in tokens, "a refusal leaves the cluster alone"

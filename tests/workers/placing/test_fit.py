@@ -30,14 +30,13 @@ def found(cfg: Config, nodes: list[Node], device: str = "cuda") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "nodes"), [("dapo_qwen32b", 16), ("dapo_qwen7b", 1)], ids=["the published fleet", "one node"]
+    ("experiment", "nodes", "gpus"), [("dapo_qwen32b", 16, 8), ("dapo_qwen7b", 1, 8), ("dapo_qwen0.5b_1gpu", 1, 1)]
 )
-def test_an_experiment_fits_its_nodes_and_no_fewer(experiment: str, nodes: int) -> None:
+def test_an_experiment_fits_the_nodes_that_it_names_and_no_fewer(experiment: str, nodes: int, gpus: int) -> None:
     asked = pools(compose([], experiment), "cuda")
-    assert problems(asked, [node(8)] * nodes) == []
-    [problem] = problems(asked, [*[node(8)] * (nodes - 1), node(4)])
-    there = 8 * (nodes - 1) + 4
-    assert f"asked for {8 * nodes} GPUs but the Ray cluster has {there}" in problem
+    assert problems(asked, [node(gpus)] * nodes) == []
+    [problem] = problems(asked, [*[node(gpus)] * (nodes - 1), node(gpus - 1)])
+    assert f"asked for {gpus * nodes} GPUs but the Ray cluster has {gpus * nodes - 1}" in problem
 
 
 def test_too_few_gpus_names_what_was_asked_what_is_there_and_the_pools() -> None:
