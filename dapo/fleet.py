@@ -19,7 +19,10 @@ from dapo.replay.fixed import FixedPolicy
 from dapo.report.console import say, warn
 from dapo.report.watchdog import waiting
 from workers.actor import ActorPool
-from workers.cluster import Placement, connect, count_gpus, engine_args, leave, resolve_device, reward_model_device
+from workers.cluster import connect, leave, resolve_device
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
+from workers.placing.asked import count_gpus, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
@@ -52,7 +55,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
     device = resolve_device(cfg.trainer.device)
-    placement = Placement(cfg, device, warn=warn)
+    placement = Placement(cfg, device, warn=warn, say=say)
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
     rewards = create_rewards(cfg, placement, device)

@@ -41,7 +41,9 @@ from dapo.state.run_dir import RunDirectory
 from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
 from dapo.types import HeldOut, Prompt
-from workers.cluster import Placement, engine_args, head, resolve_device
+from workers.cluster import head, resolve_device
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
 from workers.rollout import RolloutPool
 
 
@@ -196,7 +198,7 @@ async def evaluate(
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
         device = resolve_device(cfg.trainer.device)
-        placement = Placement(cfg, device, warn=warn)
+        placement = Placement(cfg, device, warn=warn, say=say)
         engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
 
         async def rejoin(number: int) -> None:  # an engine that starts again has loaded the weights that all serve

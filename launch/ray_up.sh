@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
-# A Ray cluster on bare machines over ssh; the first is the head, where the driver runs:
-#   bash launch/ray_up.sh node1 node2 node3
+# A Ray cluster on bare machines over ssh; the first is the head, where the driver runs; after `--` the run's arguments,
+# with which the doctor looks at all nodes before the cluster counts as ready:
+#   bash launch/ray_up.sh node1 node2 node3 -- +experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b
 # Each machine has the checkout at the same path (DIR, else this one's) with .venv made from docker/gpu.lock, and can be
 # reached by `ssh NAME` without a password. What is started keeps its token, process number and log in ~/.dapo-ray there
 # (mode 700), and launch/ray_down.sh ends that and nothing else.
 # In: HEAD_IP, the head's address on the network that the nodes share (else the one that ssh reached); PORT; READY_S,
-# seconds for all to join. Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
+# seconds for all to join; DOCTOR=0, to start without the doctor. Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
 set -euo pipefail
 
-(($#)) || {
-  echo "ray_up.sh: name the machines, the head first: bash launch/ray_up.sh node1 node2" >&2
+machines=()
+while (($#)) && [[ $1 != -- ]]; do
+  machines+=("$1")
+  shift
+done
+((${#machines[@]})) || {
+  echo "ray_up.sh: name the machines, the head first: bash launch/ray_up.sh node1 node2 -- +experiment=NAME" >&2
   exit 1
 }
+run=("${@:2}")
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 dir=${DIR:-$(dirname "$here")}
-head=$1
+head=${machines[0]}
 port=${PORT:-20379} # above Ray's worker ports (10002 to 19999)
 ready_s=${READY_S:-300}
 options=(-o BatchMode=yes -o ConnectTimeout=15)
@@ -53,6 +60,13 @@ ray.init(log_to_driver=False)
 print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
 }
 
+# What would fail in an hour, or spoil a run unseen: examine DIR IP PORT, then the run's arguments.
+examine() {
+  cd "$1" || return
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/token RAY_ADDRESS=$2:$3 \
+    .venv/bin/python -m dapo.doctor "${@:4}" </dev/null
+}
+
 # A function of this script on another machine, with arguments.
 remotely() {
   local machine=$1 name=$2
@@ -71,12 +85,12 @@ token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 take='own=$HOME/.dapo-ray; if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
 then echo "a node of ray_up.sh runs there already; end it first: bash launch/ray_down.sh" >&2; exit 1
 fi; umask 077 && mkdir -p "$own" && cat >"$own/token"'
-for machine in "$@"; do
+for machine in "${machines[@]}"; do
   # shellcheck disable=SC2029
   ssh "${options[@]}" "$machine" "$take" <<<"$token" || die "$machine cannot be used; see the message above"
   started+=("$machine")
 done
-for machine in "$@"; do
+for machine in "${machines[@]}"; do
   role=worker
   [[ $machine != "$head" ]] || role='head'
   remotely "$machine" node_up "$dir" "$ip" "$port" "$role" || die "$machine: no Ray node was started"
@@ -84,14 +98,21 @@ done
 deadline=$((SECONDS + ready_s))
 while true; do
   alive=$(remotely "$head" node_count "$dir" "$ip" "$port") || die "ssh $head failed"
-  [[ $alive != "$#" ]] || break
+  [[ $alive != "${#machines[@]}" ]] || break
   [[ $alive != ended ]] || die "the head, $head, ended; its last lines stand above"
-  ((SECONDS < deadline)) || die "$alive of $# nodes joined $ip:$port within $ready_s s; look at ~/.dapo-ray/log on each, \
+  ((SECONDS < deadline)) || die "$alive of ${#machines[@]} nodes joined $ip:$port within $ready_s s; look at ~/.dapo-ray/log on each, \
 check that they reach that port, give HEAD_IP, or allow more time: READY_S=600"
   sleep 1
 done
+if ((${#run[@]} == 0)); then
+  run=(+experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b)
+  echo "No run was named after --, so the doctor has looked at nothing: python -m dapo.doctor with a run's arguments"
+elif [[ ${DOCTOR:-1} != 0 ]]; then
+  remotely "$head" examine "$dir" "$ip" "$port" "${run[@]}" || die "the doctor's faults stand above; DOCTOR=0 starts the \
+cluster all the same"
+fi
 trap - EXIT
-echo "$# nodes at $ip:$port after $SECONDS s. A run, on $head:"
+echo "${#machines[@]} nodes at $ip:$port after $SECONDS s. A run, on $head:"
 echo "  cd $dir && RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.dapo-ray/token \\"
-echo "    .venv/bin/python -m dapo.main_ppo +experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b"
-echo "To end the cluster: bash launch/ray_down.sh $*"
+echo "    .venv/bin/python -m dapo.main_ppo$(printf ' %q' "${run[@]}")"
+echo "To end the cluster: bash launch/ray_down.sh ${machines[*]}"

@@ -20,7 +20,7 @@ from dapo.state.run_dir import claim_output_dir
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
-PARTS = ("workers.scoring", "workers.training", "workers.weights")
+PARTS = ("workers.placing", "workers.scoring", "workers.training", "workers.weights")
 TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
 ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and the package that may ask it
 TENSORS = (

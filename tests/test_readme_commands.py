@@ -56,7 +56,7 @@ RUN_BY = {
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
     r"bash launch/ray_(up|down)\.sh": RAY_UP,
     r"ray (up|exec|down) launch/cloud\.yaml": CLOUD,
-    r"ray (up|job stop)$|docker stop$": HAND + "a program of others, named in passing",
+    r"ray (up|job stop|start --labels)$|docker stop$": HAND + "a program of others, named in passing",
     r"ray get-auth-token": HAND + "writes to the home folder",
     r"kubectl create secret": HAND + "needs Kubernetes",
     r"kubectl ": "tests/launch/test_kubernetes.py::test_what_kustomize_makes_of_it",

@@ -182,7 +182,7 @@ class ActorPool(Checkpoints):
     """
 
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.cluster.Placement`)."""
+        """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.placement.Placement`)."""
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))

@@ -102,7 +102,7 @@ class RewardPool:
         model: RewardModel | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Creates the workers. options: Ray options of each, from `workers.cluster`. max_response_length: tokens."""
+        """Creates the workers. options: Ray options of each, from `workers.placement`. max_response_length: tokens."""
         self._cfg = cfg
         self._options = options
         self.fleet = Fleet(

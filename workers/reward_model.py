@@ -54,7 +54,7 @@ class RewardModelPool:
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Creates the workers. options: Ray options of each. These and device, `cpu` or `cuda`, are from
-        `workers.cluster`."""
+        `workers.placement`."""
         self._options = options
         self._arguments = (config, resolve_path(config.path), device)
         self._key = f"`reward.model.path` ({config.path})"

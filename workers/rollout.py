@@ -39,7 +39,7 @@ class RolloutPool:
         warn: Callable[[str], None] = lambda line: None,
         release: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Makes the engines' actors. options: Ray options of each engine, from `workers.cluster`. release: told which
+        """Makes the engines' actors. options: Ray options of each engine, from `workers.placement`. release: told which
         engine is given up."""
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release)

@@ -25,7 +25,7 @@ from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
 from dapo.types import TrainBatch
 from workers.actor import ActorPool, split_batch
-from workers.cluster import Placement
+from workers.placement import Placement
 from workers.remote import wait
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand

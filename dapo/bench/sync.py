@@ -22,7 +22,9 @@ from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
 from workers.actor import ActorPool
-from workers.cluster import Placement, engine_args, resolve_device
+from workers.cluster import resolve_device
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
 from workers.rollout import RolloutPool
 from workers.weight_sync import WeightSync
 

@@ -6,7 +6,7 @@ Token budgets are per rank and in tokens; durations are in seconds (`_s`), sizes
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.fields import MISSING, at_least, key, one_of, positive, section
+from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, positive, section
 
 DTYPES = ("float32", "bfloat16")  # in float16 most gradients of a large batch are too small to be anything but 0
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
@@ -185,6 +185,7 @@ class ActorConfig:
     )
     start_timeout_s: float = positive(900.0, "longest start of the ranks in seconds, loading included")
     timeout_s: float = positive(3600.0, "longest update in seconds")
+    node_labels: dict[str, str] = node_labels("a rank")
     optim: OptimConfig = section(OptimConfig)
 
 

@@ -8,6 +8,7 @@ command line and config/README.md; and `problems`, every value of a configuratio
 import copy
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 ABOUT = "about"  # in a field's metadata, which OmegaConf leaves alone
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 ITEM = "[]"  # in a name: any item of a list
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+LABEL, VALUE = re.compile(rf"(?:{_WORD}/)?{_WORD}"), re.compile(_WORD)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,17 @@ def share(default: float, text: str, also: str = "", **names: str) -> Any:
 def one_of(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
     """Returns a field for one of `choices`."""
     return key(default, text, values=f"one of {', '.join(choices)}", holds=lambda value: value in choices, **names)
+
+
+def node_labels(what: str) -> Any:
+    """Returns a field for labels that nodes of a Ray cluster must have. what: runs there."""
+    return key(
+        {},
+        f"labels, as `ray start --labels` or Ray itself gives them, that a node must have for {what}: "
+        "{ray.io/accelerator-type: H100}; empty: any node",
+        values="names and values as Kubernetes' labels have them: letters, digits, `-_.`, in a name one `/`",
+        holds=lambda labels: all(LABEL.fullmatch(name) and VALUE.fullmatch(str(labels[name])) for name in labels),
+    )
 
 
 def section(kind: type) -> Any:

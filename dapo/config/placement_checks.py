@@ -34,6 +34,12 @@ def _shared_gpus(cfg: Config) -> Iterator[str]:
             f"`trainer.colocate` gives each of `rollout.num_engines` ({engines}) the GPU of one of "
             f"`actor.num_workers` ({ranks}); make them equal, or set `trainer.colocate=false`"
         )
+    if cfg.rollout.node_labels and cfg.rollout.node_labels != cfg.actor.node_labels:
+        yield (
+            f"`rollout.node_labels` ({dict(cfg.rollout.node_labels)}) must be empty or `actor.node_labels` "
+            f"({dict(cfg.actor.node_labels)}) with `trainer.colocate`, where engines share the ranks' GPUs; leave "
+            "it out, `actor.node_labels` holds for both"
+        )
     if cfg.trainer.device == "cpu":
         return
     if cfg.weight_sync.transport == "broadcast":

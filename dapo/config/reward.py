@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.fields import at_least, key, one_of, positive, section, share
+from dapo.config.fields import at_least, key, node_labels, one_of, positive, section, share
 
 REWARD_DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -115,6 +115,7 @@ class RewardModelConfig:
     )
     trust_remote_code: bool = key(False, "run the model's own Python code", verl="reward_model.model.trust_remote_code")
     cpu_threads: int = at_least(1, 1, "threads of a copy without GPU")
+    node_labels: dict[str, str] = node_labels("a copy")
     timeout_s: float = positive(600.0, "longest call of a worker in seconds, of about four passes; then it is replaced")
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.fields import MISSING, at_least, key, one_of, positive, share
+from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, positive, share
 
 ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
@@ -145,6 +145,7 @@ class RolloutConfig(SamplingConfig):
     min_engines: int = at_least(
         1, 1, "engines to go on with when others are given up; with fewer the run saves and ends"
     )
+    node_labels: dict[str, str] = node_labels("an engine")
     vllm: dict[str, Any] = key(
         {},
         "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), passed through as they are",

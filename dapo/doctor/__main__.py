@@ -1,13 +1,15 @@
-"""Looks at a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json]`.
+"""Looks at a run before it starts: `python -m dapo.doctor [+experiment=NAME] [key=value ...] [--json] [--run]`.
 
     command line ─▶ Config ─▶ the machines, by Ray where a cluster is given ─▶ checks ─▶ a line each
 
 The arguments are those of the run, so that each check looks at its own model, data, directories and sizes; `plan.*`
 says what the planner assumes. Where `trainer.ray_address` or RAY_ADDRESS names a cluster, the checks run on every node
 of it; else here, without Ray. Nothing is written that stays. Exit status 0, or 1 with a fault.
+With `--run` the process then becomes the run, where there is no fault: one command for launchers that take one.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from dapo.doctor.machines import Machines, ThisMachine
 from dapo.doctor.subject import Subject
 from dapo.report.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
 
-JSON = "--json"
+JSON, RUN = "--json", "--run"
 WIDTH = max(len(check.name) for check in CHECKS)
 
 
@@ -48,8 +50,8 @@ def document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Looks, prints, and ends with 1 where there is a fault."""
-    arguments = [argument for argument in sys.argv[1:] if argument != JSON]
+    """Looks, prints, and ends with 1 where there is a fault; else, where that is asked for, goes on as the run."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in (JSON, RUN)]
     if {"-h", "--help"} & set(arguments):
         say(__doc__)
         return
@@ -70,6 +72,8 @@ def main() -> None:
     if failed(outcomes):
         count = sum(outcome.finding.level == FAULT for outcome in outcomes)
         end(f"{count} {'fault' if count == 1 else 'faults'}", EXIT_FAILED)
+    if RUN in sys.argv[1:]:
+        os.execv(sys.executable, [sys.executable, "-m", "dapo.main_ppo", *arguments])
 
 
 def _look(arguments: Sequence[str], tell: Any) -> None:

@@ -44,14 +44,13 @@ def authentication(subject: Subject) -> Finding:
 
 
 def placement(subject: Subject, machines: Machines) -> Finding:
-    """Compares the GPUs that the roles ask for with those that are there."""
+    """Compares the GPUs and nodes that the roles ask for with those that are there."""
     if not subject.uses_gpus:
         return ok("no GPU asked for")
-    from dapo.doctor.nodes import gpus_asked  # loads Ray
+    from dapo.doctor.nodes import fitting  # loads Ray
 
-    there = machines.gpus()
     try:
-        return ok(f"{gpus_asked(subject.cfg, there)} GPUs asked for, {there} there")
+        return ok(fitting(subject.cfg, machines))
     except ValueError as error:
         return fault(str(error), "")
 

@@ -15,9 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.doctor.allreduce import LIMIT_S, Ring, measure
-from dapo.doctor.machines import CPU_RANKS, Silent, called
+from dapo.doctor.machines import CPU_RANKS, Machines, Silent, called
 from dapo.report.watchdog import waiting
-from workers.cluster import check_gpus, connect, count_gpus, leave
+from workers.cluster import connect, leave, nodes
+from workers.placing.asked import pools
+from workers.placing.fit import Node, lines, problems
 from workers.training.processes import free_address
 
 CONNECT_S = 10.0
@@ -77,10 +79,14 @@ class RayNodes:
         leave()
 
 
-def gpus_asked(cfg: Config, there: int) -> int:
-    """Counts the GPUs that all roles ask for. Raises ValueError where that is more than are there."""
-    check_gpus(cfg, there)
-    return count_gpus(cfg, "cuda")
+def fitting(cfg: Config, machines: Machines) -> str:
+    """Returns what the roles ask of the nodes' GPUs, and what is there. Raises ValueError where it does not fit."""
+    gpus, many = machines.gpus(), float("inf")
+    there = nodes() if isinstance(machines, RayNodes) else [Node(gpus, many, gpus, many, {})]
+    asked = pools(cfg, "cuda")
+    if found := problems(asked, there):
+        raise ValueError("; ".join(found))
+    return "; ".join(line.strip() for line in lines(asked, there)).removeprefix("placement: ")
 
 
 def _answers(refs: list[Any], limit_s: float) -> list[Any]:

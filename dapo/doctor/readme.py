@@ -14,6 +14,7 @@ Written by `python -m dapo.doctor.readme > dapo/doctor/README.md` from `checks.p
 ```bash
 python -m dapo.doctor +experiment=dapo_tiny                                        # this machine, without Ray
 python -m dapo.doctor +experiment=dapo_qwen7b trainer.ray_address=auto --json      # every node of a cluster
+python -m dapo.doctor --run +experiment=dapo_tiny                                  # then the run, without a fault
 ```
 
 The arguments are those of the run (`python -m dapo.main_ppo`), and `plan.*` for what the planner assumes. Each check is

@@ -1,7 +1,7 @@
 """Computes the memory of one vLLM engine: configuration and model shape in; weights, KV cache and sequences out.
 
 vLLM takes `gpu_memory_utilization` of the GPU, subtracts weights and the peak of a trial batch, and cuts the rest into
-blocks of KV cache. A CPU engine takes the cache size it is given (`workers.cluster`: 1 GiB by default).
+blocks of KV cache. A CPU engine takes the cache size it is given (`workers.placement`: 1 GiB by default).
 """
 
 import math

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from dapo.doctor import __main__ as command
 from dapo.doctor import limits, readme, software
 from dapo.doctor.before_run import check_machine
 from dapo.doctor.checks import CHECKS, Outcome
-from dapo.doctor.finding import FAULT, Finding
+from dapo.doctor.finding import FAULT, WARNING, Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,18 @@ def test_lines_and_exit_code(tmp_path: Path) -> None:
     [line] = done.stdout.splitlines()
     assert line.startswith("fault    configuration    `model.path` (") and "did you mean" not in line
     assert (done.returncode, done.stderr) == (1, "dapo: 1 fault\n")
+
+
+@pytest.mark.parametrize("level", [FAULT, WARNING])
+def test_the_process_becomes_the_run_where_there_is_no_fault(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(command, "_look", lambda arguments, tell: tell(Outcome("plan", Finding(level, "x", "y"), 0.0)))
+    monkeypatch.setattr(command.os, "execv", lambda program, line: became.append([program, *line]))
+    monkeypatch.setattr(sys, "argv", ["doctor", "--run", "+experiment=dapo_tiny", "trainer.seed=1"])
+    with pytest.raises(SystemExit) if level == FAULT else nullcontext():
+        command.main()
+    line = [sys.executable, sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", "trainer.seed=1"]
+    assert became == ([] if level == FAULT else [line])
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dapo import run
+from dapo import fleet, run
 from dapo.config.compose import compose
 from dapo.state.run_dir import claim_output_dir
 from tests.support.nodes import Node, OnNodes
@@ -104,8 +104,8 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
         return losses.placement
 
     monkeypatch.setattr(processes, "_own_space", lambda: "of another machine")
-    monkeypatch.setattr(run, "Placement", place)
-    monkeypatch.setattr(run, "warn", losses.warn)
+    monkeypatch.setattr(fleet, "Placement", place)
+    monkeypatch.setattr(fleet, "warn", losses.warn)
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     losses.start()
     found = tmp_path / "run"

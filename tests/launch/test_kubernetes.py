@@ -93,7 +93,7 @@ def patched(overlay: str) -> tuple[str, int]:
 def test_an_overlay_has_the_gpus_of_its_experiment(overlay: str) -> None:
     entrypoint, nodes = patched(overlay)
     start, *arguments = entrypoint.split(" +", 1)
-    assert start == "python -m dapo.main_ppo"
+    assert start == "python -m dapo.doctor --run"
     cfg = compose(["+" + word if word.startswith("experiment") else word for word in arguments[0].split()])
     assert cfg.trainer.output_dir.startswith("/shared/"), "every pod sees it"
     gpus = cfg.rollout.num_engines * gpus_per_engine(cfg.rollout.vllm)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo.config.compose import experiments, known_keys
+from dapo.config.compose import compose, experiments, known_keys
+from workers.placing.asked import pools
+from workers.placing.fit import Node, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -230,6 +232,31 @@ def test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in() -> None:
     assert written["working_dir"] == "."
     left_out = {pattern.rstrip("/") for pattern in written["excludes"]}
     assert left_out >= {".venv", ".git", "outputs"} and not left_out & {"dapo", "workers", "config"}
+
+
+SBATCH = ("nodes", "gpus-per-node")
+
+
+def given(name: str) -> list[tuple[int, int, str]]:
+    """Nodes, GPUs of each, and experiment, of every command that a file names with both."""
+    text = (ROOT / "launch" / name).read_text()
+    if name == "cloud.yaml":
+        gpus = yaml.safe_load(text)["available_node_types"]["gpu"]["resources"]["GPU"]
+        workers = re.search(r"--min-workers (\d+)", text)
+        return [(int(workers[1]), gpus, each) for each in re.findall(r"\+experiment=(\w+)", text)] if workers else []
+    nodes, gpus = (int(re.findall(rf"^#SBATCH --{each}=(\d+)", text, re.MULTILINE)[0]) for each in SBATCH)
+    commands = re.findall(r"sbatch (?:--nodes=(\d+) )?launch/slurm/train.sbatch \+experiment=([a-z]\w+)", text)
+    return [(int(own or nodes), gpus, experiment) for own, experiment in commands]
+
+
+@pytest.mark.parametrize(("name", "commands"), [("slurm/train.sbatch", 2), ("cloud.yaml", 1)])
+def test_a_command_gives_its_experiment_the_nodes_that_it_asks_for(name: str, commands: int) -> None:
+    found = given(name)
+    assert len(found) == commands
+    for nodes, gpus, experiment in found:
+        asked = pools(compose([], experiment), "cuda")
+        node = Node(gpus, 64.0, gpus, 64.0, {})
+        assert problems(asked, [node] * nodes) == [] != problems(asked, [node] * (nodes - 1) + [Node(0, 8, 0, 8, {})])
 
 
 # Where a run is and what it reads, not how it learns.

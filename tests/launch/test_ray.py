@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = ["+experiment=dapo_qwen7b", "data.val_files=[/a b.parquet]"]
 SSH = """
 while [[ $1 == -o ]]; do shift 2; done
 [[ $1 != "${UNREACHABLE:-}" ]] || exit 255
@@ -17,11 +18,12 @@ mkdir -p "$HOMES/$1"
 echo "$*" >>"$HOMES/arguments"
 HOME=$HOMES/$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
 """
-PYTHON = """
+PYTHON = r"""
 case "$*" in
   *ray.scripts*)
     echo "$*" >"$HOME/started"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
     while true; do sleep 0.05; done ;;
+  *dapo.doctor*) printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; exit "${FAULT:-0}" ;;
   *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
 esac
 """
@@ -61,8 +63,13 @@ def alive(home: Path) -> bool:
 
 
 def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) -> None:
-    up = run("ray_up", "a", "b")
+    up = run("ray_up", "a", "b", "--", *RUN)
     assert up.returncode == 0, up.stderr
+    assert (
+        up.stdout.startswith("2 nodes at 10.0.0.1:20379")
+        and r"-m dapo.main_ppo +experiment=dapo_qwen7b data.val_files=\[/a\ b.parquet\]" in up.stdout
+    )
+    assert "ray_down.sh a b\n" in up.stdout
     a, b = tmp_path / "homes/a", tmp_path / "homes/b"
     assert alive(a) and alive(b)
     head, worker = ((home / "started").read_text() for home in (a, b))
@@ -71,6 +78,8 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
     tokens = {(home / ".dapo-ray/token").read_text().strip() for home in (a, b)}
     assert len(tokens) == 1 and not tokens & set((tmp_path / "homes/arguments").read_text().split())
     assert (a / ".dapo-ray").stat().st_mode & 0o077 == 0 == (a / ".dapo-ray/token").stat().st_mode & 0o077
+    examined = (a / "examined").read_text()
+    assert examined.splitlines() == ["10.0.0.1:20379", "-m", "dapo.doctor", *RUN] and not (b / "examined").exists()
     again = run("ray_up", "a")
     assert again.returncode == 1 and "runs there already" in again.stderr
     assert alive(a) and (a / ".dapo-ray/token").read_text().strip() in tokens, "a refusal leaves the cluster alone"
@@ -85,11 +94,12 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
         pytest.param({"ALIVE": "1"}, "1 of 2 nodes joined 10.0.0.1:20379 within 1 s", id="deadline"),
         pytest.param({"FAILS": "1", "ALIVE": "0"}, "the head, a, ended", id="head_ends"),
         pytest.param({"UNREACHABLE": "b"}, "b cannot be used", id="unreachable"),
+        pytest.param({"FAULT": "1"}, "the doctor's faults stand above; DOCTOR=0", id="doctor"),
         pytest.param({"DIR": "/nowhere"}, "/nowhere/.venv/bin/python does not exist", id="no_environment"),
     ],
 )
 def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: dict[str, str], said: str) -> None:
-    up = run("ray_up", "a", "b", **env)
+    up = run("ray_up", "a", "b", "--", *RUN, **env)
     assert up.returncode == 1 and said in up.stderr, up.stderr
     assert not list((tmp_path / "homes").glob("*/.dapo-ray/token"))
     assert not any(alive(tmp_path / "homes" / name) for name in "ab")
@@ -97,6 +107,14 @@ def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: d
 
 def test_no_machine_is_a_message(run) -> None:
     assert "name the machines, the head first" in run("ray_up").stderr
+    assert "name the machines, the head first" in run("ray_up", "--", *RUN).stderr
+
+
+@pytest.mark.parametrize(("arguments", "told"), [(RUN, False), ([], True)], ids=["switched off", "no run is named"])
+def test_a_cluster_comes_up_without_the_doctor(run, tmp_path: Path, arguments: list[str], told: bool) -> None:
+    up = run("ray_up", "a", "b", *(["--", *arguments] if arguments else []), DOCTOR="0", FAULT="1")
+    assert up.returncode == 0 and not (tmp_path / "homes/a/examined").exists()
+    assert ("the doctor has looked at nothing" in up.stdout) == told
 
 
 def test_the_cloud_is_one_that_rays_launcher_takes() -> None:

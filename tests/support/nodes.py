@@ -14,7 +14,8 @@ from ray.util.placement_group import placement_group_table
 
 from dapo.config.schema import Config
 from tests.support.cluster import cluster_address
-from workers.cluster import RANKS, Placement
+from workers.placement import Placement
+from workers.placing.asked import RANKS
 
 JOINED_S = 240.0
 OBJECT_STORE_BYTES = 100 << 20

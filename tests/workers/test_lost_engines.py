@@ -36,7 +36,8 @@ def loop():
 @pytest.fixture(scope="module")
 def engines(ray_cluster, tmp_path_factory, loop):
     """(pool of two engines, what it said, the same model in transformers)."""
-    from workers.cluster import Placement, engine_args
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
     from workers.rollout import RolloutPool
 
     path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))

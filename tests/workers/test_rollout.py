@@ -66,7 +66,8 @@ def loop():
 @pytest.fixture(scope="module", params=[pytest.param((True, 2), id="tied-2"), pytest.param((False, 1), id="untied-1")])
 def engines(request, ray_cluster, tmp_path_factory, loop):
     """(pool, the same model in transformers, number of engines)."""
-    from workers.cluster import Placement, engine_args
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
     from workers.rollout import RolloutPool
 
     tied, count = request.param

@@ -170,7 +170,8 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
     from dapo.tiny.random_model import make_random_model
     from tests.workers.test_rollout import change, group_of, largest_difference
     from tests.workers.test_rollout import make_config as engine_config
-    from workers.cluster import Placement, engine_args
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
     from workers.rollout import RolloutPool
 
     path = str(make_random_model(tmp_path / "model", layers=2))

@@ -30,7 +30,7 @@ class EngineSlot:
     """
 
     def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
-        """Makes the engine's actor. options: Ray's, from `workers.cluster`."""
+        """Makes the engine's actor. options: Ray's, from `workers.placement`."""
         self.number = number
         self.requests = Course()
         self.size: EngineSize | None = None

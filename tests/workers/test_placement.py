@@ -1,0 +1,224 @@
+"""What each role asks of Ray, and the error when the cluster cannot give it."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from dapo.config.schema import Config
+from tests.support.placed_roles import gpus_of_roles, places_of_roles
+from workers import placement
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
+from workers.placing.fit import Node
+
+
+def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
+    cfg = Config()
+    cfg.rollout.num_engines, cfg.actor.num_workers = engines, actors
+    cfg.rollout.vllm = {"tensor_parallel_size": tensor_parallel}
+    return cfg
+
+
+def colocated(gpus: int) -> Config:
+    cfg = make_config(gpus, 1, gpus)
+    cfg.trainer.colocate = True
+    return cfg
+
+
+class FakeGroup:
+    """A placement group whose bundles lie on these nodes; where they are none yet, on `later` after a wait of more than
+    `PLACED_S`."""
+
+    def __init__(self, bundles, labels, nodes, later):
+        self.bundles, self.labels, self.nodes, self.later = bundles, labels, nodes, later
+
+    def wait(self, timeout_seconds):
+        if timeout_seconds > placement.PLACED_S and not all(self.nodes):
+            self.nodes = self.later
+        return all(self.nodes)
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Placement groups on node `a` of two, in the order in which they are made."""
+    made = []
+
+    def make(bundles, strategy, bundle_label_selector):
+        made.append(FakeGroup(bundles, bundle_label_selector, ["a"] * len(bundles), []))
+        return made[-1]
+
+    monkeypatch.setattr(placement, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
+    monkeypatch.setattr(placement, "placement_group", make)
+    monkeypatch.setattr(placement, "remove_placement_group", made.remove)
+    monkeypatch.setattr(
+        placement, "placement_group_table", lambda group: {"bundles_to_node_id": dict(enumerate(group.nodes))}
+    )
+    return made
+
+
+def bundles_of(options):
+    return [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+
+
+def test_neighbouring_ranks_are_on_one_node_also_on_another_one_later(groups):
+    """Ray may deal bundles out to nodes in any order."""
+    placed = Placement(make_config(2, 1, 4), "cuda")
+    groups[0].nodes = list("baba")
+    assert bundles_of(placed.actors()) == [1, 3, 0, 2]
+    groups[0].nodes = list("bcbc")
+    assert bundles_of(placed.actors()) == [0, 2, 1, 3]
+
+
+def test_ranks_that_share_a_sequence_share_a_bundle_and_shard_groups_a_node(groups):
+    cfg = make_config(1, 1, 12)
+    cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = 2, 4
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 2, "CPU": 2}] * 6
+    groups[0].nodes = list("bababa")
+    assert bundles_of(placed.actors()) == [1, 1, 3, 3, 0, 0, 2, 2, 5, 5, 4, 4]
+    cfg.actor.fsdp_size = 1
+    assert bundles_of(placed.actors()) == [1, 1, 3, 3, 5, 5, 0, 0, 2, 2, 4, 4]
+
+
+def test_colocated_ranks_that_share_a_sequence_and_lie_apart_are_refused(groups):
+    cfg = colocated(4)
+    cfg.actor.ulysses_sequence_parallel_size = 2
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 1, "CPU": 2}] * 4
+    groups[0].nodes = list("baab")
+    assert bundles_of(placed.actors()) == [1, 2, 0, 3]
+    groups[0].nodes = list("abbb")
+    with pytest.raises(RuntimeError, match=r"ranks 0 to 1 .*`actor.ulysses_sequence_parallel_size` 2.* on 2 nodes"):
+        placed.actors()
+
+
+def test_labels_go_to_ray_for_each_bundle_and_without_gpus_for_each_process(groups):
+    cfg = make_config(2, 1, 3)
+    cfg.rollout.node_labels, cfg.actor.node_labels = {"pool": "a"}, {}
+    Placement(cfg, "cuda")
+    assert [group.labels for group in groups] == [[{"pool": "a"}], [{"pool": "a"}], None]
+    placed = Placement(cfg, "cpu")
+    assert [each["label_selector"] for each in placed.rollout()] == [{"pool": "a"}] * 2
+    assert "label_selector" not in placed.actors()[0] and len(groups) == 3
+    cfg.rollout.node_labels = {"pool": "b"}
+    for device in ("cuda", "cpu"):
+        with pytest.raises(ValueError, match=r"`rollout.node_labels` \(pool=b\).*labels are pool=a \(2\)"):
+            Placement(cfg, device)
+
+
+def test_what_is_asked_is_told_before_it_is_waited_for(groups):
+    told = []
+    Placement(make_config(1, 1, 20), "cuda", say=told.append, warn=told.append)
+    assert told[0] == "placement: 21 GPUs asked for, 24 of 32 free on 2 nodes of 16 GPUs"
+    assert told[1:] == [
+        "  actor ranks: 20 x 1 GPUs, each on one node: all fit",
+        "  engines: 1 x 1 GPUs, each on one node: all fit",
+    ]
+    told.clear()
+    Placement(make_config(5, 1, 20), "cuda", say=told.append, warn=told.append)
+    assert "4 fit now, all once other jobs have ended" in told[2]
+    assert "waiting up to 900 s (`actor.start_timeout_s`)" in told[3]
+    made = len(groups)
+    told.clear()
+    with pytest.raises(ValueError, match=r"asked for 40 GPUs but the Ray cluster has 32.*add 1 node of 16 GPUs"):
+        Placement(make_config(8, 1, 32), "cuda", say=told.append)
+    assert told and len(groups) == made, "nothing is asked of Ray"
+
+
+def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
+    """Or an engine that finds no place on another node would hold up the ranks, which come first."""
+    placed = Placement(make_config(2, 4, 3), "cuda")
+    first, second, ranks = groups  # the larger bundles come first
+    assert first.bundles == second.bundles == [{"GPU": 4, "CPU": 1}] and ranks.bundles == [{"GPU": 1, "CPU": 1}] * 3
+    found = [each["scheduling_strategy"].placement_group for each in (*placed.rollout(), *placed.actors())]
+    assert found == [first, second, ranks, ranks, ranks] and bundles_of(placed.rollout()) == [0, 0]
+    placed.release_engine(0)
+    assert groups == [second, ranks]
+    placed.release_engine(0)
+
+
+def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
+    placed = Placement(colocated(3), "cuda")
+    [ranks] = groups
+    assert bundles_of(placed.rollout()) == bundles_of(placed.actors()) == [0, 1, 2]
+    placed.release_engine(0)
+    assert groups == [ranks]
+
+
+@pytest.mark.parametrize("later", [list("abb"), ["a", "", ""]], ids=["a node joins", "none joins"])
+def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
+    said = []
+    placed = Placement(make_config(1, 1, 3), "cuda", warn=said.append)
+    groups[0].nodes, groups[0].later = ["a", "", ""], later
+    if all(later):
+        assert len(placed.actors()) == 3
+    else:
+        with pytest.raises(RuntimeError, match=r"for 900 s \(`actor.start_timeout_s`\) .* no 2 GPUs .* add a node"):
+            placed.actors()
+    [line] = said
+    assert "a node is gone, and the others have no 2 GPUs" in line and "900 s (`actor.start_timeout_s`)" in line
+
+
+@pytest.mark.ray
+def test_colocated_roles_see_the_same_gpu():
+    """Ray deals out GPUs that are not there as it does real ones."""
+    cfg = colocated(2)
+    cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # this one's Ray has no GPU
+        gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=300)
+    assert gpus["engines"] == gpus["actors"]
+    assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
+
+
+@pytest.mark.ray
+def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels():
+    """Four ranks one by one would fill a node of three, and the engine would take what is left there."""
+    cfg = make_config(1, 1, 4)
+    cfg.actor.ulysses_sequence_parallel_size = 2
+    cfg.actor.node_labels, cfg.rollout.node_labels = {"pool": "train"}, {"pool": "serve"}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        found = process.submit(places_of_roles, cfg).result(timeout=500)
+    assert found["told"] == [
+        "placement: 5 GPUs asked for, 8 of 8 free on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
+        "  actor ranks: 2 x 2 GPUs, each on one node, of 2 nodes with pool=train (`actor.node_labels`): all fit",
+        "  engines: 1 x 1 GPUs, each on one node, of 1 node with pool=serve (`rollout.node_labels`): all fit",
+    ]
+    assert [node for node, _ in found["engines"]] == ["c"]
+    for ranks, nodes in ((found["ranks"], "ab"), (found["ranks later"], "ad")):
+        on = "".join(node for node, _ in ranks)
+        assert on in (2 * nodes[0] + 2 * nodes[1], 2 * nodes[1] + 2 * nodes[0])
+        assert len({(node, *gpus) for node, gpus in ranks}) == 4, "each has a GPU of its own"
+    assert (
+        "`actor.node_labels` (pool=tarin)" in found["refused"] and "pool=serve (1), pool=train (2)" in found["refused"]
+    )
+
+
+def test_engine_arguments_of_a_person_win():
+    cfg = make_config(1, 1, 1)
+    cfg.rollout.vllm |= {"max_num_seqs": 7, "enforce_eager": False}
+    args = engine_args(cfg, "cpu")
+    assert args["max_num_seqs"] == 7 and args["enforce_eager"] is False
+    assert args["enable_chunked_prefill"] is False
+    assert args["max_model_len"] == cfg.data.max_prompt_length + cfg.data.max_response_length
+    assert "enforce_eager" not in engine_args(make_config(1, 1, 1), "cuda")
+
+
+def test_an_engine_of_several_gpus_does_not_take_rays_executor():
+    """vLLM's own choice inside a placement group, which ends at "bundle cannot have more than 1 GPU"."""
+    assert engine_args(make_config(16, 4, 64), "cuda")["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in engine_args(make_config(1, 1, 1), "cuda")
+    cfg = make_config(1, 4, 4)
+    cfg.rollout.vllm["distributed_executor_backend"] = "external"
+    assert engine_args(cfg, "cuda")["distributed_executor_backend"] == "external"
+
+
+def test_cpu_roles_reserve_nothing_and_set_thread_counts():
+    cfg = make_config(2, 1, 3)
+    cfg.actor.cpu_threads, cfg.reward.model.cpu_threads, cfg.reward.model.num_workers = 5, 3, 2
+    placed = Placement(cfg, "cpu")
+    assert [each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placed.reward_model()] == ["3", "3"]
+    assert len(placed.rollout()) == 2 and len(placed.actors()) == 3
+    for options in (*placed.rollout(), *placed.actors(), *placed.reward_model(), placed.rewards()):
+        assert options["num_cpus"] == 0 and "num_gpus" not in options
+    assert {each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placed.actors()} == {"5"}

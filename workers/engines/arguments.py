@@ -1,0 +1,36 @@
+"""Makes the engines' arguments.
+
+In: the configuration and the device. Out: keyword arguments of vLLM, which this module does not load.
+"""
+
+from typing import Any
+
+from dapo.config.schema import Config
+from dapo.derived import gpus_per_engine
+
+
+def engine_args(cfg: Config, device: str) -> dict[str, Any]:
+    """Returns vLLM's arguments: what follows from other keys, the needs of a CPU engine, and `rollout.vllm` above
+    both.
+    """
+    window = cfg.data.max_prompt_length + cfg.data.max_response_length
+    args: dict[str, Any] = {
+        "dtype": cfg.model.dtype,
+        "max_model_len": window,
+        "seed": cfg.trainer.seed,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "load_format": "safetensors",  # vLLM would also take pickles
+    }
+    if device == "cpu":
+        args |= {
+            "enforce_eager": True,
+            # A seeded request whose prefill is split kills a CPU engine ("CPU Generator does not use offset").
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(window, 8192),
+        }
+        if gpus_per_engine(cfg.rollout.vllm) == 1:
+            args["distributed_executor_backend"] = "uni"
+    elif gpus_per_engine(cfg.rollout.vllm) > 1:
+        # Inside a placement group vLLM would choose Ray, and refuse our bundles of several GPUs, which are of one node.
+        args["distributed_executor_backend"] = "mp"
+    return args | cfg.rollout.vllm

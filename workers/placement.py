@@ -1,0 +1,227 @@
+"""Decides where each role runs, and again where ranks lost their node.
+
+In: the configuration and a joined cluster. Out: Ray options for every engine, actor rank and reward worker; before them
+lines that say what was asked, what is there and what fits, or an error with the same for the pool that does not.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dapo.config.schema import Config
+from dapo.derived import gpus_per_engine, num_shards
+from dapo.faults.points import fault_environment
+from dapo.report.watchdog import waiting
+from workers.cluster import nodes
+from workers.placing.asked import CPUS_COLOCATED, ENGINES, RANKS, REWARD_MODEL, Pool, pools, reward_model_device
+from workers.placing.fit import in_order, lines, placed, problems
+
+COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
+PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
+
+
+def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
+    """Returns the bundles of each placement group of a pool, by its name: one group per engine, one of all actor ranks,
+    one of all copies of the reward model.
+
+    A bundle lies on one node: that of the ranks holds all that share a sequence. Colocated, it is one GPU, or Ray would
+    give halves of one to two engines, and of another to two ranks; engine i shares bundle i.
+    """
+    whole: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
+    if pool.name == ENGINES:
+        return {_engine(number): [whole] for number in range(pool.count)}
+    if pool.name == REWARD_MODEL:
+        return {pool.name: [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers}
+    if cfg.trainer.colocate:
+        return {pool.name: [{"GPU": 1, "CPU": CPUS_COLOCATED}] * cfg.actor.num_workers}
+    return {pool.name: [whole] * pool.count}
+
+
+def _engine(number: int) -> str:
+    return f"engine {number}"
+
+
+class Placement:
+    """Holds Ray options for each role: GPUs by placement groups on CUDA, thread counts on CPU.
+
+    Ray finds the bundles of a node that is gone another place by itself, those of one group all or none, as soon as
+    there is room. Groups of their own keep an engine that finds none from holding up the ranks.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        device: str,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Waits until every role has a place. say: told what is asked, there, and fits; warn: what is waited for, now
+        or later, when a node is gone.
+
+        Raises:
+            ValueError: the cluster is too small, or no node has a pool's labels.
+            RuntimeError: there was no place within `actor.start_timeout_s`.
+        """
+        self._cfg = cfg
+        self._device = device
+        self._warn = warn
+        self._groups: dict[str, PlacementGroup] = {}
+        if device == "cuda" and cfg.model.dtype == "float32":
+            raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
+        asked = pools(cfg, device)
+        if not asked:
+            return
+        there = nodes()
+        for line in lines(asked, there):
+            say(line)
+        if found := problems(asked, there):
+            raise ValueError("\n".join(found))
+        now = placed(asked, there, free=True)
+        if any(now[pool.name] < pool.count for pool in asked):
+            warn(
+                f"waiting up to {cfg.actor.start_timeout_s:g} s (`actor.start_timeout_s`) for GPUs that other jobs hold"
+            )
+        for pool in asked:
+            self._reserve(pool)
+        self._wait(asked)
+        self._bundles_of_ranks()
+
+    def _reserve(self, pool: Pool) -> None:
+        """Makes the pool's placement groups; on CPUs there are none."""
+        for name, bundles in _bundles(self._cfg, pool).items() if pool.gpus else ():
+            labels = [dict(pool.labels)] * len(bundles) if pool.labels else None
+            self._groups[name] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+
+    def _wait(self, asked: list[Pool]) -> None:
+        limit = self._cfg.actor.start_timeout_s
+        deadline = time.monotonic() + limit
+        for group in self._groups.values():
+            with waiting("Ray to place engines and actors on GPUs"):
+                found = group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
+            if not found:
+                wanted = ", ".join(f"{pool.all_gpus} GPUs for {pool.about}" for pool in asked if pool.gpus)
+                raise RuntimeError(
+                    f"the Ray cluster could not place {wanted} within {limit:g} s (`actor.start_timeout_s`): an "
+                    "engine's GPUs, and those of ranks that share a sequence, must lie on one node, and "
+                    "other jobs may hold some"
+                )
+
+    def rollout(self) -> list[dict[str, Any]]:
+        """Returns one entry per engine."""
+        env = {
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self._device == "cpu":
+            env |= {
+                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self._cfg.rollout.cpu_threads),
+                "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
+                # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
+        count, labels = self._cfg.rollout.num_engines, self._cfg.rollout.node_labels
+        if self._cfg.trainer.colocate:
+            labels = self._cfg.actor.node_labels
+            return [self._options(self._device, RANKS, i, COLOCATED_SHARE, env, labels) for i in range(count)]
+        gpus = gpus_per_engine(self._cfg.rollout.vllm)
+        return [self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(count)]
+
+    def release_engine(self, number: int) -> None:
+        """Gives the GPUs of an engine that is not started again back to the cluster, for whoever lost a node."""
+        if group := self._groups.pop(_engine(number), None):
+            remove_placement_group(group)
+
+    def actors(self) -> list[dict[str, Any]]:
+        """Returns one entry per FSDP rank: those that share a sequence are on one node, and those of a shard group as
+        far as a node has room. Where a node is gone, waits until the cluster has room for its ranks.
+
+        Raises:
+            RuntimeError: it has none within `actor.start_timeout_s`.
+        """
+        env = {"TOKENIZERS_PARALLELISM": "false"}
+        if self._device == "cpu":
+            env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
+        gpus, labels = COLOCATED_SHARE if self._cfg.trainer.colocate else 1, self._cfg.actor.node_labels
+        return [self._options(self._device, RANKS, i, gpus, env, labels) for i in self._bundles_of_ranks()]
+
+    def _bundles_of_ranks(self) -> list[int]:
+        """Returns the bundle of each rank, by what is on which node now."""
+        size, count = self._cfg.actor.ulysses_sequence_parallel_size, self._cfg.actor.num_workers
+        node_of = self._nodes_of_ranks()
+        if not node_of:
+            return [0] * count
+        per_bundle = count // len(node_of)
+        order = in_order(node_of, math.lcm(size, num_shards(self._cfg)) // per_bundle)
+        found = [bundle for bundle in order for _ in range(per_bundle)]
+        for first in range(0, count, size):
+            if (many := len({node_of[bundle] for bundle in found[first : first + size]})) > 1:
+                raise RuntimeError(
+                    f"actor ranks {first} to {first + size - 1} share their sequences "
+                    f"(`actor.ulysses_sequence_parallel_size` {size}), and Ray found them places on {many} nodes; "
+                    "lower that key, or start when no other job holds GPUs of these nodes"
+                )
+        return found
+
+    def _nodes_of_ranks(self) -> Mapping[int, str]:
+        """Returns the node of each bundle, empty on CPUs."""
+        group = self._groups.get(RANKS)
+        if group is None:
+            return {}
+        limit = self._cfg.actor.start_timeout_s
+        if not group.wait(timeout_seconds=PLACED_S):
+            self._warn(
+                f"a node is gone, and the others have no {self._missing(group)} for its actor ranks; waiting "
+                f"{limit:.0f} s (`actor.start_timeout_s`) for one that joins the Ray cluster"
+            )
+            with waiting("a node with room for actor ranks to join the Ray cluster"):
+                found = group.wait(timeout_seconds=limit)
+            if not found:
+                raise RuntimeError(
+                    f"for {limit:g} s (`actor.start_timeout_s`) the Ray cluster had no {self._missing(group)} for "
+                    "actor ranks whose node is gone; add a node to it"
+                )
+        nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        return nodes
+
+    def _missing(self, group: PlacementGroup) -> str:
+        places = placement_group_table(group)["bundles_to_node_id"].values()
+        count = self._cfg.actor.num_workers
+        return f"{count * sum(not node for node in places) // len(places)} GPUs"
+
+    def reward_model(self) -> list[dict[str, Any]]:
+        """Returns one entry per copy of the reward model."""
+        model, device = self._cfg.reward.model, reward_model_device(self._cfg, self._device)
+        env = {"TOKENIZERS_PARALLELISM": "false"}
+        if device == "cpu":
+            env["OMP_NUM_THREADS"] = str(model.cpu_threads)
+        labels = model.node_labels
+        return [self._options(device, REWARD_MODEL, i, model.num_gpus, env, labels) for i in range(model.num_workers)]
+
+    def rewards(self) -> dict[str, Any]:
+        """Returns the options of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
+        return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+
+    def _options(
+        self, device: str, group: str, bundle: int, gpus: float, env: dict[str, str], labels: Mapping[str, str]
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env | fault_environment()}}
+        if device == "cuda":
+            options |= {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    placement_group=self._groups[group], placement_group_bundle_index=bundle
+                ),
+            }
+        elif labels:
+            options["label_selector"] = dict(labels)
+        return options

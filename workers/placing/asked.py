@@ -1,0 +1,116 @@
+"""Says what each role asks of the nodes.
+
+In: the configuration and the device. Out: a `Pool` per role, in the order in which they are placed.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dapo.config.schema import Config
+from dapo.derived import gpus_per_engine
+
+RANKS, ENGINES, REWARD_MODEL = "actor ranks", "engines", "reward model"
+CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Describes what one role asks for: `count` pieces of `gpus` and `cpus`, each of them on one node.
+
+    about: the role with the keys that say how much it asks for. piece: what must lie on one node, with its key;
+    count_key, per_piece: the key to lower where fewer pieces fit, and how much of it a piece is. labels: that a node
+    must have, from the key `labels_key`.
+    """
+
+    name: str
+    about: str
+    piece: str
+    count: int
+    gpus: int
+    cpus: int
+    count_key: str
+    per_piece: int
+    labels: Mapping[str, str]
+    labels_key: str
+
+    @property
+    def all_gpus(self) -> int:
+        """Counts the GPUs of all pieces."""
+        return self.count * self.gpus
+
+
+def reward_model_device(cfg: Config, device: str) -> str:
+    """Returns where the reward model runs, `cpu` or `cuda`. device: the trainer's."""
+    return device if cfg.reward.model.device == "auto" else cfg.reward.model.device
+
+
+def pools(cfg: Config, device: str) -> list[Pool]:
+    """Returns the pools of a run that ask for GPUs, or for nodes with labels. device: the trainer's.
+
+    Those that fewer nodes will do for come first, then those of larger pieces, which fewer nodes have room for later.
+    """
+    found = [_ranks(cfg, device), _engines(cfg, device), _reward_model(cfg, device)]
+    asking = [pool for pool in found if pool.count and (pool.gpus or pool.labels)]
+    return sorted(asking, key=lambda pool: (not pool.labels, -pool.gpus))
+
+
+def count_gpus(cfg: Config, device: str) -> int:
+    """Counts the GPUs of all pools together. device: the trainer's."""
+    return sum(pool.all_gpus for pool in pools(cfg, device))
+
+
+def _ranks(cfg: Config, device: str) -> Pool:
+    size = cfg.actor.ulysses_sequence_parallel_size
+    shared = cfg.trainer.colocate
+    return Pool(
+        name=RANKS,
+        about="actors and engines together (`actor.num_workers`, `trainer.colocate`)"
+        if shared
+        else "the actors (`actor.num_workers`)",
+        piece=f"the {size} ranks that share a sequence (`actor.ulysses_sequence_parallel_size`)",
+        count=cfg.actor.num_workers // size,
+        gpus=size if device == "cuda" else 0,
+        cpus=size * (CPUS_COLOCATED if shared else 1) if device == "cuda" else 0,
+        count_key="actor.num_workers",
+        per_piece=size,
+        labels=cfg.actor.node_labels,
+        labels_key="actor.node_labels",
+    )
+
+
+def _engines(cfg: Config, device: str) -> Pool:
+    """Returns what engines ask for beside the ranks: nothing where they share GPUs."""
+    gpus = gpus_per_engine(cfg.rollout.vllm)
+    count = 0 if cfg.trainer.colocate and device == "cuda" else cfg.rollout.num_engines
+    return Pool(
+        name=ENGINES,
+        about=f"rollout (`rollout.num_engines` {count} x {gpus} each)",
+        piece=f"the {gpus} GPUs of an engine (`rollout.vllm.tensor_parallel_size`)",
+        count=count,
+        gpus=gpus if device == "cuda" else 0,
+        cpus=1 if device == "cuda" else 0,
+        count_key="rollout.num_engines",
+        per_piece=1,
+        labels=cfg.rollout.node_labels,
+        labels_key="rollout.node_labels",
+    )
+
+
+def _reward_model(cfg: Config, device: str) -> Pool:
+    """Returns what the copies of the reward model ask for, as many to a piece as share a GPU."""
+    model = cfg.reward.model
+    on_gpu = reward_model_device(cfg, device) == "cuda"
+    sharing = int(1 / model.num_gpus) if on_gpu else 1
+    return Pool(
+        name=REWARD_MODEL,
+        about="the reward model (`reward.model.num_workers` x `num_gpus`)",
+        piece=f"{sharing} copies of the reward model (`reward.model.num_gpus`)",
+        count=math.ceil(model.num_workers / sharing) if model.path else 0,
+        gpus=int(on_gpu),
+        cpus=sharing if on_gpu else 0,
+        count_key="reward.model.num_workers",
+        per_piece=sharing,
+        labels=model.node_labels,
+        labels_key="reward.model.node_labels",
+    )
