@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from workers.cluster import GIB
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cpu"]
 is_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -85,6 +87,20 @@ def test_compose_publishes_no_port_and_holds_no_secret() -> None:
         assert service["environment"]["RAY_AUTH_TOKEN_PATH"] == "/run/secrets/ray_token"
         assert "RAY_ADDRESS" not in service["environment"], "ray start --head refuses to start with it"
         assert any(volume.startswith("outputs:") for volume in service["volumes"]), "all nodes see the run's directory"
+
+
+def test_without_gpus_rays_object_store_fits_in_shared_memory() -> None:
+    texts = [(ROOT / name).read_text() for name in ("docker/Dockerfile.cpu", "launch/README.md", "docker/compose.yaml")]
+    workflow = (ROOT / ".github/workflows/images.yml").read_text()
+    found = re.findall(r"(?:shm-size=|shm_size: )(\d+)g", "".join([*texts, workflow]))
+    assert len(found) >= 5 and all(int(size) << 30 > 8 * GIB for size in found), "or the doctor warns in each run"
+
+
+def test_a_worker_is_healthy_by_its_own_raylet_and_is_not_built_beside_gpus() -> None:
+    (document, gpu) = compose("compose.yaml", "compose.gpu.yaml")
+    assert document["services"]["worker"]["healthcheck"]["test"] == ["CMD", "python", "/opt/alive.py"]
+    assert all("COPY docker/alive.py /opt/alive.py" in path.read_text() for path in DOCKERFILES)
+    assert gpu["services"]["worker"] == {"profiles": ["none"]}
 
 
 @pytest.mark.parametrize("service", ["head", "worker"])
