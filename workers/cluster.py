@@ -9,6 +9,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
+from ray._common.utils import get_system_memory
 from ray._private.state import available_resources_per_node
 
 from workers.own_cluster import on_loopback, own_token
@@ -59,9 +60,9 @@ def head(address: str) -> tuple[str, float]:
 
 
 def _object_store_bytes() -> int:
-    """Returns a fifth of the memory, at most 8 GiB: the steps of a run on one machine fit many times over."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total // 5, 8 * GIB)
+    """Returns a fifth of the memory of the machine, or of the container, at most 8 GiB: the steps of a run on one
+    machine fit many times over."""
+    return min(get_system_memory() // 5, 8 * GIB)
 
 
 def resolve_device(requested: str) -> str:

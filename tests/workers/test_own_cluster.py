@@ -83,3 +83,15 @@ def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.Monke
         "RAY_USAGE_STATS_ENABLED",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     }
+
+
+@pytest.mark.parametrize(("memory", "store"), [(6 << 30, (6 << 30) // 5), (128 << 30, 8 << 30)])
+def test_the_object_store_fits_into_the_memory_of_a_container(
+    memory: int, store: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "get_system_memory", lambda: memory)
+    started: dict[str, object] = {}
+    monkeypatch.setattr(cluster.ray, "init", lambda **given: started.update(given))
+    cluster.connect("local", worker_logs=False)
+    cluster.leave()
+    assert started["object_store_memory"] == store
