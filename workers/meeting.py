@@ -1,7 +1,7 @@
 """Makes torch's meeting place of processes, which listens on one address of a machine; by itself torch's takes all.
 
-In: an address and a port. Out: a store for a process group, and gloo on that network. Whoever reaches a store can read and change
-what is in it.
+In: an address and a port. Out: a store for a process group, and gloo on that network. Whoever reaches a store can read
+and change what is in it.
 """
 
 import socket
