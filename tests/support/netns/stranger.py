@@ -8,10 +8,10 @@ import sys
 
 import grpc
 
-# Of the head, a node, its store of objects, a worker: what changes nothing. Each process serves some of them.
+# Of the head, a node, its store of objects, a worker, Ray's client: what changes nothing. Each serves some of them.
 CALLS = (
     *("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats"),
-    *("ObjectManagerService/FreeObjects", "CoreWorkerService/NumPendingTasks"),
+    *("ObjectManagerService/FreeObjects", "CoreWorkerService/NumPendingTasks", "RayletDriver/ClusterInfo"),
 )
 ANSWER_S = 5
 
@@ -19,7 +19,7 @@ ANSWER_S = 5
 def called(address: str) -> str:
     said = {_called(address, call) for call in CALLS} - {"UNIMPLEMENTED"}
     if said != {"UNAVAILABLE"}:
-        return "+".join(sorted(said))
+        return "+".join(sorted(said)) or "UNIMPLEMENTED"
     try:
         connection = http.client.HTTPConnection(address, timeout=ANSWER_S)
         connection.request("POST", "/get_or_create_runtime_env")
