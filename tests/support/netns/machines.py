@@ -110,7 +110,7 @@ class Machines:
     """Machines on a switch, without a way out of it; all go at the end of the context. machines: as the names stand."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._switch = _hold("unshare", "--net", "--fork", "--kill-child")
+        self._switch = _hold("unshare", "--net", "--pid", "--fork", "--kill-child")
         try:
             self._network = _child(self._switch)
             self._ip("link", "add", "switch", "type", "bridge")
