@@ -40,12 +40,13 @@ node_up() {
   [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
   ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
   if [[ ${4:-} == head ]]; then
-    ray+=(--head --node-ip-address="$2" --port="$3" --dashboard-host=127.0.0.1)
+    ray+=(--head --node-ip-address="$2" --port="$3" --dashboard-host=127.0.0.1 --no-monitor)
   else
     ray+=(--address="$2:$3")
   fi
   cd "$1"
-  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
+  # Without 0, a node on which anything runs would take half a minute to end.
+  RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
   echo $! >"$own/pid"
 }
 

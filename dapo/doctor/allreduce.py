@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from dapo.doctor.finding import Finding, fault, ok, warning
+from dapo.interfaces import gloo_towards
 from dapo.plan.terms import size
 
 START_S, LIMIT_S = 60.0, 90.0  # for the ranks to find each other; for all of it
@@ -40,6 +41,7 @@ def measure(ring: Ring) -> float:
     device = torch.device("cuda", ring.gpu) if ring.device == "cuda" else torch.device("cpu")
     if ring.device == "cuda":
         torch.cuda.set_device(device)
+    gloo_towards(ring.host)
     dist.init_process_group(
         "nccl" if ring.device == "cuda" else "gloo",
         init_method=f"tcp://{ring.host}:{ring.port}",

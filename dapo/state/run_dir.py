@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 CONFIG, CHECKPOINTS, METRICS, LOCK, LEASE = "config.yaml", "checkpoints", "metrics.jsonl", ".lock", ".lease"
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
-ABOUT = "run"  # folder in a checkpoint with a copy of these files
+ABOUT, NODES = "run", "nodes"  # folders: in a checkpoint, for copies of these files; logs that a launcher began
 COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
 
@@ -235,7 +235,7 @@ def _named(path: Path) -> str:
 
 def _refuse_strangers(path: Path, where: str) -> None:
     early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.")  # what a crash before the first config.yaml may leave
-    entries = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(early))
+    entries = sorted(each.name for each in path.iterdir() if each.name != NODES and not each.name.startswith(early))
     if not entries:
         return
     config = path / CONFIG

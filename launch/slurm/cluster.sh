@@ -17,13 +17,29 @@ say() {
   echo "$script: $*" >&2
 }
 
-# What a node said last is the reason more often than not.
 die() {
   say "$*"
+  exit 1
+}
+
+# What a node said last is the reason more often than not, besides the banner that every node of Ray's prints.
+nodes_failed() {
+  local file line
+  say "$*"
   for file in "$logs"/*.log; do
-    [[ -s $file ]] && say "$file ends with:" && tail -n 5 "$file" >&2
+    line=$(grep -v ' INFO scripts.py' "$file" 2>/dev/null | tail -n 5) || true
+    [[ -z $line ]] || printf '%s\n' "$script: $file ends with:" "$line" >&2
   done
   exit 1
+}
+
+# Asks the kernel: after a SIGTERM to all that a job has started, bash's own list keeps what has long ended.
+ended_within() {
+  local deadline=$((SECONDS + $1))
+  while kill -0 ${driver:+"$driver"} "${steps[@]}" 2>/dev/null; do # true while there is one of them
+    ((SECONDS < deadline)) || return 1
+    sleep 0.5
+  done
 }
 
 teardown() {
@@ -32,11 +48,8 @@ teardown() {
   [[ -z $timer ]] || kill "$timer" 2>/dev/null || true
   # srun passes USR1 on to its tasks, which bring their logs home; TERM would have it kill them.
   ((${#steps[@]} == 0)) || kill -USR1 "${steps[@]}" 2>/dev/null || true
-  for _ in {1..60}; do # at most 30 s of the lead
-    [[ -n $(jobs -pr) ]] || break
-    sleep 0.5
-  done
-  ((${#steps[@]} == 0)) || kill -TERM "${steps[@]}" 2>/dev/null || true
+  ended_within 30 || kill -TERM "${steps[@]}" 2>/dev/null || true # of the lead
+  ended_within 5 || kill -KILL "${steps[@]}" 2>/dev/null || true
   rm -f "$token"
 }
 
@@ -105,23 +118,24 @@ message above. Where only the planner does not know the model, give the seconds 
   [[ -z $output_dir ]] || logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
 }
 
-# Prints the first free port of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below the
-# kernel's ephemeral ones.
-free_port() {
+# Prints the first two free ports of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below
+# the kernel's ephemeral ones.
+free_ports() {
   "${here[@]}" "$python" -c '
 import socket, sys
-ip, first = sys.argv[1], int(sys.argv[2])
+ip, first, free = sys.argv[1], int(sys.argv[2]), []
 for port in range(first, first + 50):
     try:
-        with socket.socket() as one:
-            one.bind((ip, port))
+        for address in (ip, "127.0.0.1"):
+            with socket.socket() as one:
+                one.bind((address, port))
     except OSError as error:
         said = error
     else:
-        print(port)
-        break
-else:
-    sys.exit(f"no port from {first} to {port} of {ip} is free: {said}")' "$ip" $((20000 + SLURM_JOB_ID % 12000))
+        free.append(port)
+if len(free) < 2:
+    sys.exit(f"no two ports from {first} to {port} of {ip} are free: {said}")
+print(*free[:2])' "$ip" $((20000 + SLURM_JOB_ID % 12000))
 }
 
 # 0 while the head does not answer.
@@ -133,7 +147,7 @@ print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
 }
 
 start_ray() {
-  local alive deadline pid ip
+  local alive deadline pid ip port
   # A node's own name often means 127.0.1.1 on itself, which no other node can reach.
   ip=$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ {print $1; exit}') || true
   [[ -n $ip ]] || ip=$(hostname -I | awk '{print $1}')
@@ -141,8 +155,9 @@ start_ray() {
   # Whoever can speak to Ray can run code as this user: the token is this job's own and readable by its owner only.
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token SCRATCH LOGS=$logs
-  RAY_ADDRESS=$ip:$(free_port) || die "no port for Ray's head"
-  export RAY_ADDRESS
+  port=$(free_ports) || die "no ports for Ray's head"
+  # The second is for Ray's client, which nobody uses and which cannot be left out.
+  export RAY_ADDRESS=$ip:${port% *} CLIENT_PORT=${port#* }
 
   local node=("${enter[@]}" bash launch/slurm/node.sh)
   on_nodes --nodes=1 --ntasks=1 --nodelist="$head" "${node[@]}" head "$python"
@@ -151,9 +166,9 @@ start_ray() {
   deadline=$((SECONDS + READY_S))
   until alive=$(alive_nodes) && ((alive == nodes)); do
     for pid in "${steps[@]}"; do
-      kill -0 "$pid" 2>/dev/null || die "a Ray node ended while the cluster came up"
+      kill -0 "$pid" 2>/dev/null || nodes_failed "a Ray node ended while the cluster came up"
     done
-    ((SECONDS < deadline)) || die "$alive of $nodes nodes joined $RAY_ADDRESS within $READY_S s; check that the nodes \
+    ((SECONDS < deadline)) || nodes_failed "$alive of $nodes nodes joined $RAY_ADDRESS within $READY_S s; check that the nodes \
 reach that port, or allow more time: READY_S=600"
     sleep 1
   done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One Ray node of a Slurm job, in the foreground: node.sh head|worker PYTHON, started by cluster.sh through srun.
-# In: RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; SCRATCH, a folder of this node; LOGS, one that all nodes share.
+# In: RAY_ADDRESS, CLIENT_PORT (of a head, free), RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; SCRATCH, a folder of this node; LOGS, one that all nodes share.
 # Out: a node until SIGTERM or SIGUSR1, then Ray's own logs in LOGS/NODE. A worker that Ray gave up starts again; a head
 # that ends, ends the job.
 set -euo pipefail
@@ -16,10 +16,11 @@ stop() {
   [[ -z $node ]] || kill -TERM "$node" 2>/dev/null || true
 }
 
-# Many nodes writing many small files into a shared folder at all times would slow it down; so they come at the end.
+# Many nodes writing many small files into a shared folder at all times would slow it down; so they come at the end, of
+# which cluster.sh leaves each node 30 s.
 bring_home() {
   mkdir -p "$LOGS/$name"
-  cp -r "$own"/ray/session_2*/logs/. "$LOGS/$name/" 2>/dev/null || true
+  timeout 15 cp -r "$own"/ray/session_2*/logs/. "$LOGS/$name/" 2>/dev/null || true
   rm -rf "$own"
 }
 
@@ -37,19 +38,26 @@ export TRITON_CACHE_DIR=$caches/triton TORCHINDUCTOR_CACHE_DIR=$caches/inductor 
 export FLASHINFER_WORKSPACE_BASE=$caches CUDA_CACHE_PATH=$caches/cuda
 
 if [[ $role == head ]]; then
-  ray+=(--head --node-ip-address="${RAY_ADDRESS%:*}" --port="${RAY_ADDRESS##*:}" --dashboard-host=127.0.0.1)
+  ray+=(--head --node-ip-address="${RAY_ADDRESS%:*}" --port="${RAY_ADDRESS##*:}" --dashboard-host=127.0.0.1
+    --ray-client-server-port="$CLIENT_PORT" --no-monitor) # the autoscaler's, which would listen on all networks, without a token
 else
   ray+=(--address="$RAY_ADDRESS")
 fi
 unset RAY_ADDRESS # `ray start --head` would refuse
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # what still runs here when the job ends is not worth Ray's 30 s
 while true; do
-  "${ray[@]}" --temp-dir="$own/ray" &
+  # USR1 is for this shell. Where Slurm sends it to all that a task has started, Ray would die of it, untidily.
+  (trap '' USR1 && exec "${ray[@]}" --temp-dir="$own/ray") &
   node=$!
   code=0
   [[ -z $stopped ]] || kill -TERM "$node" # the signal came while there was nothing to pass it on to
   wait "$node" || code=$?
   if [[ -n $stopped ]]; then
-    wait "$node" || true
+    for _ in {1..20}; do # 10 s; a node that waits for a head which is not there hears no signal
+      kill -0 "$node" 2>/dev/null || exit 0
+      sleep 0.5 || true
+    done
+    kill -KILL "$node" 2>/dev/null || true
     exit 0
   fi
   if [[ $role == head ]] || ((restarts == 0)); then

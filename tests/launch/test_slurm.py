@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,12 @@ def ended(job: subprocess.Popen[str]) -> str:
             "no disk",
             id="node_dies_and_says_why",
         ),
+        pytest.param(
+            {"driver": "echo up", "node": "trap '' TERM; while true; do sleep 0.05; done"},
+            0,
+            "up\n",
+            id="node_hears_no_signal",
+        ),
         pytest.param({"driver": "echo ran", "plan": "exit 1"}, 1, "LEAD_S=3600", id="no_plan"),
         pytest.param(
             {"driver": "echo planless", "plan": "exit 1", "LEAD_S": "9"}, 0, "planless", id="no_plan_but_a_lead"
@@ -118,6 +125,7 @@ def test_a_job_ends_as_its_driver_does(tmp_path: Path, cluster: dict, status: in
     assert "ran" not in output.split(), "no driver without its cluster"
     assert not list((tmp_path / "outputs").glob(".ray-token*")), "the token goes with its cluster"
     assert not (tmp_path / "scratch/dapo-7").exists(), "what Ray leaves on a node's disk goes with it"
+    assert not [each for each in psutil.process_iter(["cmdline"]) if f"--temp-dir={tmp_path}" in str(each.info)]
 
 
 def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:

@@ -132,6 +132,11 @@ def test_somebody_elses_directory_is_left_alone(name: str, content: str, tmp_pat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
 
 
+def test_logs_of_a_launcher_are_there_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "nodes/7.0").mkdir(parents=True)
+    claim(tmp_path).release()
+
+
 @pytest.mark.parametrize("name", [".lock", ".lease", ".lease.0123", ".config.yaml.tmp", "started", ".started.tmp"])
 def test_what_a_crash_in_the_first_second_leaves_is_ours(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("2026-11-22T13:45:00" if name == "started" else "")
