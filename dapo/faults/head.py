@@ -1,16 +1,21 @@
 """Ends a run in order when Ray's head is gone; Ray would end every process of the run by itself, a minute later.
 
 In: the head's address. Out: a cancelled run, which saves what was trained as after a signal (processes that are there
-speak to each other without the head), and then `HeadLost`.
+speak to each other without the head), and then `HeadLost`. Where that takes too long, for `ray start` takes the node of
+the head along, with all that ran there, the process ends without it, before Ray ends it without a word.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from dapo.report.console import end_at_once
 
 EVERY_S = 1.0  # between two tries
 ANSWER_S = 2.0  # for each
+LAST_S = 50.0  # after the head was there last; Ray waits 60 s for it
 
 
 class HeadLost(RuntimeError):
@@ -18,22 +23,37 @@ class HeadLost(RuntimeError):
 
 
 @asynccontextmanager
-async def while_reachable(address: str, grace_s: float) -> AsyncIterator[None]:
+async def while_reachable(
+    address: str, grace_s: float, end: Callable[[str], object] = end_at_once
+) -> AsyncIterator[None]:
     """Cancels the block when nothing takes a connection at `address` (HOST:PORT) for `grace_s`, and raises HeadLost at
-    its end, whatever it ended with."""
+    its end, whatever it ended with. end: ends the process with a message where the block takes longer than Ray would
+    give it."""
     task = asyncio.current_task()
     assert task is not None
+    lost = (
+        f"Ray's head process (GCS) at {address} has not answered for {grace_s:g} s, and its cluster is lost; start Ray "
+        "again where it was not started by this run: the same command continues from the newest checkpoint"
+    )
+    # A thread's, because the block may hold the event loop up.
+    late = threading.Timer(
+        LAST_S - grace_s, end, [f"{lost}, which holds less than was trained: there was no saving it"]
+    )
+    late.daemon = True
+
+    def cancel(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            late.start()
+            task.cancel()
+
     watch = asyncio.create_task(_until_gone(address, grace_s))
-    watch.add_done_callback(lambda done: done.cancelled() or task.cancel())
+    watch.add_done_callback(cancel)
     try:
         yield
     finally:
+        late.cancel()
         if watch.done():
-            raise HeadLost(
-                f"Ray's head process (GCS) at {address} has not answered for {grace_s:g} s, and its cluster is lost; "
-                "start Ray again where it was not started by this run: the same command continues from the newest "
-                "checkpoint"
-            )
+            raise HeadLost(lost)
         watch.cancel()
         await asyncio.wait([watch])
 

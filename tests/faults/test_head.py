@@ -1,6 +1,7 @@
 """A block ends when nothing answers at an address any more, whatever it was doing; a real server is what answers."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,29 @@ def test_a_block_is_cut_short_saves_and_tells_why() -> None:
 
     asyncio.run(beside_a_server(body))
     assert saved == [True]
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_a_block_that_cannot_save_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that holds the event loop up."""
+    monkeypatch.setattr(head, "LAST_S", GRACE_S + 0.2)
+    ended, told = threading.Event(), []
+
+    def end(message: str) -> None:
+        told.append(message)
+        ended.set()
+
+    async def body(server: asyncio.Server, address: str) -> None:
+        with pytest.raises(HeadLost):
+            async with while_reachable(address, GRACE_S, end):
+                server.close()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    assert ended.wait(20)
+
+    asyncio.run(beside_a_server(body))
+    assert len(told) == 1 and "has not answered for 0.3 s" in told[0] and told[0].endswith("there was no saving it")
 
 
 def test_a_block_whose_head_is_there_ends_as_it_does() -> None:
