@@ -11,7 +11,7 @@ import grpc
 # Of the head, a node, its store of objects, a worker, Ray's client: what changes nothing. Each serves some of them.
 CALLS = (
     *("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats"),
-    *("ObjectManagerService/FreeObjects", "CoreWorkerService/NumPendingTasks", "RayletDriver/ClusterInfo"),
+    *("ObjectManagerService/Pull", "CoreWorkerService/NumPendingTasks", "RayletDriver/ClusterInfo"),
 )
 ANSWER_S = 5
 
