@@ -6,7 +6,7 @@ the head along, with all that ran there, the process ends without it, before Ray
 """
 
 import asyncio
-import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,50 +28,46 @@ async def while_reachable(
 ) -> AsyncIterator[None]:
     """Cancels the block when nothing takes a connection at `address` (HOST:PORT) for `grace_s`, and raises HeadLost at
     its end, whatever it ended with. end: ends the process with a message where the block takes longer than Ray would
-    give it."""
-    task = asyncio.current_task()
+    give it.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    lost = (
+    over, lost = threading.Event(), False
+    message = (
         f"Ray's head process (GCS) at {address} has not answered for {grace_s:g} s, and its cluster is lost; start Ray "
         "again where it was not started by this run: the same command continues from the newest checkpoint"
     )
-    # A thread's, because the block may hold the event loop up.
-    late = threading.Timer(
-        LAST_S - grace_s, end, [f"{lost}, which holds less than was trained: there was no saving it"]
-    )
-    late.daemon = True
 
-    def cancel(watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled():
-            late.start()
+    def cancel() -> None:
+        nonlocal lost
+        if not over.is_set():
+            lost = True
             task.cancel()
 
-    watch = asyncio.create_task(_until_gone(address, grace_s))
-    watch.add_done_callback(cancel)
+    def watch() -> None:
+        missed = 0  # tries in a row; not seconds, for this process may have stood still itself
+        while missed * EVERY_S < grace_s:
+            if over.wait(EVERY_S):
+                return
+            missed = 0 if _answers(address) else missed + 1
+        loop.call_soon_threadsafe(cancel)
+        if not over.wait(LAST_S - grace_s):
+            end(f"{message}, which holds less than was trained: there was no saving it")
+
+    # A thread, because calls of Ray that wait for its head hold the event loop up.
+    threading.Thread(target=watch, name="head", daemon=True).start()
     try:
         yield
     finally:
-        late.cancel()
-        if watch.done():
-            raise HeadLost(lost)
-        watch.cancel()
-        await asyncio.wait([watch])
+        over.set()
+        if lost:
+            raise HeadLost(message)
 
 
-async def _until_gone(address: str, grace_s: float) -> None:
-    missed = 0  # tries in a row; not seconds, for this process may have stood still itself
-    while missed * EVERY_S < grace_s:
-        missed = 0 if await _answers(address) else missed + 1
-        await asyncio.sleep(EVERY_S)
-
-
-async def _answers(address: str) -> bool:
+def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
-    except (OSError, TimeoutError):
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_S):
+            return True
+    except OSError:
         return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True

@@ -146,7 +146,7 @@ def test_a_run_across_machines(slurm: Slurm, switch: Machines) -> None:
     assert_all_draws_are_accounted_for(run)
     said = (run / "nodes/7.1/node1.log").read_text()
     assert said.count("node.sh: Ray on node1 ended with 1; it starts again") == 2
-    assert (run / "nodes/7.1/node1/raylet.out").exists() and not os.listdir(f"/proc/{second.init}/root{SCRATCH}/dapo-7")
+    assert (run / "nodes/7.1/node1/raylet.out").exists() and os.listdir(f"/proc/{second.init}/root{SCRATCH}") == []
 
 
 def test_a_head_that_dies_ends_the_job(slurm: Slurm, switch: Machines) -> None:
