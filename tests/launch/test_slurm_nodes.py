@@ -155,7 +155,8 @@ def test_a_head_that_dies_ends_the_job(slurm: Slurm, switch: Machines) -> None:
     switch.machines[0].kill("gcs_server")
     assert slurm.wait(END_S) == 1 and slurm.requeued == 0, slurm.said()
     assert slurm.said().count("has not answered for 30 s") == 1
-    assert slurm.left == []
+    # Ray's agents look now and then whether their raylet lives; Slurm ends them with the step.
+    assert [title for title in slurm.left if not title.startswith("ray::DashboardAgent")] == []
 
 
 def test_a_machine_that_never_comes_up(slurm: Slurm, switch: Machines) -> None:
