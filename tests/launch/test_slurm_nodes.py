@@ -146,7 +146,8 @@ def test_a_run_across_machines(slurm: Slurm, switch: Machines) -> None:
     assert_all_draws_are_accounted_for(run)
     said = (run / "nodes/7.1/node1.log").read_text()
     assert said.count("node.sh: Ray on node1 ended with 1; it starts again") == 2
-    assert (run / "nodes/7.1/node1/raylet.out").exists() and os.listdir(f"/proc/{second.init}/root{SCRATCH}") == []
+    assert (run / "nodes/7.1/node1/raylet.out").exists()
+    assert os.listdir(f"/proc/{second.init}/root{SCRATCH}") == [f"dapo-cache-{os.getuid()}"], "the caches alone stay"
 
 
 def test_a_head_that_dies_ends_the_job(slurm: Slurm, switch: Machines) -> None:
@@ -156,7 +157,7 @@ def test_a_head_that_dies_ends_the_job(slurm: Slurm, switch: Machines) -> None:
     assert slurm.wait(END_S) == 1 and slurm.requeued == 0, slurm.said()
     assert slurm.said().count("has not answered for 30 s") == 1
     # Ray's agents look now and then whether their raylet lives; Slurm ends them with the step.
-    assert [title for title in slurm.left if not title.startswith("ray::DashboardAgent")] == []
+    assert [title for title in slurm.left if not re.match(r"ray::\w+Agent", title)] == []
 
 
 def test_a_machine_that_never_comes_up(slurm: Slurm, switch: Machines) -> None:
