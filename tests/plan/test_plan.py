@@ -1,6 +1,5 @@
 """The planner: it answers every experiment, refuses what cannot fit with changes that are enough, and adds up."""
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +9,19 @@ import pytest
 from dapo.config.compose import experiments
 from dapo.derived import optimizer_steps
 from dapo.packing import pack
-from dapo.plan.__main__ import main, plan
 from dapo.plan.actor import ActorMemory, adapter_parameters
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
-from dapo.plan.lead import Lead
 from dapo.plan.report import report
 from dapo.plan.step import Step, response_lengths
 from dapo.plan.terms import size
+from tests.support.plans import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
 ALONE = "actor.ulysses_sequence_parallel_size=1"
-
-
-@functools.cache
-def planned(*overrides, experiment="dapo_qwen32b"):
-    return plan([f"+experiment={experiment}", *overrides])
 
 
 def term(phase, name):
@@ -311,27 +304,3 @@ def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
     cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
     (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
     assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
-
-
-def test_the_lead_before_a_time_limit_is_an_update_and_a_save():
-    cfg, shape = planned()
-    assert not cfg.checkpoint.async_save
-    step, saved = Step(cfg, shape), sum(term.amount for term in checkpoint_terms(cfg, shape))
-    exact = 1.5 * (step.update_s + 2 * shape.parameters / cfg.plan.sync_bandwidth + saved / 2e9) + 60
-    assert Lead(cfg, shape).seconds == pytest.approx(exact, abs=1) and 1.2e3 < exact < 1.5e3
-
-
-def test_a_save_that_runs_beside_the_steps_may_have_to_end_first():
-    slow = "plan.storage_bandwidth=0.2e9"
-    alone, beside = (Lead(*planned(slow, f"checkpoint.async_save={on}")).seconds for on in ("false", "true"))
-    assert alone == pytest.approx(60 + 1.5 * (626 + 2293), rel=0.01)
-    assert beside == pytest.approx(60 + 1.5 * (2293 + 2293), rel=0.01)
-
-
-@pytest.mark.parametrize("name", experiments())
-def test_a_launcher_reads_lead_and_directory(name, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plan", "--job", f"+experiment={name}", "trainer.output_dir=a b"])
-    main()
-    lead, output_dir = capsys.readouterr().out.splitlines()
-    assert int(lead.removeprefix("lead_s ")) > 60 and output_dir == f"output_dir {tmp_path}/a b"

@@ -15,6 +15,7 @@ from dapo.config.schema import Config
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import ml_flow
 from dapo.report.sinks.choice import sinks_of
+from tests.support.reported import report_to_sinks
 
 NAMES = {"actor/loss", "actor/entropy", "eval/pass@4"}
 
@@ -31,13 +32,7 @@ def on_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(output_dir: Path, uri: str, lines: Mapping[int, Mapping[str, float]], resume: int = 0) -> Config:
     to = ["logging.tensorboard=false", f"logging.mlflow.tracking_uri='{uri}'", "logging.mlflow.experiment=sums"]
     cfg = compose(["+experiment=dapo_tiny", f"trainer.output_dir={output_dir}", *to])
-    logger = MetricsLogger(output_dir, sinks_of(cfg, output_dir))
-    logger.resume(resume)
-    for step, values in lines.items():
-        logger.log(step, values)
-        logger.histogram(step, "rollout/lengths", [1.0, 2.0, 5.0])
-        logger.text(step, "sample/0", "1 < 2 & <script>")
-    logger.close()
+    report_to_sinks(cfg, output_dir, lines, resume)
     return cfg
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.report.log import MetricsLogger
 from dapo.report.sinks import weights_and_biases
-from dapo.report.sinks.choice import sinks_of
+from tests.support.reported import report_to_sinks
 
 WRITTEN_S = 60.0
 OFFLINE = ("logging.tensorboard=false", "logging.wandb.project=test", "logging.wandb.mode=offline")
@@ -64,13 +63,7 @@ def history(output_dir: Path) -> dict[int, dict[str, Any]]:
 
 def run(output_dir: Path, lines: Mapping[int, Mapping[str, float]], resume: int = 0) -> Config:
     cfg = compose(["+experiment=dapo_tiny", f"trainer.output_dir={output_dir}", *OFFLINE])
-    logger = MetricsLogger(output_dir, sinks_of(cfg, output_dir))
-    logger.resume(resume)
-    for step, values in lines.items():
-        logger.log(step, values)
-        logger.histogram(step, "rollout/lengths", [1.0, 2.0, 5.0])
-        logger.text(step, "sample/0", "1 < 2 & <script>")
-    logger.close()
+    report_to_sinks(cfg, output_dir, lines, resume)
     return cfg
 
 

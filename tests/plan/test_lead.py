@@ -1,0 +1,36 @@
+"""How long before a time limit a run is told to save, and what launchers read of it."""
+
+import sys
+
+import pytest
+
+from dapo.config.compose import experiments
+from dapo.plan.__main__ import main
+from dapo.plan.checkpoint import checkpoint_terms
+from dapo.plan.lead import Lead
+from dapo.plan.step import Step
+from tests.support.plans import planned
+
+
+def test_the_lead_before_a_time_limit_is_an_update_and_a_save():
+    cfg, shape = planned()
+    assert not cfg.checkpoint.async_save
+    step, saved = Step(cfg, shape), sum(term.amount for term in checkpoint_terms(cfg, shape))
+    exact = 1.5 * (step.update_s + 2 * shape.parameters / cfg.plan.sync_bandwidth + saved / 2e9) + 60
+    assert Lead(cfg, shape).seconds == pytest.approx(exact, abs=1) and 1.2e3 < exact < 1.5e3
+
+
+def test_a_save_that_runs_beside_the_steps_may_have_to_end_first():
+    slow = "plan.storage_bandwidth=0.2e9"
+    alone, beside = (Lead(*planned(slow, f"checkpoint.async_save={on}")).seconds for on in ("false", "true"))
+    assert alone == pytest.approx(60 + 1.5 * (626 + 2293), rel=0.01)
+    assert beside == pytest.approx(60 + 1.5 * (2293 + 2293), rel=0.01)
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_a_launcher_reads_lead_and_directory(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plan", "--job", f"+experiment={name}", "trainer.output_dir=a b"])
+    main()
+    lead, output_dir = capsys.readouterr().out.splitlines()
+    assert int(lead.removeprefix("lead_s ")) > 60 and output_dir == f"output_dir {tmp_path}/a b"

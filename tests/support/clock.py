@@ -1,0 +1,22 @@
+"""A clock that a test moves."""
+
+import math
+
+import pytest
+
+from dapo.measure import clock as clock_module
+from dapo.report import console, watchdog
+from dapo.sampling import traffic as traffic_module
+
+
+class Clock:
+    """Stands for `time` where the trainer's parts take it from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (clock_module, traffic_module, console, watchdog):
+            monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(console, "_printed_at", -math.inf)  # the tests before have printed, by another clock
+
+    def monotonic(self) -> float:
+        return self.now
