@@ -52,6 +52,7 @@ class Progress:
 def configuration(overrides: Sequence[str]) -> Config:
     """Returns the checked configuration. Raises ValueError as `compose` does, and where there is nothing to answer."""
     cfg = compose([NO_TRAINING, *overrides], trains=False)
+    cfg.data.train_files = []  # so that they are no input of the evaluation either
     if not cfg.data.val_files:
         raise ValueError("`data.val_files` is empty; give at least one file, as in data.val_files=[a.parquet]")
     return cfg

@@ -52,6 +52,11 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
     assert "33/33" in done.stderr, "progress to its end"
     written = json.loads((tmp_path / "out" / "evaluation_001.json").read_text())
     assert f"written to {tmp_path / 'out' / 'evaluation_001.json'}" in out
+    files = {f"data.val_files.{name}[0]": f"{tmp_path}/{name}.parquet" for name in ("sums", "copies")}
+    assert {key: text.partition(" (")[0] for key, text in written["inputs"].items()} == {
+        "model.path": str(export),
+        **files,
+    }
     assert (written["model"], written["sampling"]["n"], written["sampling"]["top_p"]) == (str(export), 2, 1.0)
     assert [(one["name"], one["problems"], one["answers"]) for one in written["summaries"]] == [
         ("sums", 12, 24),
