@@ -20,6 +20,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+_shared = False  # whether this process has its Ray
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -42,9 +44,22 @@ def ray_cluster() -> Iterator[None]:
     """Ray as the program itself starts it, for all tests of a process."""
     from workers.cluster import connect, leave
 
+    global _shared
     connect("local", worker_logs=False)
+    _shared = True
     yield
+    _shared = False
     leave()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_ends_it() -> Iterator[None]:
+    """Names the test that ends what others share: elsewhere it would show as a failure of theirs."""
+    yield
+    if _shared:
+        import ray
+
+        assert ray.is_initialized(), "this test has ended the Ray of its process"
 
 
 @pytest.fixture(scope="session")

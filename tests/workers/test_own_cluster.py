@@ -2,11 +2,13 @@
 
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from workers import cluster
+from workers import cluster, own_cluster
 from workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
 
 OURS = (MODE, TOKEN, TOKEN_PATH, *INTERFACES)
@@ -14,8 +16,13 @@ OURS = (MODE, TOKEN, TOKEN_PATH, *INTERFACES)
 
 @pytest.fixture(autouse=True)
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours is set, and the Ray of this process, which other tests use, is not touched."""
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster, "_own", ExitStack())
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    for name in ("AuthenticationTokenLoader", "Config"):
+        monkeypatch.setattr(own_cluster, name, MagicMock())
 
 
 def own() -> dict[str, str]:
