@@ -22,7 +22,7 @@ from workers.training import fsdp, mesh
 from workers.training.files import state
 from workers.training.files.checkpoints import THREAD, Checkpoints
 from workers.training.parity import WeightParityError
-from workers.training.processes import RankProcess, free_address, own_process, read_file
+from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
@@ -158,6 +158,7 @@ class ActorWorker:
     def write_staged(self, directory: str, export: str) -> None:
         """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
         fault_point("actor.write")
+        give_way()
         snapshot, self._staged = self._staged, None
         assert snapshot is not None, "stage comes first"
         state.write_snapshot(snapshot, self._policy, self._mesh, self._cfg.model, directory, export)

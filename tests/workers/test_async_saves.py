@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from dapo.pools import ActorsLost, Updated
 from dapo.state import manifest
@@ -29,6 +31,7 @@ from tests.support.training.plain_reference import (
 )
 from workers.actor import ActorPool
 from workers.remote import RemoteError
+from workers.training.processes import NICENESS
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -96,6 +99,10 @@ def test_what_is_written_beside_updates_is_what_was_copied(
         await asyncio.gather(writing, updated(pool, 2, sequences))
 
     asyncio.run(beside())
+    for worker in ray.get([each.process.remote() for each in pool._workers], timeout=60):
+        assert os.getpriority(os.PRIO_PROCESS, worker.pid) < NICENESS, "the thread that trains gives way too"
+        priorities = [os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir(f"/proc/{worker.pid}/task")]
+        assert NICENESS in priorities, "the thread that writes does not give way"
     assert checksum(pool) == trained != at_one and on_all(pool, version_of) == [3] * ranks
     found = digests(tmp_path / "found")
     assert found == digests(tmp_path / "wanted") and len(found) >= ranks + 3
