@@ -1,7 +1,7 @@
 """Scores responses in reward workers, which a pool on the driver's side feeds.
 
 In: one response at a time, as it ends. Out: its `Score`: the weighted reward functions, the overlong penalty, and the
-reward model's part where there is one. A failure of the machinery is tried once more elsewhere and is then unscorable
+reward model's part where there is one. A failure of the machinery is tried again elsewhere and is then unscorable
 (NaN), never a zero, which would make mixed groups out of nothing; a pool that scores known answers wrong stops the run.
 """
 
@@ -31,6 +31,7 @@ BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 MAX_METRICS = 128
+TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
 RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
@@ -208,12 +209,17 @@ class RewardPool:
         return verdict
 
     async def _try(self, item: Item, avoid: int = -1) -> tuple[Verdict, int]:
-        try:
-            verdict, worker = await self.fleet.score(item, avoid=avoid)
-        except WorkerLost as lost:
-            return verdict_of_failure("crash", str(lost), 0.0), lost.worker
-        self._scoring_s += verdict.wall_s
-        return verdict, worker
+        for left in reversed(range(TRIES)):
+            try:
+                verdict, worker = await self.fleet.score(item, avoid=avoid)
+            except WorkerLost as lost:
+                verdict, avoid = verdict_of_failure("crash", str(lost), 0.0), lost.worker
+                if left:
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            self._scoring_s += verdict.wall_s
+            return verdict, worker
+        return verdict, avoid
 
     def _create(self, index: int) -> Any:
         worker: Any = ray.remote(RewardWorker)

@@ -2,9 +2,10 @@
 
 In: a prompt and a response, one call each, as responses end. Out: the model's score, NaN where there is none. What
 waits travels together, a bounded number of tokens in each remote call. `workers.scoring.fleet` replaces a worker that
-dies or keeps silent; its responses are tried once more, each alone, and are then unscorable and never a zero.
+dies or keeps silent; its responses are tried again, each alone, and are then unscorable and never a zero.
 """
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_
 from workers.scoring.fleet import Fleet, WorkerLost
 from workers.scoring.verdict import CanaryError
 
+TRIES_ALONE = 2  # of what was lost with its worker, and may be why; or others of its node are lost a moment later
+RETRY_PAUSE_S = 0.5
 PASSES_PER_CALL = 4  # forward passes' worth of tokens in one call: sorting by length needs some to choose from
 CANARY = Conversation(
     prompt_id=-1, messages=(("user", "What is 2 + 2?"),), prompt_text="What is 2 + 2?", response=" It is 4."
@@ -105,16 +108,19 @@ class RewardModelPool:
         self.fleet.stop()
 
     async def _score(self, conversation: Conversation, tokens: int) -> ModelScore:
-        """Tries once or twice; the second time alone, so that a response that kills workers takes no other with it.
+        """Tries up to three times, from the second on alone, so that what kills workers takes no other response along.
         tokens: of the policy's tokenizer, to size a call by."""
         try:
             return (await self.fleet.score(conversation, cost=tokens))[0]
         except WorkerLost as lost:
-            avoid = lost.worker
-        try:
-            return (await self.fleet.score(conversation, cost=self._window, avoid=avoid))[0]
-        except WorkerLost as lost:
-            return no_score("worker", str(lost))
+            why = lost
+        for _ in range(TRIES_ALONE):
+            await asyncio.sleep(RETRY_PAUSE_S)
+            try:
+                return (await self.fleet.score(conversation, cost=self._window, avoid=why.worker))[0]
+            except WorkerLost as lost:
+                why = lost
+        return no_score("worker", str(why))
 
     def _create(self, index: int) -> Any:
         worker: Any = ray.remote(RewardModelWorker)

@@ -135,7 +135,7 @@ class RewardConfig:
     timeout_s: float = positive(
         60.0,
         "longest silence in seconds of a worker that has something to score; then it is replaced and its responses are "
-        "tried once more",
+        "tried again",
     )
     model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

@@ -1,5 +1,6 @@
 """Further nodes of a test's Ray cluster: raylets of their own on this machine, with GPUs that are not there."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -19,6 +20,9 @@ from workers.placing.asked import RANKS
 
 JOINED_S = 240.0
 OBJECT_STORE_BYTES = 100 << 20
+
+
+_addresses = itertools.count(2)
 
 
 class Node:
@@ -44,6 +48,7 @@ class Node:
                 *self._within,
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
                 *(f"--address={cluster_address()}", f"--node-name={self._name}"),
+                f"--node-ip-address=127.0.0.{next(_addresses)}",  # else the name of loopback by which it joins
                 *("--num-cpus=8", f"--num-gpus={gpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             ],
             stdout=subprocess.DEVNULL,
