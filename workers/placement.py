@@ -17,9 +17,9 @@ from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, num_shards
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
-from workers.cluster import nodes
 from workers.placing.asked import CPUS_COLOCATED, ENGINES, RANKS, REWARD_MODEL, Pool, pools, reward_model_device
 from workers.placing.fit import in_order, lines, placed, problems
+from workers.placing.joining import nodes_with_room
 
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
 PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
@@ -65,7 +65,7 @@ class Placement:
         or later, when a node is gone.
 
         Raises:
-            ValueError: the cluster is too small, or no node has a pool's labels.
+            ValueError: the cluster is too small, or no node has a pool's labels, also after `trainer.nodes_timeout_s`.
             RuntimeError: there was no place within `actor.start_timeout_s`.
         """
         self._cfg = cfg
@@ -77,7 +77,7 @@ class Placement:
         asked = pools(cfg, device)
         if not asked:
             return
-        there = nodes()
+        there = nodes_with_room(asked, cfg.trainer.nodes_timeout_s, warn)
         for line in lines(asked, there):
             say(line)
         if found := problems(asked, there):

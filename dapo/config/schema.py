@@ -155,6 +155,13 @@ class TrainerConfig:
     ray_address: str = key(
         "", "`auto` joins a running cluster, `local` starts one, empty takes RAY_ADDRESS or else starts one"
     )
+    nodes_timeout_s: float = at_least(
+        0,
+        0.0,
+        "longest wait in seconds for nodes that are still to join a Ray cluster which is too small for the run; its "
+        "autoscaler is told what is missing; where no GPU is there yet, set `trainer.device=cuda`; 0: such a cluster "
+        "is refused at once",
+    )
     only: str = one_of(
         HALVES,
         "both",

@@ -52,6 +52,8 @@ def placement(subject: Subject, machines: Machines) -> Finding:
     try:
         return ok(fitting(subject.cfg, machines))
     except ValueError as error:
+        if limit := subject.cfg.trainer.nodes_timeout_s:
+            return warning(str(error), f"the run waits for more nodes for {limit:g} s (`trainer.nodes_timeout_s`)")
         return fault(str(error), "")
 
 

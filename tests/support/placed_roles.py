@@ -1,6 +1,7 @@
 """Ray clusters with GPUs that are not there, and where each role gets which of them; for a process without Ray."""
 
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import ray
@@ -40,16 +41,19 @@ def places_of_roles(cfg: Config) -> dict[str, Any]:
     """Returns node and GPUs of each worker on two nodes `train` of 3 GPUs and one `serve` of 2, what was told, what is
     said where no node has a label, and the places of the ranks when one of the former is replaced by one of 2.
 
-    By names: `a` and `b` of the first two, `c`, and `d` that comes later. nodes: those of all.
+    By names: `a` and `b` of the first two, `c` that joins when it is waited for, and `d` that comes later.
     """
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0})
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         shape = {"a": (3, "train"), "b": (3, "train"), "c": (2, "serve"), "d": (2, "train")}
-        made = {name: _add(cluster, *shape[name]) for name in "abc"}
+        made = {name: _add(cluster, *shape[name]) for name in "ab"}
         told: list[str] = []
         found: dict[str, Any] = {"told": told}
-        placement = Placement(cfg, "cuda", say=told.append)
+        late = Thread(target=lambda: made.update(c=_add(cluster, *shape["c"])))
+        waits = replace(cfg, trainer=replace(cfg.trainer, nodes_timeout_s=ANSWER_S))
+        placement = Placement(waits, "cuda", say=told.append, warn=lambda line: [told.append(line), late.start()])
+        late.join()
         ranks = started(placement.actors())
         found["engines"] = _places(started(placement.rollout()), made)
         found["ranks"] = _places(ranks, made)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.support.placed_roles import gpus_of_roles, places_of_roles
 from workers import placement
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
+from workers.placing import joining
 from workers.placing.fit import Node
 
 
@@ -48,7 +50,7 @@ def groups(monkeypatch):
         made.append(FakeGroup(bundles, bundle_label_selector, ["a"] * len(bundles), []))
         return made[-1]
 
-    monkeypatch.setattr(placement, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
+    monkeypatch.setattr(joining, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
     monkeypatch.setattr(placement, "placement_group", make)
     monkeypatch.setattr(placement, "remove_placement_group", made.remove)
     monkeypatch.setattr(
@@ -126,6 +128,23 @@ def test_what_is_asked_is_told_before_it_is_waited_for(groups):
     assert told and len(groups) == made, "nothing is asked of Ray"
 
 
+def test_nodes_that_are_still_to_join_are_asked_for_and_waited_for(groups, monkeypatch):
+    cfg, told, asked, here = make_config(1, 1, 32), [], [], [Node(16, 32.0, 16.0, 32.0, {})]
+    monkeypatch.setattr(joining, "request_resources", lambda bundles: asked.append(bundles))
+    monkeypatch.setattr(joining, "POLL_S", 0.01)
+    for later, timeout_s in ((here * 3, 60.0), (here * 2, 0.05)):
+        answers = iter([here, here])
+        monkeypatch.setattr(joining, "nodes", lambda answers=answers, later=later: next(answers, later))
+        cfg.trainer.nodes_timeout_s = timeout_s
+        with nullcontext() if len(later) == 3 else pytest.raises(ValueError, match="the Ray cluster has 32"):
+            Placement(cfg, "cuda", warn=told.append)
+    assert asked == [[{"GPU": 1, "CPU": 1}] * 33, []] * 2
+    assert (
+        told[0]
+        == "the Ray cluster, 1 node of 16 GPUs, is too small; waiting up to 60 s (`trainer.nodes_timeout_s`) for more"
+    )
+
+
 def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
     """Or an engine that finds no place on another node would hold up the ranks, which come first."""
     placed = Placement(make_config(2, 4, 3), "cuda")
@@ -180,6 +199,7 @@ def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels():
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         found = process.submit(places_of_roles, cfg).result(timeout=500)
     assert found["told"] == [
+        "the Ray cluster, 2 nodes of 3 GPUs, is too small; waiting up to 300 s (`trainer.nodes_timeout_s`) for more",
         "placement: 5 GPUs asked for, 8 of 8 free on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
         "  actor ranks: 2 x 2 GPUs, each on one node, of 2 nodes with pool=train (`actor.node_labels`): all fit",
         "  engines: 1 x 1 GPUs, each on one node, of 1 node with pool=serve (`rollout.node_labels`): all fit",

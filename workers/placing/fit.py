@@ -35,7 +35,7 @@ def problems(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
         return [
             f"asked for {asked} GPUs but the Ray cluster has {there}: {wanted}; lower them, add "
             f"{_missing(pools, nodes, _largest(nodes))}, or set `trainer.device=cpu` (`reward.model.device=cpu` for "
-            "the reward model alone)"
+            "the reward model alone); `trainer.nodes_timeout_s` lets the run wait for nodes that are still to join"
         ]
     large = [_too_large(pool, nodes) for pool in pools if pool.gpus > _most(pool, nodes)]
     if large:
@@ -72,7 +72,7 @@ def lines(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
         return []
     asked, there = sum(pool.all_gpus for pool in pools), sum(node.gpus for node in nodes)
     free = math.floor(sum(node.free_gpus for node in nodes))
-    found = [f"placement: {asked} GPUs asked for, {free} of {there} free on {_shapes(nodes)}"] if asked else []
+    found = [f"placement: {asked} GPUs asked for, {free} of {there} free on {shapes(nodes)}"] if asked else []
     if len(nodes) == 1 and free >= asked:
         return found
     ever, now = placed(pools, nodes, free=False), placed(pools, nodes, free=True)
@@ -118,7 +118,7 @@ def _written(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
-def _shapes(nodes: Sequence[Node]) -> str:
+def shapes(nodes: Sequence[Node]) -> str:
     """Returns the nodes by their GPUs, such as `15 nodes of 8 GPUs, 1 node of 4 GPUs`."""
     counts = Counter(node.gpus for node in nodes if node.gpus)
     return ", ".join(_count(count, gpus) for gpus, count in sorted(counts.items(), reverse=True)) or "no node"
@@ -168,7 +168,7 @@ def _too_few(pool: Pool, fitting: int, pools: Sequence[Pool], nodes: Sequence[No
     lower = f"set `{pool.count_key}` to {fitting * pool.per_piece}" if fitting else "lower what the others ask for"
     return (
         f"{pool.piece} need {pool.gpus} GPUs and {pool.cpus} CPUs of one node, and the Ray cluster{_where(pool)}, "
-        f"{_shapes(suited)}, has room for {fitting} times that beside the other roles, not {pool.count}; {lower}, or "
+        f"{shapes(suited)}, has room for {fitting} times that beside the other roles, not {pool.count}; {lower}, or "
         f"add {_missing(pools, nodes, _largest(suited))}"
     )
 

@@ -1,0 +1,39 @@
+"""Waits for nodes that are still to join the Ray cluster, where the run may wait for any.
+
+In: what the roles ask for. Out: the nodes that are there when all of it fits, or when the time is up.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from ray.autoscaler.sdk import request_resources
+
+from dapo.report.watchdog import waiting
+from workers.cluster import nodes
+from workers.placing.asked import Pool
+from workers.placing.fit import Node, problems, shapes
+
+POLL_S = 1.0
+KEY = "trainer.nodes_timeout_s"
+
+
+def nodes_with_room(pools: Sequence[Pool], timeout_s: float, warn: Callable[[str], None]) -> list[Node]:
+    """Returns the nodes of the cluster as soon as it could hold the pools, after at most `timeout_s` as they are.
+
+    Until then Ray's autoscaler, where there is one, is told what is asked for. warn: told what is waited for.
+    """
+    there = nodes()
+    if not timeout_s or not problems(pools, there):
+        return there
+    warn(f"the Ray cluster, {shapes(there)}, is too small; waiting up to {timeout_s:g} s (`{KEY}`) for more")
+    bundles = [{"GPU": pool.gpus, "CPU": pool.cpus} for pool in pools for _ in range(pool.count) if pool.gpus]
+    request_resources(bundles=bundles)
+    deadline = time.monotonic() + timeout_s
+    try:
+        with waiting("nodes to join the Ray cluster"):
+            while problems(pools, there) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                there = nodes()
+    finally:
+        request_resources(bundles=[])  # what holds GPUs from now on keeps its nodes
+    return there
