@@ -259,8 +259,9 @@ def test_a_command_gives_its_experiment_the_nodes_that_it_asks_for(name: str, co
         assert problems(asked, [node] * nodes) == [] != problems(asked, [node] * (nodes - 1) + [Node(0, 8, 0, 8, {})])
 
 
-# Where a run is and what it reads, not how it learns.
+# Where a run is, what it waits for and what it reads, not how it learns.
 PLACES = {"trainer.output_dir", "checkpoint.resume", "model.path", "data.train_files", "data.val_files"}
+PLACES |= {"trainer.device", "trainer.nodes_timeout_s"}
 
 
 def test_launch_and_docker_hold_no_hyperparameter() -> None:
