@@ -1,7 +1,6 @@
 """Ray clusters with GPUs that are not there, and where each role gets which of them; for a process without Ray."""
 
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import ray
@@ -50,10 +49,13 @@ def places_of_roles(cfg: Config) -> dict[str, Any]:
         made = {name: _add(cluster, *shape[name]) for name in "ab"}
         told: list[str] = []
         found: dict[str, Any] = {"told": told}
-        late = Thread(target=lambda: made.update(c=_add(cluster, *shape["c"])))
+
+        def join(line: str) -> None:
+            told.append(line)
+            made["c"] = _add(cluster, *shape["c"])
+
         waits = replace(cfg, trainer=replace(cfg.trainer, nodes_timeout_s=ANSWER_S))
-        placement = Placement(waits, "cuda", say=told.append, warn=lambda line: [told.append(line), late.start()])
-        late.join()
+        placement = Placement(waits, "cuda", say=told.append, warn=join)
         ranks = started(placement.actors())
         found["engines"] = _places(started(placement.rollout()), made)
         found["ranks"] = _places(ranks, made)

@@ -128,9 +128,9 @@ def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatc
         monkeypatch, use, workers=1, trouble=trouble, warnings=warnings, timeout_s=0.5
     )
     assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0] and math.isnan(scores[2])
-    assert (respawned, failures) == (2, {"worker": 1})  # with others, alone
-    assert [texts for _, texts in calls] == [["a", "bb", "bad", "dddd"], ["a"], ["bb"], ["bad"], ["dddd"]]
-    assert sum("reward model worker 0 is replaced: its worker was lost" in warning for warning in warnings) == 2
+    assert (respawned, failures) == (3, {"worker": 1})  # with others, alone, alone
+    assert [texts for _, texts in calls] == [["a", "bb", "bad", "dddd"], ["a"], ["bb"], ["bad"], ["dddd"], ["bad"]]
+    assert sum("reward model worker 0 is replaced: its worker was lost" in warning for warning in warnings) == 3
     assert sum("to prompt 7 has no score: worker its worker was lost" in warning for warning in warnings) == 1
 
 
