@@ -17,6 +17,7 @@ from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, num_shards
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
+from workers.cluster import nodes
 from workers.placing.asked import CPUS_COLOCATED, ENGINES, RANKS, REWARD_MODEL, Pool, pools, reward_model_device
 from workers.placing.fit import in_order, lines, placed, problems
 from workers.placing.joining import nodes_with_room
@@ -77,7 +78,7 @@ class Placement:
         asked = pools(cfg, device)
         if not asked:
             return
-        there = nodes_with_room(asked, cfg.trainer.nodes_timeout_s, warn)
+        there = nodes_with_room(asked, nodes, cfg.trainer.nodes_timeout_s, warn)
         for line in lines(asked, there):
             say(line)
         if found := problems(asked, there):

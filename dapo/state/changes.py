@@ -82,6 +82,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.max_hours",
     "trainer.output_dir",
     "trainer.device",
+    "trainer.nodes_timeout_s",
     "trainer.preflight",
     "trainer.ray_address",
     "trainer.colocate",

@@ -50,7 +50,7 @@ def groups(monkeypatch):
         made.append(FakeGroup(bundles, bundle_label_selector, ["a"] * len(bundles), []))
         return made[-1]
 
-    monkeypatch.setattr(joining, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
+    monkeypatch.setattr(placement, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
     monkeypatch.setattr(placement, "placement_group", make)
     monkeypatch.setattr(placement, "remove_placement_group", made.remove)
     monkeypatch.setattr(
@@ -134,7 +134,7 @@ def test_nodes_that_are_still_to_join_are_asked_for_and_waited_for(groups, monke
     monkeypatch.setattr(joining, "POLL_S", 0.01)
     for later, timeout_s in ((here * 3, 60.0), (here * 2, 0.05)):
         answers = iter([here, here])
-        monkeypatch.setattr(joining, "nodes", lambda answers=answers, later=later: next(answers, later))
+        monkeypatch.setattr(placement, "nodes", lambda answers=answers, later=later: next(answers, later))
         cfg.trainer.nodes_timeout_s = timeout_s
         with nullcontext() if len(later) == 3 else pytest.raises(ValueError, match="the Ray cluster has 32"):
             Placement(cfg, "cuda", warn=told.append)

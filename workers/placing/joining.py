@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from ray.autoscaler.sdk import request_resources
 
 from dapo.report.watchdog import waiting
-from workers.cluster import nodes
 from workers.placing.asked import Pool
 from workers.placing.fit import Node, problems, shapes
 
@@ -17,10 +16,13 @@ POLL_S = 1.0
 KEY = "trainer.nodes_timeout_s"
 
 
-def nodes_with_room(pools: Sequence[Pool], timeout_s: float, warn: Callable[[str], None]) -> list[Node]:
+def nodes_with_room(
+    pools: Sequence[Pool], nodes: Callable[[], list[Node]], timeout_s: float, warn: Callable[[str], None]
+) -> list[Node]:
     """Returns the nodes of the cluster as soon as it could hold the pools, after at most `timeout_s` as they are.
 
-    Until then Ray's autoscaler, where there is one, is told what is asked for. warn: told what is waited for.
+    Until then Ray's autoscaler, where there is one, is told what is asked for. nodes: those of now. warn: told what is
+    waited for.
     """
     there = nodes()
     if not timeout_s or not problems(pools, there):
