@@ -6,6 +6,7 @@ In: a `Config`. Out: `Pools` for the trainer, or engines alone; every process en
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
+from dapo.faults.signals import finish
 from dapo.pools import Pools
 from dapo.replay.fixed import FixedPolicy
 from dapo.report.console import say, warn
@@ -44,6 +46,13 @@ def ray_cluster(cfg: Config) -> Iterator[None]:
         leave()
 
 
+async def place(cfg: Config, device: str) -> Placement:
+    """Finds every role a place, in a thread: it may take long, and a run that is cancelled meanwhile waits no more."""
+    given_up = threading.Event()
+    finding = asyncio.to_thread(Placement, cfg, device, warn=warn, say=say, given_up=given_up.is_set)
+    return await finish(finding, hurry=given_up.set)
+
+
 @asynccontextmanager
 async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
     """Starts all workers at the same time, and stops them at the end.
@@ -55,7 +64,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
     device = resolve_device(cfg.trainer.device)
-    placement = Placement(cfg, device, warn=warn, say=say)
+    placement = await place(cfg, device)
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
     rewards = create_rewards(cfg, placement, device)

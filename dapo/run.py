@@ -29,7 +29,7 @@ from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
-from dapo.fleet import STOP_GRACE_S, build_pools, create_rewards, create_rollouts, ray_cluster
+from dapo.fleet import STOP_GRACE_S, build_pools, create_rewards, create_rollouts, place, ray_cluster
 from dapo.replay.batches import steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
@@ -43,7 +43,6 @@ from dapo.trainer import Trainer
 from dapo.types import HeldOut, Prompt
 from workers.cluster import head, resolve_device
 from workers.engines.arguments import engine_args
-from workers.placement import Placement
 from workers.rollout import RolloutPool
 
 
@@ -198,7 +197,7 @@ async def evaluate(
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
         device = resolve_device(cfg.trainer.device)
-        placement = Placement(cfg, device, warn=warn, say=say)
+        placement = await place(cfg, device)
         engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
 
         async def rejoin(number: int) -> None:  # an engine that starts again has loaded the weights that all serve

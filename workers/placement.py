@@ -20,7 +20,7 @@ from dapo.report.watchdog import waiting
 from workers.cluster import nodes
 from workers.placing.asked import CPUS_COLOCATED, ENGINES, RANKS, REWARD_MODEL, Pool, pools, reward_model_device
 from workers.placing.fit import in_order, lines, placed, problems
-from workers.placing.joining import nodes_with_room
+from workers.placing.joining import POLL_S, nodes_with_room
 
 COLOCATED_SHARE = 0.5  # of a GPU, as Ray counts it, for either role; memory is divided by gpu_memory_utilization
 PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where there is one
@@ -61,9 +61,10 @@ class Placement:
         *,
         warn: Callable[[str], None] = lambda line: None,
         say: Callable[[str], None] = lambda line: None,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits until every role has a place. say: told what is asked, there, and fits; warn: what is waited for, now
-        or later, when a node is gone.
+        or later, when a node is gone. given_up: asked while it waits; then it waits no longer.
 
         Raises:
             ValueError: the cluster is too small, or no node has a pool's labels, also after `trainer.nodes_timeout_s`.
@@ -72,13 +73,14 @@ class Placement:
         self._cfg = cfg
         self._device = device
         self._warn = warn
+        self._given_up = given_up
         self._groups: dict[str, PlacementGroup] = {}
         if device == "cuda" and cfg.model.dtype == "float32":
             raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
         asked = pools(cfg, device)
         if not asked:
             return
-        there = nodes_with_room(asked, nodes, cfg.trainer.nodes_timeout_s, warn)
+        there = nodes_with_room(asked, nodes, cfg.trainer.nodes_timeout_s, warn=warn, given_up=given_up)
         for line in lines(asked, there):
             say(line)
         if found := problems(asked, there):
@@ -104,7 +106,9 @@ class Placement:
         deadline = time.monotonic() + limit
         for group in self._groups.values():
             with waiting("Ray to place engines and actors on GPUs"):
-                found = group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
+                found = False
+                while not found and (left := deadline - time.monotonic()) > 0 and not self._given_up():
+                    found = group.wait(timeout_seconds=min(POLL_S, left))
             if not found:
                 wanted = ", ".join(f"{pool.all_gpus} GPUs for {pool.about}" for pool in asked if pool.gpus)
                 raise RuntimeError(

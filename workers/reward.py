@@ -25,14 +25,13 @@ from dapo.types import Prompt, Response, Score
 from workers.remote import RemoteError, wait
 from workers.scoring.children import Children
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import CanaryError, Verdict, unscorable, verdict_of_failure
+from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, Verdict, unscorable, verdict_of_failure
 
 BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 MAX_METRICS = 128
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
-RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 FILES_DIFFER = (

@@ -20,10 +20,9 @@ from dapo.types import Prompt, Response
 from workers.remote import RemoteError, wait
 from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import CanaryError
+from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError
 
 TRIES_ALONE = 2  # of what was lost with its worker, and may be why; or others of its node are lost a moment later
-RETRY_PAUSE_S = 0.5
 PASSES_PER_CALL = 4  # forward passes' worth of tokens in one call: sorting by length needs some to choose from
 CANARY = Conversation(
     prompt_id=-1, messages=(("user", "What is 2 + 2?"),), prompt_text="What is 2 + 2?", response=" It is 4."

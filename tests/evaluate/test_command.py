@@ -107,7 +107,7 @@ def test_help(arguments, monkeypatch, capsys):
 def test_nothing_is_asked_for_actors(export, monkeypatch):
     from contextlib import nullcontext
 
-    from dapo import run
+    from dapo import fleet, run
 
     placed = []
 
@@ -116,7 +116,7 @@ def test_nothing_is_asked_for_actors(export, monkeypatch):
         raise RuntimeError("far enough")
 
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
-    monkeypatch.setattr(run, "Placement", place)
+    monkeypatch.setattr(fleet, "Placement", place)
     line = [f"model.path={export}", f"data.val_files=[{VAL}]", "trainer.colocate=true", "trainer.device=cpu"]
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(run.evaluate(command.configuration(line)))

@@ -1,11 +1,15 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
+import asyncio
 import multiprocessing
+import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 
+from dapo import fleet
 from dapo.config.schema import Config
 from tests.support.placed_roles import gpus_of_roles, places_of_roles
 from workers import placement
@@ -129,8 +133,13 @@ def test_what_is_asked_is_told_before_it_is_waited_for(groups):
 
 
 def test_nodes_that_are_still_to_join_are_asked_for_and_waited_for(groups, monkeypatch):
-    cfg, told, asked, here = make_config(1, 1, 32), [], [], [Node(16, 32.0, 16.0, 32.0, {})]
-    monkeypatch.setattr(joining, "request_resources", lambda bundles: asked.append(bundles))
+    cfg, told, asked, here = make_config(1, 1, 32), [], [], [Node(16, 32.0, 16.0, 32.0, {"pool": "a"})]
+    cfg.actor.node_labels = {"pool": "a"}
+    monkeypatch.setattr(
+        joining,
+        "request_resources",
+        lambda bundles, bundle_label_selectors=(): asked.append((bundles, bundle_label_selectors)),
+    )
     monkeypatch.setattr(joining, "POLL_S", 0.01)
     for later, timeout_s in ((here * 3, 60.0), (here * 2, 0.05)):
         answers = iter([here, here])
@@ -138,11 +147,41 @@ def test_nodes_that_are_still_to_join_are_asked_for_and_waited_for(groups, monke
         cfg.trainer.nodes_timeout_s = timeout_s
         with nullcontext() if len(later) == 3 else pytest.raises(ValueError, match="the Ray cluster has 32"):
             Placement(cfg, "cuda", warn=told.append)
-    assert asked == [[{"GPU": 1, "CPU": 1}] * 33, []] * 2
-    assert (
-        told[0]
-        == "the Ray cluster, 1 node of 16 GPUs, is too small; waiting up to 60 s (`trainer.nodes_timeout_s`) for more"
-    )
+    assert asked == [([{"GPU": 1, "CPU": 1}] * 33, [{"pool": "a"}] * 32 + [{}]), ([], ())] * 2
+    assert "1 node of 16 GPUs, is too small; waiting up to 60 s (`trainer.nodes_timeout_s`)" in told[0]
+
+
+def test_a_wait_that_is_given_up_ends_at_once(groups, monkeypatch):
+    monkeypatch.setattr(joining, "request_resources", lambda **what: None)
+    cfg = make_config(8, 1, 32)
+    cfg.trainer.nodes_timeout_s = 3600.0
+    with pytest.raises(ValueError, match="asked for 40 GPUs"):
+        Placement(cfg, "cuda", given_up=lambda: True)
+    with pytest.raises(RuntimeError, match="could not place"):
+        Placement(make_config(1, 1, 20), "cuda", given_up=lambda: True)
+
+
+def test_a_cancelled_run_waits_for_no_place(monkeypatch):
+    waits = threading.Event()
+
+    def never_placed(cfg, device, *, given_up, **told):
+        waits.set()
+        for _ in range(6000):
+            if given_up():
+                raise ValueError("the cluster is too small")
+            time.sleep(0.01)
+        raise AssertionError("it waits on")
+
+    async def cancel():
+        placing = asyncio.create_task(fleet.place(Config(), "cuda"))
+        await asyncio.to_thread(waits.wait)
+        placing.cancel()
+        await placing
+
+    monkeypatch.setattr(fleet, "Placement", never_placed)
+    with pytest.raises(asyncio.CancelledError) as ended:
+        asyncio.run(cancel())
+    assert isinstance(ended.value.__cause__, ValueError)
 
 
 def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):

@@ -17,23 +17,29 @@ KEY = "trainer.nodes_timeout_s"
 
 
 def nodes_with_room(
-    pools: Sequence[Pool], nodes: Callable[[], list[Node]], timeout_s: float, warn: Callable[[str], None]
+    pools: Sequence[Pool],
+    nodes: Callable[[], list[Node]],
+    timeout_s: float,
+    *,
+    warn: Callable[[str], None],
+    given_up: Callable[[], bool],
 ) -> list[Node]:
     """Returns the nodes of the cluster as soon as it could hold the pools, after at most `timeout_s` as they are.
 
     Until then Ray's autoscaler, where there is one, is told what is asked for. nodes: those of now. warn: told what is
-    waited for.
+    waited for. given_up: whether it is of no use any more.
     """
     there = nodes()
     if not timeout_s or not problems(pools, there):
         return there
     warn(f"the Ray cluster, {shapes(there)}, is too small; waiting up to {timeout_s:g} s (`{KEY}`) for more")
-    bundles = [{"GPU": pool.gpus, "CPU": pool.cpus} for pool in pools for _ in range(pool.count) if pool.gpus]
-    request_resources(bundles=bundles)
+    wanted = [pool for pool in pools for _ in range(pool.count) if pool.gpus]
+    bundles, labels = [{"GPU": pool.gpus, "CPU": pool.cpus} for pool in wanted], [dict(pool.labels) for pool in wanted]
+    request_resources(bundles=bundles, bundle_label_selectors=labels)
     deadline = time.monotonic() + timeout_s
     try:
         with waiting("nodes to join the Ray cluster"):
-            while problems(pools, there) and time.monotonic() < deadline:
+            while problems(pools, there) and time.monotonic() < deadline and not given_up():
                 time.sleep(POLL_S)
                 there = nodes()
     finally:

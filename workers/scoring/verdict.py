@@ -6,6 +6,7 @@ from typing import Any
 
 from dapo.types import Score
 
+RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
 LIMIT_REACHED = {
     "cpu": "its scoring reached `reward.limits.cpu_s`",
     "memory": "its scoring reached `reward.limits.memory_bytes`",
