@@ -15,7 +15,7 @@ from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.packing import pack
-from dapo.pools import BatchRefused, Updated
+from dapo.pools import BatchRefused, Updated, stay
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
@@ -187,6 +187,7 @@ class ActorPool(Checkpoints):
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
+        self.before_restart = stay  # set to what leaves the GPUs to new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
         self._bounds = (
@@ -214,6 +215,7 @@ class ActorPool(Checkpoints):
 
     async def restart(self) -> None:
         """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at version 0."""
+        await self.before_restart()
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 

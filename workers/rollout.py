@@ -21,6 +21,7 @@ from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot
+from workers.engines.turns import Turns
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
 
@@ -44,6 +45,7 @@ class RolloutPool:
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
+        self._turns = Turns(self.keeper, warn)
         self._on_gpus = any("num_gpus" in each for each in options)
         # By group: where it is generated, and by which start of that engine; None while no engine serves.
         self._homes: dict[str, tuple[EngineSlot, Any] | None] = {}
@@ -195,6 +197,19 @@ class RolloutPool:
         with suppress(WorkerLost):  # then they have ended
             await wait([worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
 
+    @property
+    def awake(self) -> bool:
+        """Returns whether the engines, and not the actors, have the GPUs that both share."""
+        return self.keeper.turn.is_set()
+
+    async def sleep(self) -> None:
+        """Lets the engines sleep until the next weight sync. No group may run."""
+        await self._turns.sleep()
+
+    async def sleep_lighter(self, why: str) -> bool:
+        """Lets them sleep again, less deep; see `Turns.sleep_lighter`."""
+        return await self._turns.sleep_lighter(why)
+
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""
         return self.keeper.members()
@@ -264,6 +279,7 @@ class RolloutPool:
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines: they hold the weights that all serve."""
         self._refused = ""
+        self._turns.served(members)
         for number in members:
             slot = self._slots[number]
             slot.serving = slot.proven = slot.started

@@ -197,7 +197,7 @@ class WeightSyncConfig:
         TRANSPORTS,
         "auto",
         "`broadcast`: one process group of actor rank 0 and all engines, NCCL on GPU, gloo on CPU; `ipc`: CUDA memory "
-        "that both roles see, where they share GPUs; `auto`: ipc with `trainer.colocate`, else broadcast",
+        "that both roles see, where they share GPUs; `auto`: ipc where `trainer.colocate` shares GPUs, else broadcast",
     )
     bucket_bytes: int = at_least(
         1, 1 << 30, "bytes of one transfer", verl="actor_rollout_ref.rollout.update_weights_bucket_megabytes"

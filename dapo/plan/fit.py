@@ -7,6 +7,7 @@ from typing import Any
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
+from dapo.derived import shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
@@ -26,8 +27,10 @@ def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     """Returns the bytes of one device that an actor rank may take."""
     memory = float(cfg.plan.gpu_memory_bytes)
+    if device_of(cfg) == "cpu" or not shares_gpus(cfg):
+        return memory
     engine = EngineMemory(cfg, shape)
-    return memory * (1 - engine.utilization) if cfg.trainer.colocate and device_of(cfg) == "cuda" else memory
+    return memory - engine.asleep().amount if takes_turns(cfg) else memory * (1 - engine.utilization)
 
 
 def _uneven(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.schema import Config
+from dapo.derived import shares_gpus
 from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
@@ -139,7 +140,7 @@ def reshard(policy: nn.Module) -> None:
 def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
     """Frees, between phases, gathered parameters and, where the engines share the GPU, what torch keeps for later."""
     reshard(policy)
-    if mesh.device == "cuda" and cfg.trainer.colocate:
+    if mesh.device == "cuda" and shares_gpus(cfg):
         torch.cuda.empty_cache()
 
 
