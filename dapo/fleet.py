@@ -17,7 +17,7 @@ from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus, takes_turns
 from dapo.faults.signals import finish
-from dapo.pools import Pools, stay
+from dapo.pools import Pools
 from dapo.replay.fixed import FixedPolicy
 from dapo.report.console import say, warn
 from dapo.report.watchdog import waiting
@@ -105,7 +105,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         else:
             sync = WeightSync(actors, engines, cfg)
             engines.keeper.rejoin = sync.rejoin
-            actors.before_restart = leave_gpus = sync.rest if takes_turns(cfg) else stay
+            actors.before_restart = leave_gpus = sync.rest if takes_turns(cfg) else None
             yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus)
     finally:
         actors.close()

@@ -149,17 +149,13 @@ class ActorPool(Protocol):
         ...
 
 
-async def stay() -> None:
-    """Does nothing: engines with GPUs of their own keep them."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
     """Holds the compute of a run, composed in `dapo.fleet.build_pools`.
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
-    leave_gpus: lets the engines sleep until the next sync where the actors train on their GPUs.
+    leave_gpus: lets the engines sleep until the next sync; None where they have GPUs of their own.
     gpus: of all of them. work: what they have to do, by lane of a step's timeline: requests of each engine, responses
     without a verdict.
     """
@@ -169,7 +165,7 @@ class Pools:
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
-    leave_gpus: Callable[[], Awaitable[None]] = stay
+    leave_gpus: Callable[[], Awaitable[None]] | None = None
     gpus: int = 0
     work: Mapping[str, Course] = field(default_factory=dict)
 

@@ -113,8 +113,9 @@ class Trainer:
     async def _take_gpus(self) -> None:
         """Lets the engines sleep where the actors train on the same GPUs; the next sync wakes them."""
         await self.evaluations.before_update()
-        with self.clock("sleep"):
-            await self._pools.leave_gpus()
+        if self._pools.leave_gpus is not None:
+            with self.clock("sleep"):
+                await self._pools.leave_gpus()
 
     async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:

@@ -20,6 +20,12 @@ def placement(cfg: Config) -> Iterator[str]:
         )
     if cfg.trainer.colocate == "time":
         yield from _turns(cfg)
+    elif cfg.actor.offload == "phase":
+        yield (
+            "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
+            f"`trainer.colocate` ({cfg.trainer.colocate}) they never have it alone; take none or host, or set "
+            "`trainer.colocate=time`"
+        )
 
 
 def _shared_gpus(cfg: Config) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Computes the memory of one actor rank, phase by phase: configuration and model shape in, terms with arithmetic out.
 
 What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
-`actor.offload`); of the unit in work the gathered parameters, and those of the next one on their way; in the backward
-pass also the unit's whole gradient, and once more in float32 on its way into the shards. The root (final norm, head,
-the embedding where it is tied) stays gathered from the first layer's forward pass to the end of the backward pass.
+`actor.offload=host`; with `phase` the moments, while engines generate); of the unit in work the gathered parameters,
+and those of the next one on their way; in the backward pass also the unit's whole gradient, and once more in float32 on
+its way into the shards. The root (final norm, head, the embedding where it is tied) stays gathered from the first
+layer's forward pass to the end of the backward pass.
 """
 
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ class ActorMemory:
         if device_of(self.cfg) == "cpu":
             return ()
         terms = self.state()
-        return terms if self.cfg.actor.offload else tuple(t for t in terms if t.name.startswith("reference"))
+        return terms if self.cfg.actor.offload == "host" else tuple(t for t in terms if t.name.startswith("reference"))
 
     def copied(self) -> tuple[Term, ...]:
         """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,

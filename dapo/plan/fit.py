@@ -60,7 +60,7 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{ranks} ranks of a node offload{copy[0]} {size(host)} to host memory, and `plan.host_memory_bytes` is "
             f"{size(cfg.plan.host_memory_bytes)}; shard over more ranks (`actor.num_workers`, `actor.fsdp_size`), or "
-            f"set {copy[1]}actor.offload=false"
+            f"set {copy[1]}actor.offload=none"
         )
 
 
@@ -101,7 +101,7 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
         if n > shared and actor.num_workers % n == 0:
             yield {"actor.ulysses_sequence_parallel_size": n, "actor.max_tokens_per_gpu": -(-window // n)}
     if device_of(cfg) == "cuda":
-        yield {"actor.offload": True}
+        yield {"actor.offload": "host"}
     if actor.fsdp_size == -1 and not cfg.trainer.colocate:
         yield from ({"actor.num_workers": times * actor.num_workers} for times in (2, 4, 8))
 

@@ -36,8 +36,8 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
         add_adapters(policy.model, lora)
     policy.train()  # transformers checkpoints activations only in training mode
     checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
-    _shard(policy, cfg, mesh, offload=cfg.actor.offload)
-    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload)
+    _shard(policy, cfg, mesh, offload=cfg.actor.offload == "host")
+    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload == "host")
     if lora.rank:
         init_adapters(policy.model, cfg.trainer.seed)
     return policy
@@ -50,7 +50,7 @@ def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
     """
     if cfg.model.lora.rank:
         return BasePolicy(policy)
-    offload = cfg.actor.offload or mesh.device == "cuda"
+    offload = cfg.actor.offload == "host" or mesh.device == "cuda"
     reference = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
     _shard(reference, cfg, mesh, offload=offload)
     _fill(reference, cfg.model.path, mesh, offload=offload)
