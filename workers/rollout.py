@@ -20,7 +20,7 @@ from dapo.report.watchdog import waiting
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.keeper import Keeper
-from workers.engines.slot import EngineSlot
+from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.turns import Turns
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
@@ -56,9 +56,9 @@ class RolloutPool:
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
-        """Starts all engines side by side, and watches over them from then on."""
-        await self.keeper.start(model_path, engine_args)
+    async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
+        """Starts all engines, and watches over them from then on. gpus: of an engine, where they are ranks' too."""
+        await self.keeper.start(model_path, engine_args, gpus)
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
 
