@@ -207,7 +207,7 @@ def test_the_utilization_it_names_is_enough():
 
 
 def test_colocated_roles_share_a_gpu():
-    overrides = ("trainer.colocate=true", "rollout.vllm.gpu_memory_utilization=0.6")
+    overrides = ("trainer.colocate=memory", "rollout.vllm.gpu_memory_utilization=0.6")
     cfg, shape = planned(*overrides, experiment="dapo_qwen7b")
     found = problems(cfg, shape)[0]
     assert (
