@@ -181,7 +181,7 @@ class ActorConfig:
         OFFLOADS,
         "none",
         "what lives in host memory: `host`, parameters, gradients and optimizer state, with the optimizer's step; "
-        "`phase`, the optimizer state while the engines generate, with `trainer.colocate=time`; true: host, false: none",
+        "`phase`, the optimizer state while engines generate, with `trainer.colocate=time`; true: host; false: none",
         verl=f"{ACTOR}.fsdp_config.param_offload, {ACTOR}.fsdp_config.optimizer_offload",
     )
     cpu_threads: int = at_least(

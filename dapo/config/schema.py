@@ -175,8 +175,8 @@ class TrainerConfig:
         COLOCATIONS,
         "none",
         "whether engines and actors share GPUs and take turns: `memory` divides each GPU between an engine and a rank "
-        "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs of "
-        "`rollout.vllm.tensor_parallel_size` neighbouring ranks, and sleeps while they train; true: memory, false: none",
+        "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs "
+        "of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; true: memory; false: none",
         verl="actor_rollout_ref.hybrid_engine",
         trl="vllm_mode",
     )
