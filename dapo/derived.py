@@ -18,7 +18,17 @@ def resolve_transport(cfg: Config) -> str:
     """Returns `weight_sync.transport` with `auto` decided."""
     if cfg.weight_sync.transport != "auto":
         return cfg.weight_sync.transport
-    return "ipc" if cfg.trainer.colocate else "broadcast"
+    return "ipc" if shares_gpus(cfg) else "broadcast"
+
+
+def shares_gpus(cfg: Config) -> bool:
+    """Returns whether engines and actors are on the same GPUs (`trainer.colocate`)."""
+    return cfg.trainer.colocate != "none"
+
+
+def takes_turns(cfg: Config) -> bool:
+    """Returns whether the engines sleep while the actors train, and each has all of its GPUs meanwhile."""
+    return cfg.trainer.colocate == "time"
 
 
 def transfer_timeout_s(cfg: Config) -> float:

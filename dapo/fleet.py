@@ -15,6 +15,7 @@ from typing import Any
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
+from dapo.derived import shares_gpus, takes_turns
 from dapo.faults.signals import finish
 from dapo.pools import Pools
 from dapo.replay.fixed import FixedPolicy
@@ -87,8 +88,10 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         engines.admit((number,))
 
     try:
-        if cfg.trainer.colocate:  # an engine measures what memory is free; actors that load meanwhile would mislead it
+        if shares_gpus(cfg):  # an engine measures what memory is free; actors that load meanwhile would mislead it
             await start_engines()
+            if takes_turns(cfg):
+                await engines.sleep()
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
@@ -102,7 +105,8 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         else:
             sync = WeightSync(actors, engines, cfg)
             engines.keeper.rejoin = sync.rejoin
-            yield pools(sync_weights=sync, weights=sync.lock)
+            actors.before_restart = leave_gpus = sync.rest if takes_turns(cfg) else None
+            yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus)
     finally:
         actors.close()
         rewards.stop()

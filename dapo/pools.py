@@ -155,6 +155,7 @@ class Pools:
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
+    leave_gpus: lets the engines sleep until the next sync; None where they have GPUs of their own.
     gpus: of all of them. work: what they have to do, by lane of a step's timeline: requests of each engine, responses
     without a verdict.
     """
@@ -164,6 +165,7 @@ class Pools:
     actors: ActorPool
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    leave_gpus: Callable[[], Awaitable[None]] | None = None
     gpus: int = 0
     work: Mapping[str, Course] = field(default_factory=dict)
 

@@ -129,6 +129,7 @@ async def train(
 def _halve(cfg: Config, until: int | None) -> int | None:
     """Leaves out of a run what its half does not need; returns the step that it can get to."""
     cfg.data.val_files = []
+    cfg.trainer.colocate = "none"
     if cfg.trainer.only == "rollout":
         cfg.actor.num_workers = 0
         return until
@@ -193,7 +194,7 @@ async def evaluate(
     make_paths_absolute(cfg)
     preflight(cfg)
     held_out = load_held_out(cfg, _tokenizer(cfg), told=_tell)
-    cfg.actor.num_workers, cfg.trainer.colocate = 0, False  # neither GPUs nor memory are kept for actors
+    cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
         device = resolve_device(cfg.trainer.device)

@@ -4,7 +4,7 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
 from workers.training.files import state
 from workers.training.files.checkpoints import THREAD, Checkpoints
+from workers.training.moments import Moments
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
@@ -57,7 +58,7 @@ class ActorWorker:
 
     def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the process group, load and shard the model, build the optimizer."""
-        if self._device == "cpu" or self._cfg.actor.offload:  # Ray gives a process with a GPU one thread
+        if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
         self._rank = rank
         mesh.join(
@@ -82,6 +83,7 @@ class ActorWorker:
         )
         self._policy = fsdp.load_policy(cfg, self._mesh)
         self._optimizer = fsdp.build_optimizer(self._policy, cfg)
+        self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
         kl, reference = cfg.algorithm.kl, None
         if kl.loss_coeff or kl.reward_coeff:
             reference = fsdp.load_reference(cfg, self._mesh, self._policy)
@@ -100,7 +102,8 @@ class ActorWorker:
         with self._standing.changing(what, to=work.version + 1, or_nothing=True):
             begin_use(self._device)
             try:
-                updated = self._updater.update(work.version, work.minibatches, work.order)
+                with self._moments.on_device():
+                    updated = self._updater.update(work.version, work.minibatches, work.order)
             finally:
                 fsdp.release(self._policy, self._cfg, self._mesh)
             return replace(updated, use=end_use(self._device))
@@ -168,6 +171,7 @@ class ActorWorker:
         with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
             self._optimizer.zero_grad()  # of an update that failed
             state.load_state(self._policy, self._optimizer, directory)
+            self._moments.to_host()
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
@@ -187,6 +191,7 @@ class ActorPool(Checkpoints):
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
+        self.before_restart: Callable[[], Awaitable[None]] | None = None  # leaves the GPUs to new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
         self._bounds = (
@@ -214,6 +219,8 @@ class ActorPool(Checkpoints):
 
     async def restart(self) -> None:
         """Ends all ranks, whatever they do, and starts new ones, elsewhere where a node is gone, at version 0."""
+        if self.before_restart is not None:
+            await self.before_restart()
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 

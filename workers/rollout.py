@@ -5,9 +5,8 @@ another one computes again from the same seeds: it comes out alike. What is put 
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +19,13 @@ from dapo.report.watchdog import waiting
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.canary import CANARY, canary_sequence
-from workers.engines.group import RunningGroup
+from workers.engines.group import RunningGroup, cut_off
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot
+from workers.engines.turns import Turns
 from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
-
-ABORT_PAUSE_S = 0.002
 
 
 class RolloutPool:
@@ -46,9 +44,9 @@ class RolloutPool:
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release)
         self._slots = self.keeper.slots
+        self._turns = Turns(self.keeper, warn)
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
-        self._down = False  # no engine serves because all were asked to put down what they had
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
@@ -80,7 +78,7 @@ class RolloutPool:
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
         waiting; those in the background do not count, before which an engine takes what waits."""
-        if self._down:
+        if not self.awake:
             return 0
         there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
         load = sum(len(group.left) for group in self._groups.values() if not group.background)
@@ -120,7 +118,7 @@ class RolloutPool:
                 except WorkerLost:
                     slot.serving = False  # its watch will find out
                 group.home = None
-            for number, response in group.cut_off():
+            for number, response in group.rest():
                 yield number, response
         finally:
             del self._groups[key]
@@ -132,7 +130,7 @@ class RolloutPool:
                 raise RemoteError(reason)
             if serving := [slot for slot in self._slots if slot.serving]:
                 return min(serving, key=lambda slot: slot.load)
-            if self._down:  # for as long as the driver wants
+            if not self.awake:  # for as long as the driver wants
                 await self.keeper.changed.wait()
                 continue
             try:
@@ -171,45 +169,35 @@ class RolloutPool:
             if group := self._groups.get(key):
                 group.aborted = True
         self.keeper.notify()
-        await self._cut_off(lambda: [key for key in keys if key in self._groups])
+        await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
     async def put_down(self) -> None:
         """Takes all responses off the engines; returns when none runs any. What they had is kept on the driver. None
         serves until `admit`, and then each group goes on where it was, on whichever engine: its responses have tokens
         of more than one version where the weights have changed meanwhile.
         """
-        self._down = True
+        self.keeper.turn.clear()
         for slot in self._slots:
             slot.serving = False
         for group in self._groups.values():
             group.put_down = True
-        await self._cut_off(lambda: [key for key, group in self._groups.items() if group.home])
+        await cut_off(
+            self._groups, lambda: {key for key, each in self._groups.items() if each.home}, self._cfg.timeout_s
+        )
 
-    async def _cut_off(self, running: Callable[[], list[str]]) -> None:
-        """Lets the engines end groups until none is `running`.
+    @property
+    def awake(self) -> bool:
+        """Returns whether the engines, and not the actors, have the GPUs that both share."""
+        return self.keeper.turn.is_set()
 
-        An engine knows a request only some time after it was asked for it, and ignores to end an unknown one: asked
-        again until all are gone.
-        """
-        pause = ABORT_PAUSE_S
-        deadline = asyncio.get_running_loop().time() + self._cfg.timeout_s
-        while keys := running():
-            homes: dict[tuple[EngineSlot, Any], list[str]] = defaultdict(list)
-            for key in keys:
-                if home := self._groups[key].home:
-                    homes[home].append(key)
-            await asyncio.gather(*[self._abort_on(slot, worker, here) for (slot, worker), here in homes.items()])
-            if asyncio.get_running_loop().time() > deadline:
-                raise RemoteError(
-                    f"the engines did not end {keys} within {self._cfg.timeout_s:g} s (`rollout.timeout_s`)"
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.2)
+    async def sleep(self) -> None:
+        """Lets the engines sleep until the next weight sync; they put down what they run."""
+        await self.put_down()
+        await self._turns.sleep()
 
-    async def _abort_on(self, slot: EngineSlot, worker: Any, keys: list[str]) -> None:
-        what = slot.member("to end groups")
-        with suppress(WorkerLost):  # then they have ended
-            await wait([worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
+    async def sleep_lighter(self, why: str) -> bool:
+        """Lets them sleep again, less deep; see `Turns.sleep_lighter`."""
+        return await self._turns.sleep_lighter(why)
 
     def members(self) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync."""
@@ -269,7 +257,8 @@ class RolloutPool:
 
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines: they hold the weights that all serve."""
-        self._refused, self._down = "", False
+        self._refused = ""
+        self._turns.served(members)
         for number in members:
             slot = self._slots[number]
             slot.serving = slot.proven = slot.started

@@ -27,6 +27,10 @@ ANSWER_S = 10.0  # what an engine has for an answer after a failed sync; one tha
 LATER_S = 5.0  # by which a wait for an engine is longer than that of the transfer within it, whose error says more
 
 
+class Disproved(RemoteError):
+    """Says that an engine computes other log-probabilities than the actors, whose weights it has just got."""
+
+
 class WeightSource(Protocol):
     """Names what the sync needs of `workers.actor.ActorPool`."""
 
@@ -44,7 +48,12 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """Names what the sync needs of `workers.rollout.RolloutPool`; members: the engines that take part, by number."""
 
+    @property
+    def awake(self) -> bool: ...
+
     def members(self) -> tuple[int, ...]: ...
+
+    async def sleep(self) -> None: ...
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]: ...
 
@@ -63,6 +72,8 @@ class WeightSink(Protocol):
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool: ...
 
     async def canaries(self, members: Sequence[int]) -> list[TrainSequence]: ...
+
+    async def sleep_lighter(self, why: str) -> bool: ...
 
     def admit(self, members: Sequence[int]) -> None: ...
 
@@ -107,9 +118,13 @@ class WeightSync:
                 except RemoteError as error:
                     if await self._engines.lose_silent(members, ANSWER_S):
                         continue
+                    if isinstance(error, Disproved) and await self._engines.sleep_lighter(str(error)):
+                        continue
                     if before is not None:
                         raise RemoteError(f"{before}; and once more: {error}") from error
                     before = error
+            else:
+                self._engines.admit(())
             self._version = version
         finally:
             if self._version is None:
@@ -117,13 +132,18 @@ class WeightSync:
                     f"the weight sync to version {version} failed, and the engines may hold a mixture of two versions"
                 )
 
+    async def rest(self) -> None:
+        """Lets the engines sleep until the next sync."""
+        async with self.lock:
+            await self._engines.sleep()
+
     async def rejoin(self, number: int) -> None:
         """Gives an engine that has started again the weights that the others serve, without holding them up.
 
-        Before the first sync, and after one that failed, this is left to the next one.
+        Before the first sync, after one that failed, and while the others sleep, this is left to the next one.
         """
         async with self.lock:
-            if self._version is not None and number in self._engines.members():
+            if self._version is not None and self._engines.awake and number in self._engines.members():
                 await self._bring(self._version, (number,))
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> None:
@@ -191,18 +211,20 @@ class WeightSync:
         return bucket
 
     async def _prove(self, members: tuple[int, ...]) -> None:
-        """Compares engines that have started again with the actors: both give a few tokens their log-probabilities.
+        """Compares engines that have started again, or slept for the first time, with the actors: both give a few
+        tokens their log-probabilities.
 
         Of the others the next training batch is proof enough, before its first optimizer step.
         """
-        self._stage = "comparing log-probabilities of an engine that started again"
+        self._stage = "comparing log-probabilities of an engine that started again or slept"
         canaries = await self._engines.canaries(members)
         if not canaries:
             return
         for canary, own in zip(canaries, await self._actors.policy_logprobs(canaries), strict=True):
             difference = float(np.abs(own - canary.rollout_logprobs).mean())
             if not difference <= self._cfg.max_mean_logprob_diff:
-                raise RemoteError(
-                    f"an engine that started again computes other log-probabilities than the actors (mean difference "
-                    f"{difference:.4g}, `weight_sync.max_mean_logprob_diff` {self._cfg.max_mean_logprob_diff:g})"
+                raise Disproved(
+                    "an engine that started again or slept computes other log-probabilities than the actors (mean "
+                    f"difference {difference:.4g}, `weight_sync.max_mean_logprob_diff` "
+                    f"{self._cfg.max_mean_logprob_diff:g})"
                 )

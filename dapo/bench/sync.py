@@ -45,7 +45,7 @@ def to_config(options: argparse.Namespace, path: str) -> Config:
     cfg.actor.num_workers = options.ranks
     cfg.actor.max_tokens_per_gpu = 2 * LENGTH
     cfg.weight_sync.bucket_bytes = options.bucket_mib << 20
-    cfg.trainer.device, cfg.trainer.colocate = options.device, options.colocate
+    cfg.trainer.device, cfg.trainer.colocate = options.device, "memory" if options.colocate else "none"
     validate(cfg)
     return cfg
 

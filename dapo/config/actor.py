@@ -22,6 +22,7 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
     "warmup_stable_decay",
 )
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
+OFFLOADS = ("none", "host", "phase")
 TRANSPORTS = ("auto", "broadcast", "ipc")
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"  # of verl's names
 
@@ -175,13 +176,15 @@ class ActorConfig:
         "until the last micro-batch: fewer collectives, for models that fit",
         verl=f"{ACTOR}.fsdp_config.reshard_after_forward",
     )
-    offload: bool = key(
-        False,
-        "parameters, gradients and optimizer state live in host memory between uses",
+    offload: str = one_of(
+        OFFLOADS,
+        "none",
+        "what lives in host memory: `host`, parameters, gradients and optimizer state, with the optimizer's step; "
+        "`phase`, the optimizer state while the engines generate, with `trainer.colocate=time`",
         verl=f"{ACTOR}.fsdp_config.param_offload, {ACTOR}.fsdp_config.optimizer_offload",
     )
     cpu_threads: int = at_least(
-        1, 1, "threads of a rank that computes on the host: without GPU, or the optimizer's step with `offload`"
+        1, 1, "threads of a rank that computes on the host: without GPU, or the optimizer's step with `offload=host`"
     )
     start_timeout_s: float = positive(900.0, "longest start of the ranks in seconds, loading included")
     timeout_s: float = positive(3600.0, "longest update in seconds")
@@ -197,7 +200,7 @@ class WeightSyncConfig:
         TRANSPORTS,
         "auto",
         "`broadcast`: one process group of actor rank 0 and all engines, NCCL on GPU, gloo on CPU; `ipc`: CUDA memory "
-        "that both roles see, where they share GPUs; `auto`: ipc with `trainer.colocate`, else broadcast",
+        "that both roles see, where they share GPUs; `auto`: ipc where `trainer.colocate` shares GPUs, else broadcast",
     )
     bucket_bytes: int = at_least(
         1, 1 << 30, "bytes of one transfer", verl="actor_rollout_ref.rollout.update_weights_bucket_megabytes"

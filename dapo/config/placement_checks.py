@@ -10,46 +10,67 @@ from dapo.config.schema import Config
 
 
 def placement(cfg: Config) -> Iterator[str]:
-    """Requires that colocated roles share GPUs one to one, and that the transport suits."""
-    if cfg.trainer.colocate:
+    """Requires that colocated roles share GPUs evenly, and that the transport suits."""
+    if cfg.trainer.colocate != "none":
         yield from _shared_gpus(cfg)
     elif cfg.weight_sync.transport == "ipc":
         yield (
             "`weight_sync.transport` (ipc) hands over memory of a GPU that both roles share, and `trainer.colocate` is "
-            "false; take auto, or set `trainer.colocate=true`"
+            "none; take auto, or set `trainer.colocate=time`"
+        )
+    if cfg.trainer.colocate != "time" and cfg.actor.offload == "phase":
+        yield (
+            "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
+            f"`trainer.colocate` ({cfg.trainer.colocate}) they never have it alone; take none or host, or set "
+            "`trainer.colocate=time`"
         )
 
 
 def _shared_gpus(cfg: Config) -> Iterator[str]:
-    engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = cfg.rollout.vllm.get(name, 1)
-        if size != 1:
-            yield (
-                f"`rollout.vllm.{name}` ({size}) must be 1 with `trainer.colocate`, where each engine shares the GPU "
-                "of one actor rank; raise `rollout.num_engines` instead, or set `trainer.colocate=false`"
-            )
-    if engines != ranks:
-        yield (
-            f"`trainer.colocate` gives each of `rollout.num_engines` ({engines}) the GPU of one of "
-            f"`actor.num_workers` ({ranks}); make them equal, or set `trainer.colocate=false`"
-        )
+    yield from _divided(cfg) if cfg.trainer.colocate == "memory" else _owned(cfg)
     if cfg.rollout.node_labels and cfg.rollout.node_labels != cfg.actor.node_labels:
         yield (
             f"`rollout.node_labels` ({dict(cfg.rollout.node_labels)}) must be empty or `actor.node_labels` "
             f"({dict(cfg.actor.node_labels)}) with `trainer.colocate`, where engines share the ranks' GPUs; leave "
             "it out, `actor.node_labels` holds for both"
         )
-    if cfg.trainer.device == "cpu":
-        return
-    if cfg.weight_sync.transport == "broadcast":
+    if cfg.trainer.device != "cpu" and cfg.weight_sync.transport == "broadcast":
         yield (
             "`weight_sync.transport` (broadcast) is NCCL, which takes no two members on one GPU as with "
             "`trainer.colocate`; take auto or ipc"
         )
-    if "gpu_memory_utilization" not in cfg.rollout.vllm:
+
+
+def _divided(cfg: Config) -> Iterator[str]:
+    """Requires an engine per rank, and to know its part of the memory."""
+    engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = cfg.rollout.vllm.get(name, 1)
+        if size != 1:
+            yield (
+                f"`rollout.vllm.{name}` ({size}) must be 1 with `trainer.colocate=memory`, where each engine shares "
+                "the GPU of one actor rank; raise `rollout.num_engines` instead, or set `trainer.colocate=time`"
+            )
+    if engines != ranks:
+        yield (
+            f"`trainer.colocate=memory` gives each of `rollout.num_engines` ({engines}) the GPU of one of "
+            f"`actor.num_workers` ({ranks}); make them equal, or set `trainer.colocate=none`"
+        )
+    if cfg.trainer.device != "cpu" and "gpu_memory_utilization" not in cfg.rollout.vllm:
         yield (
             "`rollout.vllm.gpu_memory_utilization` is missing: vLLM would take 0.92 of a GPU that `trainer.colocate` "
             "shares with an actor rank; give the engine's part, such as 0.5 (`python -m dapo.plan` says what the actor "
             "needs)"
+        )
+
+
+def _owned(cfg: Config) -> Iterator[str]:
+    """Requires that each engine owns the GPUs of some ranks, and each rank is on the GPU of an engine."""
+    gpus = cfg.rollout.vllm.get("tensor_parallel_size", 1) * cfg.rollout.vllm.get("pipeline_parallel_size", 1)
+    engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
+    if cfg.trainer.device != "cpu" and engines * gpus != ranks:
+        yield (
+            f"with `trainer.colocate=time` `rollout.num_engines` ({engines}) times "
+            f"`rollout.vllm.tensor_parallel_size` ({gpus}) must be `actor.num_workers` ({ranks}): each engine owns the "
+            f"GPUs of {gpus} ranks; set `rollout.num_engines={max(1, ranks // gpus)}`, or `trainer.colocate=none`"
         )

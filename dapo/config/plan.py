@@ -29,6 +29,10 @@ class PlanConfig:
     engine_step_s: float = at_least(
         0, 0.003, "seconds that vLLM adds to each decoding step (scheduling, launches, sampling)"
     )
+    host_bandwidth: float = positive(25e9, "byte/s between one GPU and its host's memory")
+    switch_s: float = at_least(
+        0, 3.0, "seconds that an engine takes to fall asleep and to wake again, with `trainer.colocate=time`"
+    )
     sync_bandwidth: float = positive(20e9, "byte/s at which weights reach the engines")
     storage_bandwidth: float = positive(2e9, "byte/s at which all ranks together write a checkpoint")
     mean_prompt_tokens: int = at_least(0, 0, "mean length of a prompt; 0: an eighth of `data.max_prompt_length`")

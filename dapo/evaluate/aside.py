@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dapo.config.schema import Config
+from dapo.derived import shares_gpus
 from dapo.driver.saving import Saver
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
@@ -86,7 +87,7 @@ class Evaluations:
 
     async def before_update(self) -> None:
         """Waits for the end where actors and engines share GPUs, and take turns."""
-        if self._cfg.trainer.colocate:
+        if shares_gpus(self._cfg):
             await self._finish(self._impossible)
 
     async def trained(self, version: int) -> None:

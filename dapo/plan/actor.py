@@ -1,9 +1,10 @@
 """Computes the memory of one actor rank, phase by phase: configuration and model shape in, terms with arithmetic out.
 
 What FSDP2 holds when: shards of float32 parameters, gradients and Adam moments at all times (on the host with
-`actor.offload`); of the unit in work the gathered parameters, and those of the next one on their way; in the backward
-pass also the unit's whole gradient, and once more in float32 on its way into the shards. The root (final norm, head,
-the embedding where it is tied) stays gathered from the first layer's forward pass to the end of the backward pass.
+`actor.offload=host`; with `phase` the moments, while engines generate); of the unit in work the gathered parameters,
+and those of the next one on their way; in the backward pass also the unit's whole gradient, and once more in float32 on
+its way into the shards. The root (final norm, head, the embedding where it is tied) stays gathered from the first
+layer's forward pass to the end of the backward pass.
 """
 
 from collections.abc import Iterator
@@ -101,7 +102,18 @@ class ActorMemory:
         if device_of(self.cfg) == "cpu":
             return ()
         terms = self.state()
-        return terms if self.cfg.actor.offload else tuple(t for t in terms if t.name.startswith("reference"))
+        return terms if self.cfg.actor.offload == "host" else tuple(t for t in terms if t.name.startswith("reference"))
+
+    def moved(self) -> tuple[Term, ...]:
+        """Returns the part of `state` that is in host memory while engines have the GPU."""
+        if device_of(self.cfg) == "cpu" or self.cfg.actor.offload != "phase":
+            return ()
+        return tuple(term for term in self.state() if term.name.startswith("optimizer"))
+
+    def resting(self) -> tuple[Term, ...]:
+        """Returns what a rank keeps on its GPU while an engine has it: gradients exist in an update alone."""
+        gone = {term.name for term in self.moved()}
+        return tuple(t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients"))
 
     def copied(self) -> tuple[Term, ...]:
         """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,
@@ -117,7 +129,7 @@ class ActorMemory:
         """Returns the bytes of host memory that the ranks of one node take, that of rank 0."""
         ranks = min(self.cfg.plan.gpus_per_node, self.cfg.actor.num_workers)
         own, *alone = [term.amount for term in self.copied()] or [0.0]
-        return ranks * (own + sum(term.amount for term in self.offloaded())) + sum(alone)
+        return ranks * (own + sum(term.amount for term in (*self.offloaded(), *self.moved()))) + sum(alone)
 
     def resident(self) -> tuple[Term, ...]:
         """Returns the part of `state` that stays on the device, and what the process itself takes."""

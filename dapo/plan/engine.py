@@ -125,6 +125,11 @@ class EngineMemory:
             formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
         return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
 
+    def asleep(self) -> Term:
+        """Returns what an engine that sleeps keeps: its process, kernels and CUDA graphs."""
+        amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
+        return Term(name="engine asleep", amount=amount, formula=formula)
+
     def beyond(self) -> Term:
         """Returns what comes on top of the engine's share: memory that broadcast weights arrive in."""
         count = 1 if resolve_transport(self.cfg) == "broadcast" else 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
+from dapo.derived import shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
@@ -26,8 +27,10 @@ def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     """Returns the bytes of one device that an actor rank may take."""
     memory = float(cfg.plan.gpu_memory_bytes)
+    if device_of(cfg) == "cpu" or not shares_gpus(cfg):
+        return memory
     engine = EngineMemory(cfg, shape)
-    return memory * (1 - engine.utilization) if cfg.trainer.colocate and device_of(cfg) == "cuda" else memory
+    return memory - engine.asleep().amount if takes_turns(cfg) else memory * (1 - engine.utilization)
 
 
 def _uneven(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
@@ -43,7 +46,12 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
     """Reports an actor rank beyond its device."""
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)
     if peak.total > room:
-        beside = f", of which the engine takes {EngineMemory(cfg, shape).utilization:g}" if cfg.trainer.colocate else ""
+        engine = EngineMemory(cfg, shape)
+        beside = {
+            "none": "",
+            "memory": f", of which the engine takes {engine.utilization:g}",
+            "time": f", of which the engine keeps {size(engine.asleep().amount)} when it sleeps",
+        }[cfg.trainer.colocate]
         yield (
             f"an actor rank needs {size(peak.total)} ({peak.name}), and has {size(room)} (`plan.gpu_memory_bytes` "
             f"{size(cfg.plan.gpu_memory_bytes)}{beside}); {_remedy(cfg, shape)}"
@@ -57,7 +65,7 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{ranks} ranks of a node offload{copy[0]} {size(host)} to host memory, and `plan.host_memory_bytes` is "
             f"{size(cfg.plan.host_memory_bytes)}; shard over more ranks (`actor.num_workers`, `actor.fsdp_size`), or "
-            f"set {copy[1]}actor.offload=false"
+            f"set {copy[1]}actor.offload=none"
         )
 
 
@@ -90,7 +98,7 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
     yield {"model.gradient_checkpointing": "full"}
     yield {"actor.fsdp_size": -1}
     share = 1 - ActorMemory(cfg, shape).peak().total / cfg.plan.gpu_memory_bytes
-    if cfg.trainer.colocate and share > 0:
+    if cfg.trainer.colocate == "memory" and share > 0:
         yield {"rollout.vllm.gpu_memory_utilization": int(share * 100) / 100}
     for part in (0.75, 0.5, 0.25, 0):
         yield {"actor.max_tokens_per_gpu": max(int(part * actor.max_tokens_per_gpu), -(-window // shared))}
@@ -98,8 +106,8 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
         if n > shared and actor.num_workers % n == 0:
             yield {"actor.ulysses_sequence_parallel_size": n, "actor.max_tokens_per_gpu": -(-window // n)}
     if device_of(cfg) == "cuda":
-        yield {"actor.offload": True}
-    if actor.fsdp_size == -1 and not cfg.trainer.colocate:
+        yield {"actor.offload": "host"}
+    if actor.fsdp_size == -1 and not shares_gpus(cfg):
         yield from ({"actor.num_workers": times * actor.num_workers} for times in (2, 4, 8))
 
 
@@ -129,6 +137,8 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
             f"weight sync needs {size(beyond.amount)} there ({beyond.formula}); set it to at most "
             f"{int((1 - beyond.amount / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
         )
+    if takes_turns(cfg) and device_of(cfg) == "cuda":
+        yield from _turn_of_engines(cfg, shape, share)
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()
@@ -136,9 +146,9 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     needed = -(-engine.window // engine.block) * engine.block * engine.kv_bytes_per_token
     remedies = []
     share = (fixed + needed) / cfg.plan.gpu_memory_bytes
-    if device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION and not cfg.trainer.colocate:
+    if device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION and not shares_gpus(cfg):
         remedies.append(f"rollout.vllm.gpu_memory_utilization={-int(-share * 100 // 1) / 100:g}")
-    if not cfg.trainer.colocate:
+    if cfg.trainer.colocate != "memory":
         wider = [n for n in shape.head_shares if engine.tensor_parallel < n <= WIDEST_ENGINE]
         key = "rollout.vllm.tensor_parallel_size"
         fitting = (n for n in wider if EngineMemory(changed(cfg, {key: n}), shape).at_full_length >= 1)
@@ -150,6 +160,18 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
         f"an engine needs {size(needed)} of KV cache per GPU for one sequence of {engine.window:,} tokens, and "
         f"{size(cache.amount)} are left ({cache.formula}, {size(fixed)}); {remedy}"
     )
+
+
+def _turn_of_engines(cfg: PlannedConfig, shape: ModelShape, share: float) -> Iterator[str]:
+    """Reports engines that wake beside more than fits."""
+    memory, resting = cfg.plan.gpu_memory_bytes, sum(term.amount for term in ActorMemory(cfg, shape).resting())
+    if share * memory + resting > memory:
+        offload = "" if cfg.actor.offload != "none" else ", or set actor.offload=phase"
+        yield (
+            f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and an "
+            f"actor rank keeps {size(resting)} there while the engine has it; set it to at most "
+            f"{int((1 - resting / memory) * 100) / 100:g}{offload}"
+        )
 
 
 def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:

@@ -4,7 +4,7 @@ import textwrap
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import optimizer_steps
+from dapo.derived import optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
@@ -24,7 +24,10 @@ def report(cfg: PlannedConfig, shape: ModelShape) -> str:
 def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
     roles = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
-    layout = f"both on the same {max(gpus, cfg.actor.num_workers)}" if cfg.trainer.colocate else roles
+    same = f"both on the same {max(gpus, cfg.actor.num_workers)}"
+    layout = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn"}[
+        cfg.trainer.colocate
+    ]
     where = "GPUs" if device_of(cfg) == "cuda" else "CPU processes"
     return [
         f"model {cfg.model.path}: {shape.parameters:,} parameters = {shape.num_layers} layers x "
@@ -55,6 +58,10 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     for phase in memory.phases():
         own = [term for term in phase.terms if term.name not in resident]
         lines += [f"and in phase `{phase.name}`:", *table(own), f"  in all {size(phase.total)}"]
+    if takes_turns(cfg):
+        lines += ["while an engine has the GPU:", *table(memory.resting(), "together")]
+    if moved := memory.moved():
+        lines += ["in host memory meanwhile:", *table(moved, "together per rank")]
     room = room_for_actors(cfg, shape)
     verdict = "fits" if peak.total <= room else "DOES NOT FIT"
     lines.append(f"peak {size(peak.total)} in `{peak.name}`; room {size(room)}: {verdict}")
@@ -118,8 +125,11 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     throughput_s, longest_s = step.generation_s(engine)
     generation_s = max(throughput_s, longest_s)
     sync_s = sync_bytes(shape) / plan.sync_bandwidth
-    overlap = cfg.filter_groups.max_staleness > 0 and not cfg.trainer.colocate
-    whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s
+    overlap = cfg.filter_groups.max_staleness > 0 and not shares_gpus(cfg)
+    switch_s = step.switch_s
+    whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s + switch_s
+    ranks_s = step.update_s + (generation_s if shares_gpus(cfg) else 0.0)
+    engines_s = generation_s + (step.update_s if shares_gpus(cfg) else 0.0)
     running = engine.running(mean_tokens(cfg)[0], step.responses)
     order = "the slower of generation and update" if overlap else "generation and update one after the other"
     return [
@@ -138,6 +148,8 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
         f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}",
+        *([f"  switch {duration(switch_s)}: {step.switch_formula}"] if takes_turns(cfg) else []),
+        f"  idle: the GPUs of engines {1 - engines_s / whole:.0%}, those of ranks {1 - ranks_s / whole:.0%} of a step",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s",
     ]

@@ -11,10 +11,11 @@ from functools import cached_property
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import optimizer_steps
+from dapo.derived import optimizer_steps, takes_turns
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
+from dapo.plan.terms import size
 
 SAMPLED_MINIBATCHES = 4
 BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # times the forward pass; attention computes its scores once more
@@ -78,6 +79,23 @@ class Step:
     def kept_rate(self) -> float:
         """Returns the share of the generated groups that are trained on."""
         return self.cfg.plan.mixed_rate if self.cfg.filter_groups.enable else 1.0
+
+    @property
+    def switch_s(self) -> float:
+        """Returns the seconds per step in which GPUs that engines and ranks share change hands."""
+        if not takes_turns(self.cfg):
+            return 0.0
+        return self.cfg.plan.switch_s + 2 * self._moved_bytes / self.cfg.plan.host_bandwidth
+
+    @property
+    def switch_formula(self) -> str:
+        """Returns the arithmetic of `switch_s`."""
+        asleep = f"plan.switch_s {self.cfg.plan.switch_s:g} s (assumed)"
+        return f"{asleep}, and 2 x {size(self._moved_bytes)} of optimizer state to the host and back (actor.offload)"
+
+    @property
+    def _moved_bytes(self) -> float:
+        return sum(term.amount for term in ActorMemory(self.cfg, self.shape).moved())
 
     @property
     def rank_groups(self) -> int:

@@ -169,6 +169,7 @@ PERF = Family(
         Metric("generation_s", "s", "in which an engine had requests", "timing_s/gen"),
         Metric("reward_s", "s", "in which responses waited for a verdict", "timing_s/reward"),
         Metric("reference_s", "s", "the reference policy's pass", "timing_s/ref"),
+        Metric("sleep_s", "s", "in which engines fell asleep, with `trainer.colocate=time`; they wake within `sync_s`"),
         Metric("update_s", "s", "the update", "timing_s/update_actor"),
         Metric("sync_s", "s", "weights to the engines"),
         Metric("evaluation_s", "s", "in which the step waited for an evaluation to end, where one was under way"),

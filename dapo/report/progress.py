@@ -25,6 +25,7 @@ GENERATING, SCORING = "generating", "scoring"
 PHASES = {  # of the clock; of several that are open, the first
     "update": "updating",
     "sync": "syncing weights",
+    "sleep": "putting the engines to sleep",
     "evaluation": "evaluating",
     "reference": "asking the reference policy",
     "save": "saving",

@@ -13,7 +13,16 @@ from urllib.parse import quote
 from dapo.store.schema import DATABASE, GROWS, TRAIN, VERSION
 
 Rows = list[dict[str, Any]]
-PHASES = ("generation", "reward", "reference", "update", "sync", "evaluation", "driver")  # `perf/PHASE_s`; they overlap
+PHASES = (
+    "generation",
+    "reward",
+    "reference",
+    "sleep",
+    "update",
+    "sync",
+    "evaluation",
+    "driver",
+)  # `perf/PHASE_s`; they overlap
 WHERE = {  # kinds of answers: which they are, and their order
     "best": ("reward IS NOT NULL", "accuracy DESC, reward DESC, step DESC"),
     "worst": ("reward IS NOT NULL", "accuracy, reward, step DESC"),

@@ -58,7 +58,7 @@ def test_refusal_ends_with_1_and_one_message_and_needs_no_worker():
 
 
 def test_state_of_32b_by_hand():
-    cfg, shape = planned("actor.offload=false")
+    cfg, shape = planned("actor.offload=none")
     memory = ActorMemory(cfg, shape)
     assert [t.amount for t in memory.state()] == [
         4 * 32_763_876_352 / 64,
@@ -73,7 +73,7 @@ def test_state_of_32b_by_hand():
 
 
 def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded():
-    cfg, shape = planned("actor.offload=true", "checkpoint.async_save=true")
+    cfg, shape = planned("actor.offload=host", "checkpoint.async_save=true")
     memory, parameters = ActorMemory(cfg, shape), shape.parameters
     assert [term.amount for term in memory.copied()] == [12 * parameters / 64, 2 * parameters]
     assert memory.on_host() == pytest.approx(8 * (16 + 12) * parameters / 64 + 2 * parameters)
@@ -81,7 +81,7 @@ def test_a_copy_for_checkpoints_is_stated_and_must_fit_beside_what_is_offloaded(
     assert problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host()}), shape) == []
     (message,) = problems(changed(cfg, {"plan.host_memory_bytes": memory.on_host() - 1}), shape)
     assert "checkpoint.async_save=false" in message and size(memory.on_host()) in message
-    alone = ActorMemory(changed(cfg, {"checkpoint.hf_export": False, "actor.offload": False}), shape)
+    alone = ActorMemory(changed(cfg, {"checkpoint.hf_export": False, "actor.offload": "none"}), shape)
     assert alone.on_host() == pytest.approx(8 * 12 * parameters / 64)
     lora = ActorMemory(changed(cfg, {"model.lora.rank": 8}), shape)
     assert lora.copied()[0].amount == 12 * lora.trained / 64
@@ -97,8 +97,8 @@ def test_a_copy_for_checkpoints_counts_where_all_share_a_machine():
 
 
 def test_offload_moves_the_state_to_the_host():
-    cfg, shape = planned("actor.offload=true")
-    off, on = ActorMemory(changed(cfg, {"actor.offload": False}), shape), ActorMemory(cfg, shape)
+    cfg, shape = planned("actor.offload=host")
+    off, on = ActorMemory(changed(cfg, {"actor.offload": "none"}), shape), ActorMemory(cfg, shape)
     assert off.peak().total - on.peak().total == pytest.approx(16 * shape.parameters / 64)
     assert sum(t.amount for t in on.offloaded()) == pytest.approx(16 * shape.parameters / 64)
     assert off.offloaded() == ()
@@ -109,7 +109,7 @@ def test_offload_moves_the_state_to_the_host():
     [
         pytest.param(["model.gradient_checkpointing=selective"], True, id="selective"),
         pytest.param(["actor.max_tokens_per_gpu=45056"], True, id="tokens"),
-        pytest.param(["actor.fsdp_size=8", "actor.offload=false"], True, id="copies"),
+        pytest.param(["actor.fsdp_size=8", "actor.offload=none"], True, id="copies"),
         pytest.param(["actor.reshard_after_forward=false"], True, id="gathered"),
         pytest.param(["actor.ulysses_sequence_parallel_size=8", "actor.max_tokens_per_gpu=2816"], False, id="shared"),
     ],
@@ -161,7 +161,7 @@ def test_the_engine_by_hand():
         pytest.param("dapo_qwen7b", ["actor.max_tokens_per_gpu=200000"], id="tokens"),
         pytest.param("dapo_qwen7b", ["actor.fsdp_size=1"], id="copies"),
         pytest.param("dapo_qwen7b", ["actor.reshard_after_forward=false"], id="gathered"),
-        pytest.param("dapo_qwen32b", ["actor.num_workers=8", "actor.offload=false"], id="ranks"),
+        pytest.param("dapo_qwen32b", ["actor.num_workers=8", "actor.offload=none"], id="ranks"),
         pytest.param("dapo_qwen32b", ["data.max_response_length=100000", "actor.max_tokens_per_gpu=102048"], id="long"),
     ],
 )
@@ -195,7 +195,7 @@ def test_nothing_is_promised_where_nothing_helps():
     ],
 )
 def test_engines_and_hosts_that_cannot_fit(overrides, message):
-    cfg, shape = planned("actor.offload=true", *overrides)
+    cfg, shape = planned("actor.offload=host", *overrides)
     (found,) = problems(cfg, shape)
     assert message in found
 

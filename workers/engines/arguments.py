@@ -6,7 +6,7 @@ In: the configuration and the device. Out: keyword arguments of vLLM, which this
 from typing import Any
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine
+from dapo.derived import gpus_per_engine, takes_turns
 
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
@@ -30,7 +30,10 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         }
         if gpus_per_engine(cfg.rollout.vllm) == 1:
             args["distributed_executor_backend"] = "uni"
-    elif gpus_per_engine(cfg.rollout.vllm) > 1:
+        return args | cfg.rollout.vllm
+    if takes_turns(cfg):
+        args["enable_sleep_mode"] = True
+    if gpus_per_engine(cfg.rollout.vllm) > 1:
         # Inside a placement group vLLM would choose Ray, and refuse our bundles of several GPUs, which are of one node.
         args["distributed_executor_backend"] = "mp"
     return args | cfg.rollout.vllm

@@ -5,9 +5,11 @@ In: slots. Out: which engines run, and since which start; a reason when too few 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dapo.config.sampling import RolloutConfig
+from dapo.report.watchdog import waiting
 from workers.engines.load import engine_metrics
 from workers.engines.slot import EngineSlot
 from workers.remote import RemoteError, wait_for_all
@@ -17,7 +19,8 @@ PAUSE_S = 1.0  # before an engine that could not be started is tried again
 
 class Keeper:
     """Holds the slots. changed: set, and replaced, whenever an engine may serve or none will. exhausted: why the run
-    cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated.
+    cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated. turn:
+    set while the engines, and not the actors, have the GPUs that both share; none starts otherwise.
     """
 
     def __init__(
@@ -33,6 +36,9 @@ class Keeper:
         self.changed = asyncio.Event()
         self.exhausted = ""
         self.rejoin: Callable[[int], Awaitable[None]] | None = None
+        self.turn = asyncio.Event()
+        self.turn.set()
+        self._starting = 0
         self._cfg = cfg
         self._warn = warn
         self._release = release
@@ -56,12 +62,43 @@ class Keeper:
                     self._give_up(slot)
                     return
                 try:
-                    await slot.restart(*arguments)
+                    await self._restart(slot, *arguments)
                 except RemoteError as error:
                     self._warn(f"engine {slot.number} did not start again: {error}")
                     await asyncio.sleep(PAUSE_S)
             slot.limit.worked()
             await self._rejoin(slot)
+
+    async def _restart(self, slot: EngineSlot, *arguments: Any) -> None:
+        with waiting(f"the actors to leave their GPUs to engine {slot.number}, which starts again"):
+            while not self.turn.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.turn.wait(), self._cfg.timeout_s)
+        self._starting += 1
+        try:
+            await slot.restart(*arguments)
+        finally:
+            self._starting -= 1
+            self.notify()
+
+    async def rest(self, level: int) -> None:
+        """Lets all engines sleep, and starts none until `turn` is set again. One that starts at this moment is waited
+        for; one that does not sleep is dropped, so that another takes its place later."""
+        self.turn.clear()
+        while self._starting:  # each start has its deadline
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), self._cfg.start_timeout_s)
+        slots = [self.slots[number] for number in self.members()]
+        for slot in slots:
+            slot.serving = False
+        await asyncio.gather(*[self._sleep(slot, level) for slot in slots])
+
+    async def _sleep(self, slot: EngineSlot, level: int) -> None:
+        try:
+            await slot.sleep(level)
+        except RemoteError as error:
+            self._warn(f"engine {slot.number} does not sleep, and is dropped: {error}")
+            slot.drop()
 
     async def _rejoin(self, slot: EngineSlot) -> None:
         assert self.rejoin is not None

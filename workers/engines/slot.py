@@ -125,6 +125,12 @@ class EngineSlot:
             await asyncio.sleep(min(PULSE_S, left))
         return False
 
+    async def sleep(self, level: int) -> None:
+        """Lets the engine give its memory back until the next weight sync. Raises RemoteError where it does not."""
+        limit_s = self._cfg.stall_timeout_s
+        call = self.worker.sleep.remote(level)
+        await wait([call], limit_s, self.member("to sleep"), "rollout.stall_timeout_s")
+
     async def stop(self, grace_s: float) -> None:
         """Lets the engine end its processes for `grace_s`, then kills what is left."""
         with suppress(RemoteError):

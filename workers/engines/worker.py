@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo.faults.points import fault_point
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
@@ -43,6 +44,7 @@ class RolloutWorker:
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
+        self._asleep = False
         config = self._engine.vllm_config
         return EngineSize(
             sequences=config.scheduler_config.max_num_seqs,
@@ -131,13 +133,30 @@ class RolloutWorker:
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def start_update(self) -> None:
-        """Holds all requests; each goes on where it stood after `finish_update`.
+    async def sleep(self, level: int) -> None:
+        """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
+        to the host. Raises RuntimeError where requests run."""
+        fault_point("engine.sleep")
+        if self._running:
+            raise RuntimeError(f"{len(self._running)} groups run on an engine that is to sleep: {[*self._running][:5]}")
+        if self._asleep:
+            return
+        await self._engine.sleep(level)
+        await self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2})
+        self._asleep = True
 
-        They would keep stale keys and values: `clear_cache` recomputes these.
+    async def start_update(self) -> None:
+        """Holds all requests, each of which goes on where it stood after `finish_update`; of an engine that sleeps, the
+        weights wake, and requests have to wait for the rest.
+
+        Those that run would keep stale keys and values: `clear_cache` recomputes these.
         """
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        self._life.meter.hold()
+        if self._asleep:
+            fault_point("engine.wake_weights")
+            await self._engine.wake_up(["weights"])
+        else:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            self._life.meter.hold()
         await self._engine.start_weight_update()
 
     async def load_bucket(self, bucket: Bucket) -> None:
@@ -154,9 +173,14 @@ class RolloutWorker:
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish_update(self, version: int) -> None:
-        """Labels all later tokens with `version` and lets requests go on."""
+        """Labels all later tokens with `version` and lets requests go on; the KV cache wakes where it slept."""
         await self._engine.finish_weight_update(weight_version=str(version))
-        await self._engine.resume_generation()
+        if self._asleep:
+            fault_point("engine.wake_cache")
+            await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
+            self._asleep = False
+        else:
+            await self._engine.resume_generation()
 
     async def stop(self) -> None:
         """Ends the engine's processes; without a timeout vLLM would give running requests seconds to finish."""

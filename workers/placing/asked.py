@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine
+from dapo.derived import gpus_per_engine, shares_gpus
 
 RANKS, ENGINES, REWARD_MODEL = "actor ranks", "engines", "reward model"
 CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
@@ -62,7 +62,7 @@ def count_gpus(cfg: Config, device: str) -> int:
 
 def _ranks(cfg: Config, device: str) -> Pool:
     size = cfg.actor.ulysses_sequence_parallel_size
-    shared = cfg.trainer.colocate
+    shared = shares_gpus(cfg)
     return Pool(
         name=RANKS,
         about="actors and engines together (`actor.num_workers`, `trainer.colocate`)"
@@ -82,7 +82,7 @@ def _ranks(cfg: Config, device: str) -> Pool:
 def _engines(cfg: Config, device: str) -> Pool:
     """Returns what engines ask for beside the ranks: nothing where they share GPUs."""
     gpus = gpus_per_engine(cfg.rollout.vllm)
-    count = 0 if cfg.trainer.colocate and device == "cuda" else cfg.rollout.num_engines
+    count = 0 if shares_gpus(cfg) and device == "cuda" else cfg.rollout.num_engines
     return Pool(
         name=ENGINES,
         about=f"rollout (`rollout.num_engines` {count} x {gpus} each)",

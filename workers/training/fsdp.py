@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.schema import Config
+from dapo.derived import shares_gpus
 from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
@@ -35,8 +36,8 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
         add_adapters(policy.model, lora)
     policy.train()  # transformers checkpoints activations only in training mode
     checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
-    _shard(policy, cfg, mesh, offload=cfg.actor.offload)
-    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload)
+    _shard(policy, cfg, mesh, offload=cfg.actor.offload == "host")
+    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload == "host")
     if lora.rank:
         init_adapters(policy.model, cfg.trainer.seed)
     return policy
@@ -49,7 +50,7 @@ def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
     """
     if cfg.model.lora.rank:
         return BasePolicy(policy)
-    offload = cfg.actor.offload or mesh.device == "cuda"
+    offload = cfg.actor.offload == "host" or mesh.device == "cuda"
     reference = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
     _shard(reference, cfg, mesh, offload=offload)
     _fill(reference, cfg.model.path, mesh, offload=offload)
@@ -139,7 +140,7 @@ def reshard(policy: nn.Module) -> None:
 def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
     """Frees, between phases, gathered parameters and, where the engines share the GPU, what torch keeps for later."""
     reshard(policy)
-    if mesh.device == "cuda" and cfg.trainer.colocate:
+    if mesh.device == "cuda" and shares_gpus(cfg):
         torch.cuda.empty_cache()
 
 

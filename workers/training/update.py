@@ -208,7 +208,7 @@ class Updater:
         if not self._cfg.actor.reshard_after_forward:
             self._policy.set_requires_gradient_sync(last)
             self._policy.set_reshard_after_backward(last)
-        elif self._mesh.num_copies > 1 and not self._cfg.actor.offload:
+        elif self._mesh.num_copies > 1 and self._cfg.actor.offload != "host":
             self._policy.set_requires_all_reduce(last)
 
     def _step(self, totals: Totals) -> bool:

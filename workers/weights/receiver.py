@@ -4,9 +4,10 @@ vLLM imports this module as `worker_extension_cls`, which registers the transfer
 two transports, with their digests. Out: the engine's model holds exactly those weights, or the update raises.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.rewards.sandbox import die_with_parent
 from workers.meeting import find_store
+from workers.weights.asleep import free
 from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup
 from workers.weights.memory import Handle, open_shared, place
@@ -181,6 +183,7 @@ class WeightReceiverExtension:
 
     weight_transfer_engine: BucketTransferEngine | None
     vllm_config: VllmConfig
+    model_runner: Any
     _weight_update_active: bool
 
     def leave_weight_sync(self) -> None:
@@ -192,6 +195,13 @@ class WeightReceiverExtension:
             self.weight_transfer_engine.drop_weight_update()
         self._weight_update_active = False
 
+    def free_host_memory(self, *, weights: bool) -> int:
+        """Frees, on a CPU, what sleeping frees on a GPU: the KV cache, and with `weights` these too. Returns bytes."""
+        if self.model_runner.device.type != "cpu":
+            return 0
+        return free([*self.model_runner.kv_caches, *(self.model_runner.model.parameters() if weights else ())])
 
+
+logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # it warns that it does not sleep
 die_with_parent()  # an engine process whose Ray actor was killed must not stay behind and hold the device
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

@@ -103,18 +103,18 @@ def test_copies_train_alike_and_as_one_sharded_copy_does(pool: ActorPool, model_
 def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) -> None:
     """Whatever the number of micro-batches, unless they are offloaded."""
     batch = train_batch(0, make_sequences(model_dir, LENGTHS))
-    found: dict[tuple[int, bool], int] = {}
-    after: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
-    for max_tokens, offload in ((64, False), (21, False), (21, True)):
+    found: dict[tuple[int, str], int] = {}
+    after: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for max_tokens, offload in ((64, "none"), (21, "none"), (21, "host")):
         build(pool, model_dir, max_tokens=max_tokens, offload=offload, fsdp_size=2, reshard_after_forward=True)
         answers = on_all(pool, counted, split_batch(batch, RANKS, max_tokens))
         [(micro_batches, calls, _)] = set(answers)
         assert micro_batches == (1 if max_tokens == 64 else 2)
         found[max_tokens, offload], after[max_tokens, offload] = calls, weights(pool)
     units = 4  # two layers, embedding, root
-    assert found == {(64, False): units, (21, False): units, (21, True): 2 * units}
-    assert distance(after[21, False], after[64, False]) <= 1e-5
-    assert distance(after[21, True], after[64, False]) <= 1e-5
+    assert found == {(64, "none"): units, (21, "none"): units, (21, "host"): 2 * units}
+    assert distance(after[21, "none"], after[64, "none"]) <= 1e-5
+    assert distance(after[21, "host"], after[64, "none"]) <= 1e-5
 
 
 def test_parameters_travel_in_the_compute_type_and_gradients_in_float32(pool: ActorPool, model_dir: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp
     train(pool, model_dir, 1)
     wanted = weights(pool)
 
-    for place, arrangement in (("one", {}), ("none", {"fsdp_size": 1}), ("host", {"offload": True})):
+    for place, arrangement in (("one", {}), ("none", {"fsdp_size": 1}), ("host", {"offload": "host"})):
         build(pool, model_dir, **arrangement)
         asyncio.run(pool.load(str(tmp_path / "copies"), 1))
         assert checksums(pool) == {saved}
@@ -207,13 +207,13 @@ def limit_files(worker: Any, size: int) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_offloading_changes_no_bit_and_nothing_gathered_stays(pool: ActorPool, model_dir: Path, reshard: bool) -> None:
     found = []
-    for offload in (False, True):
+    for offload in ("none", "host"):
         build(pool, model_dir, offload=offload, fsdp_size=2, reshard_after_forward=reshard)
         train(pool, model_dir, 0)
         found.append(checksums(pool))
         for types, devices, policies, gradients, gathered in on_all(pool, memory):
             assert types == {DTensor.__name__} and devices == {"cpu"} and gradients == 0 and gathered == 0
-            assert {issubclass(each, CPUOffloadPolicy) for each in policies} == {offload}
+            assert {issubclass(each, CPUOffloadPolicy) for each in policies} == {offload == "host"}
     assert found[0] == found[1] and len(found[0]) == 1
 
 

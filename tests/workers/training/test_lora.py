@@ -88,7 +88,7 @@ def start(ray_cluster: None, model_dir: Path) -> Iterator[Callable[..., Ranks]]:
     [
         pytest.param(1, True, {}, LENGTHS, id="one_rank"),
         pytest.param(2, True, {}, LENGTHS, id="two_ranks"),
-        pytest.param(2, True, {"offload": True}, LENGTHS[:1], id="a_rank_without_sequences_offloaded"),
+        pytest.param(2, True, {"offload": "host"}, LENGTHS[:1], id="a_rank_without_sequences_offloaded"),
         pytest.param(2, False, {}, LENGTHS, id="a_frozen_embedding_is_a_unit_of_its_own"),
     ],
 )

@@ -134,7 +134,9 @@ def configured(cfg: Config, variant: Variant, **actor: Any) -> Config:
     lora = LORA if variant.lora else LoraConfig()
     model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing, lora=lora)
     reshard = variant.checkpointing == "full"
-    actor_cfg = dataclasses.replace(cfg.actor, offload=variant.offload, reshard_after_forward=reshard, **actor)
+    actor_cfg = dataclasses.replace(
+        cfg.actor, offload="host" if variant.offload else "none", reshard_after_forward=reshard, **actor
+    )
     return dataclasses.replace(cfg, model=model, actor=actor_cfg)
 
 
