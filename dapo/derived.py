@@ -3,6 +3,7 @@
 In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure: it loads neither torch nor Ray.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,13 @@ def shares_gpus(cfg: Config) -> bool:
 def takes_turns(cfg: Config) -> bool:
     """Returns whether the engines sleep while the actors train, and each has all of its GPUs meanwhile."""
     return cfg.trainer.colocate == "time"
+
+
+def ranks_of_a_piece(cfg: Config) -> int:
+    """Counts the neighbouring ranks that must lie on one node: those that share a sequence, and, where engines own the
+    GPUs of ranks, whole engines' worth of them."""
+    owned = gpus_per_engine(cfg.rollout.vllm) if takes_turns(cfg) else 1
+    return math.lcm(cfg.actor.ulysses_sequence_parallel_size, owned)
 
 
 def transfer_timeout_s(cfg: Config) -> float:

@@ -72,7 +72,11 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 
     async def start_engines() -> None:
         if rollouts is None and half != "train":
-            await engines.start(cfg.model.path, engine_args(cfg, device))
+            await engines.start(cfg.model.path, engine_args(cfg, device), gpus_of_engine)
+
+    def gpus_of_engine(number: int) -> list[str]:
+        ranks = placement.ranks_of_engine(number)
+        return actors.gpus(ranks) if isinstance(actors, ActorPool) else []
 
     async def start_rewards() -> None:
         if half != "train":
@@ -89,6 +93,8 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 
     try:
         if shares_gpus(cfg):  # an engine measures what memory is free; actors that load meanwhile would mislead it
+            if isinstance(actors, ActorPool):
+                await actors.find()
             await start_engines()
             if takes_turns(cfg):
                 await engines.sleep()

@@ -14,7 +14,6 @@ import torch
 from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
 from dapo.faults.points import fault_point
-from dapo.packing import pack
 from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
@@ -29,7 +28,7 @@ from workers.training.standing import Standing
 from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
 from workers.training.use import begin_use, end_use, rank_metrics
-from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch
+from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
@@ -191,6 +190,7 @@ class ActorPool(Checkpoints):
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
+        self.gpus = self._ranks.gpus
         self.before_restart: Callable[[], Awaitable[None]] | None = None  # leaves the GPUs to new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
@@ -204,10 +204,14 @@ class ActorPool(Checkpoints):
     def _workers(self) -> list[Any]:
         return self._ranks.workers
 
+    async def find(self) -> None:
+        """Waits for the ranks' processes, and where they are."""
+        await self._ranks.find_processes(self._cfg.actor.start_timeout_s, "actor.start_timeout_s")
+
     async def start(self) -> None:
         """Loads the model on all ranks, which are then at policy version 0."""
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
-        await self._ranks.find_processes(timeout_s, key)
+        await self.find()
         [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
         count, what = len(self._workers), "loading the model"
         start: Submit = lambda rank, worker: worker.start.remote(rank, count, address, port)  # noqa: E731
@@ -263,19 +267,15 @@ class ActorPool(Checkpoints):
         return await self._logprobs(sequences, reference=False)
 
     async def _logprobs(self, sequences: Sequence[TrainSequence], *, reference: bool) -> list[Float32Array]:
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        packed = pack(lengths, *self._bounds)
-        works = [ray.put(tuple(tuple(sequences[i] for i in indices) for indices in share)) for share in packed]
+        shares, in_order = split_sequences(sequences, *self._bounds)
+        works = [ray.put(share) for share in shares]
         results = await self._ranks.call(
             lambda rank, worker: worker.logprobs.remote(works[rank // self._sequence_parallel], reference=reference),
             self._cfg.actor.timeout_s,
             f"the {'reference policy' if reference else 'policy'}'s log-probabilities",
             "actor.timeout_s",
         )
-        found: dict[int, Float32Array] = {}
-        for micro_batches, arrays in zip(packed, results[:: self._sequence_parallel], strict=True):
-            found |= zip((i for indices in micro_batches for i in indices), arrays, strict=True)
-        return [found[i] for i in range(len(sequences))]
+        return in_order(results[:: self._sequence_parallel])
 
     async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
         """Returns the number of buckets of a weight sync, and each rank's end of the transport."""

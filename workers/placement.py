@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, num_shards
+from dapo.derived import gpus_per_engine, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
 from workers.cluster import nodes
@@ -30,15 +30,16 @@ def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
     """Returns the bundles of each placement group of a pool, by its name: one group per engine, one of all actor ranks,
     one of all copies of the reward model.
 
-    A bundle lies on one node: that of the ranks holds all that share a sequence. Colocated, it is one GPU, or Ray would
-    give halves of one to two engines, and of another to two ranks; engine i shares bundle i.
+    A bundle lies on one node: that of the ranks holds all that share a sequence or an engine. Where the GPUs' memory is
+    divided, it is one GPU, or Ray would give halves of one to two engines, and of another to two ranks; engine i shares
+    bundle i.
     """
     whole: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
     if pool.name == ENGINES:
         return {_engine(number): [whole] for number in range(pool.count)}
     if pool.name == REWARD_MODEL:
         return {pool.name: [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers}
-    if cfg.trainer.colocate:
+    if cfg.trainer.colocate == "memory":
         return {pool.name: [{"GPU": 1, "CPU": CPUS_COLOCATED}] * cfg.actor.num_workers}
     return {pool.name: [whole] * pool.count}
 
@@ -134,11 +135,31 @@ class Placement:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         count, labels = self._cfg.rollout.num_engines, self._cfg.rollout.node_labels
-        if self._cfg.trainer.colocate:
-            labels = self._cfg.actor.node_labels
-            return [self._options(self._device, RANKS, i, COLOCATED_SHARE, env, labels) for i in range(count)]
         gpus = gpus_per_engine(self._cfg.rollout.vllm)
+        if shares_gpus(self._cfg):
+            share, labels = self._share, self._cfg.actor.node_labels
+            bundles = [i * gpus // self._per_bundle for i in range(count)]
+            return [self._options(self._device, RANKS, bundle, 1 - share, env, labels) for bundle in bundles]
         return [self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(count)]
+
+    @property
+    def _share(self) -> float:
+        """Returns how much of its GPU Ray gives to a rank: all of it where an engine takes turns with it, to which Ray
+        then gives none (`ranks_of_engine`)."""
+        return COLOCATED_SHARE if self._cfg.trainer.colocate == "memory" else 1.0
+
+    @property
+    def _per_bundle(self) -> int:
+        """Counts the ranks of a bundle."""
+        return 1 if self._cfg.trainer.colocate == "memory" else ranks_of_a_piece(self._cfg)
+
+    def ranks_of_engine(self, number: int) -> list[int]:
+        """Returns the ranks whose GPUs an engine owns, with `trainer.colocate=time`; none on CPUs."""
+        if self._device == "cpu" or not takes_turns(self._cfg):
+            return []
+        gpus, bundles = gpus_per_engine(self._cfg.rollout.vllm), self._bundles_of_ranks()
+        bundle, first = divmod(number * gpus, self._per_bundle)
+        return [rank for rank, of in enumerate(bundles) if of == bundle][first : first + gpus]
 
     def release_engine(self, number: int) -> None:
         """Gives the GPUs of an engine that is not started again back to the cluster, for whoever lost a node."""
@@ -155,8 +176,8 @@ class Placement:
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if self._device == "cpu":
             env["OMP_NUM_THREADS"] = str(self._cfg.actor.cpu_threads)
-        gpus, labels = COLOCATED_SHARE if self._cfg.trainer.colocate else 1, self._cfg.actor.node_labels
-        return [self._options(self._device, RANKS, i, gpus, env, labels) for i in self._bundles_of_ranks()]
+        share, labels = self._share, self._cfg.actor.node_labels
+        return [self._options(self._device, RANKS, i, share, env, labels) for i in self._bundles_of_ranks()]
 
     def _bundles_of_ranks(self) -> list[int]:
         """Returns the bundle of each rank, by what is on which node now."""
@@ -165,7 +186,7 @@ class Placement:
         if not node_of:
             return [0] * count
         per_bundle = count // len(node_of)
-        order = in_order(node_of, math.lcm(size, num_shards(self._cfg)) // per_bundle)
+        order = in_order(node_of, math.lcm(size, num_shards(self._cfg), per_bundle) // per_bundle)
         found = [bundle for bundle in order for _ in range(per_bundle)]
         for first in range(0, count, size):
             if (many := len({node_of[bundle] for bundle in found[first : first + size]})) > 1:

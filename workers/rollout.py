@@ -21,7 +21,7 @@ from workers.capacity import FleetCapacity
 from workers.engines.canary import CANARY, canary_sequence
 from workers.engines.group import RunningGroup, cut_off
 from workers.engines.keeper import Keeper
-from workers.engines.slot import EngineSlot
+from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.turns import Turns
 from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
@@ -51,9 +51,9 @@ class RolloutPool:
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
-        """Starts all engines side by side, and watches over them from then on."""
-        await self.keeper.start(model_path, engine_args)
+    async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus = lambda number: ()) -> None:
+        """Starts all engines, and watches over them from then on. gpus: of an engine, where they are ranks' too."""
+        await self.keeper.start(model_path, engine_args, gpus)
         self._fleet = FleetCapacity([slot.size for slot in self._slots if slot.size is not None])
         self._processes = gpus_per_engine(engine_args)
 

@@ -11,7 +11,7 @@ from typing import Any
 from dapo.config.sampling import RolloutConfig
 from dapo.report.watchdog import waiting
 from workers.engines.load import engine_metrics
-from workers.engines.slot import EngineSlot
+from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, wait_for_all
 
 PAUSE_S = 1.0  # before an engine that could not be started is tried again
@@ -44,12 +44,12 @@ class Keeper:
         self._release = release
         self._watches: list[asyncio.Task[None]] = []
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
+    async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
         """Starts all engines side by side. Raises RemoteError where one does not start."""
-        await wait_for_all(slot.start(model_path, engine_args) for slot in self.slots)
+        await wait_for_all(slot.start(model_path, engine_args, gpus) for slot in self.slots)
         for slot in self.slots:
             slot.serving = True
-            self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args)))
+            self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
 
     async def _watch(self, slot: EngineSlot, *arguments: Any) -> None:
         """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""

@@ -5,6 +5,7 @@ In: Ray options and the arguments of vLLM. Out: an actor that runs, why it is lo
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from workers.engines.worker import RolloutWorker
 from workers.remote import RemoteError, WorkerLost, wait
 
 PULSE_S = 0.5  # between two signs of life
+Gpus = Callable[[int], Sequence[str]]  # of an engine, by its number; none: those that Ray has given to it
 MISSED = 4  # pulses in a row that tell of an actor that stands still, and not of a driver that did
 
 
@@ -59,9 +61,10 @@ class EngineSlot:
         """Returns whether the engine runs; it may lack the weights to serve."""
         return self.size is not None
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> None:
-        """Loads the model. Raises RemoteError when that fails or takes longer than `rollout.start_timeout_s`."""
-        started = self.worker.start.remote(model_path, engine_args)
+    async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
+        """Loads the model. gpus: tells which ones of its node the engine uses. Raises RemoteError when that fails or
+        takes longer than `rollout.start_timeout_s`."""
+        started = self.worker.start.remote(model_path, engine_args, gpus(self.number))
         [self.size] = await wait(
             [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
         )
@@ -142,14 +145,14 @@ class EngineSlot:
         self.serving, self.size = False, None
         ray.kill(self.worker)
 
-    async def restart(self, model_path: str, engine_args: dict[str, Any]) -> None:
+    async def restart(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
         """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
         self.limit.add()
         self.restarts += 1
         self.proven, self.follower = False, Follower()
         self._make()
         try:
-            await self.start(model_path, engine_args)
+            await self.start(model_path, engine_args, gpus)
         except RemoteError:
             self.drop()
             raise

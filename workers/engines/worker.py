@@ -5,6 +5,7 @@ Each response is one engine request with its own seed: a result depends on neith
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -25,8 +26,10 @@ TOGETHER_S = 0.005  # responses of a group that end within this travel together
 class RolloutWorker:
     """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
 
-    async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
-        """Loads the model."""
+    async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Sequence[str] = ()) -> EngineSize:
+        """Loads the model. gpus: of this node; none: those that Ray has given to this process."""
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM

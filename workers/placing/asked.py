@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, shares_gpus
+from dapo.derived import gpus_per_engine, ranks_of_a_piece, shares_gpus, takes_turns
 
 RANKS, ENGINES, REWARD_MODEL = "actor ranks", "engines", "reward model"
 CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
@@ -61,14 +61,16 @@ def count_gpus(cfg: Config, device: str) -> int:
 
 
 def _ranks(cfg: Config, device: str) -> Pool:
-    size = cfg.actor.ulysses_sequence_parallel_size
-    shared = shares_gpus(cfg)
+    size, shared = ranks_of_a_piece(cfg), shares_gpus(cfg)
+    what, keys = "share a sequence", "`actor.ulysses_sequence_parallel_size`"
+    if takes_turns(cfg):
+        what, keys = f"{what} or an engine", f"{keys}, `rollout.vllm.tensor_parallel_size`"
     return Pool(
         name=RANKS,
         about="actors and engines together (`actor.num_workers`, `trainer.colocate`)"
         if shared
         else "the actors (`actor.num_workers`)",
-        piece=f"the {size} ranks that share a sequence (`actor.ulysses_sequence_parallel_size`)",
+        piece=f"the {size} ranks that {what} ({keys})",
         count=cfg.actor.num_workers // size,
         gpus=size if device == "cuda" else 0,
         cpus=size * (CPUS_COLOCATED if shared else 1) if device == "cuda" else 0,

@@ -28,19 +28,21 @@ NICENESS = 19  # Ray's own processes have 15: a thread that holds Python's lock 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
     """Says which process a rank is. space: of process ids, alike in all processes that see the same ones. started: in
-    clock ticks since the machine started, for ids are used again."""
+    clock ticks since the machine started, for ids are used again. gpus: that Ray has given to it."""
 
     host: str
     node: str
     space: str
     pid: int
     started: str
+    gpus: tuple[str, ...] = ()
 
 
 def own_process() -> RankProcess:
     """Returns this process, which runs on a node of Ray's."""
     node = ray.get_runtime_context().get_node_id()
-    return RankProcess(ray.util.get_node_ip_address(), node, _own_space(), os.getpid(), _start_of(os.getpid()))
+    gpus = tuple(map(str, ray.get_gpu_ids()))
+    return RankProcess(ray.util.get_node_ip_address(), node, _own_space(), os.getpid(), _start_of(os.getpid()), gpus)
 
 
 def give_way() -> None:

@@ -98,6 +98,12 @@ class Ranks:
         what = "starting the ranks' processes"
         self._processes = await self.call(lambda _, worker: worker.process.remote(), timeout_s, what, key)
 
+    def gpus(self, ranks: Sequence[int]) -> list[str]:
+        """Returns the GPUs of these ranks, by Ray's names on their node. Raises RemoteError while they start."""
+        if ranks and not self._processes:
+            raise RemoteError(f"the GPUs of actor ranks {list(ranks)} are not known yet, for they are starting")
+        return [gpu for rank in ranks for gpu in self._processes[rank].gpus]
+
     async def restart(self, key: str) -> None:
         """Ends all ranks, waits until their processes are gone, and makes new ones. key: for errors.
 

@@ -3,7 +3,9 @@
 Runs on the driver.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dapo.config.model_shape import ModelShape, UnknownShape, read_shape
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
@@ -38,6 +40,22 @@ def split_batch(
         for share, micro_batches in zip(shares, packed, strict=True):
             share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
     return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
+
+
+def split_sequences(
+    sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int
+) -> tuple[list[MicroBatches], Callable[[Sequence[list[Any]]], list[Any]]]:
+    """Packs sequences over ranks as `split_batch` does; returns what puts the ranks' results, one per sequence in the
+    order of their micro-batches, back into the order of the sequences."""
+    packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
+
+    def in_order(results: Sequence[list[Any]]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for micro_batches, values in zip(packed, results, strict=True):
+            found |= zip((i for indices in micro_batches for i in indices), values, strict=True)
+        return [found[i] for i in range(len(sequences))]
+
+    return [tuple(tuple(sequences[i] for i in indices) for indices in share) for share in packed], in_order
 
 
 def known_shape(model_path: str) -> ModelShape | None:
