@@ -78,7 +78,7 @@ class Run:
 
 @pytest.fixture(scope="module", params=["none", "time"])
 def run(request, tmp_path_factory) -> Run:
-    """With both placements: engines that go on during an update, and such that sleep."""
+    """A run whose engines go on during an update, and one whose engines sleep."""
     folder = tmp_path_factory.mktemp("overlap")
     output_dir, held_out, reward = folder / "run", folder / "held_out.parquet", folder / "reward.py"
     pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 16), held_out)

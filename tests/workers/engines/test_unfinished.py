@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import numpy as np
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ async def turns(count: int) -> None:
 
 
 async def put_down(pool: RolloutPool, world: World, *, lost: bool = False, update: bool = False) -> None:
-    """Down and up again. lost: an engine dies meanwhile. update: the weights change."""
+    """Puts down, and takes up again. lost: an engine dies meanwhile. update: the weights change."""
     await pool.put_down()
     made = len(world.log)
     assert all(slot.load == 0 for slot in pool._slots) and pool.room(1) == pool.spare == 0
@@ -110,8 +111,7 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
     kept = [number for response in found.values() for number in numbers(response)]
     assert sorted(kept) == sorted(set(range(len(world.log))) - world.lost), "each token once, none forgotten"
     whole = sorted(len(response.token_ids) for response in found.values() if not response.aborted)
-    assert sorted(lengths)[-len(whole) :] == whole or aborted
-    assert aborted or sorted(lengths) == whole, "the capacity is estimated from whole lengths, each once"
+    assert Counter(whole) <= Counter(lengths) and len(lengths) <= len(found), "the capacity sees whole lengths, once"
 
 
 class Watched(RolloutPool):
