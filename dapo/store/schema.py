@@ -59,7 +59,7 @@ ANSWER: Columns = (
     (
         "seconds",
         "REAL",
-        "from the request to the last token, waits in engines included, but not between; NULL as above",
+        "from the request to the last token, waits in engines included, not between; NULL as above",
     ),
     ("accuracy", "REAL", "0..1; NULL: unscorable"),
     ("reward", "REAL", "what the advantage is made of, penalties included; NULL: unscorable"),
