@@ -92,7 +92,7 @@ class Trainer:
         async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(self.stream.collect(), self._pools.actors)
         await self._batches.put(self.version + 1, collected.groups)
-        await finish(self._take_gpus(), hurry=self.evaluations.give_up)
+        await finish(self.evaluations.leave_gpus(), hurry=self.evaluations.give_up)
         if self._cfg.algorithm.kl.reward_coeff:
             with self.clock("reference"):
                 collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
@@ -109,13 +109,6 @@ class Trainer:
             with self.clock("save"):
                 await finish(self.saver.save_or_go_on(self.version))
         return metrics
-
-    async def _take_gpus(self) -> None:
-        """Lets the engines sleep where the actors train on the same GPUs; the next sync wakes them."""
-        await self.evaluations.before_update()
-        if self._pools.leave_gpus is not None:
-            with self.clock("sleep"):
-                await self._pools.leave_gpus()
 
     async def _update(self, collected: Collected, batch: TrainBatch) -> dict[str, float]:
         async with self._pools.weights:

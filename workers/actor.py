@@ -200,10 +200,6 @@ class ActorPool(Checkpoints):
             equal_at(self._shape),
         )
 
-    @property
-    def _workers(self) -> list[Any]:
-        return self._ranks.workers
-
     async def find(self) -> None:
         """Waits for the ranks' processes, and where they are."""
         await self._ranks.find_processes(self._cfg.actor.start_timeout_s, "actor.start_timeout_s")
@@ -212,8 +208,8 @@ class ActorPool(Checkpoints):
         """Loads the model on all ranks, which are then at policy version 0."""
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
         await self.find()
-        [(address, port)] = await wait([self._workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
-        count, what = len(self._workers), "loading the model"
+        [(address, port)] = await wait([self._ranks.workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
+        count, what = len(self._ranks.workers), "loading the model"
         start: Submit = lambda rank, worker: worker.start.remote(rank, count, address, port)  # noqa: E731
         await self._ranks.call(start, timeout_s, what, key, separable=True)
 

@@ -72,7 +72,7 @@ async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[floa
             began = time.perf_counter()
             await pool.update(replace(batch, version=2 * turn))  # and another update within its processes
             waited = time.perf_counter() - began
-            ranks = zip(pool._workers, works, strict=True)
+            ranks = zip(pool._ranks.workers, works, strict=True)
             within = await slowest([rank.__ray_call__.remote(seconds_of, work) for rank, work in ranks])
             by_hand = await slowest([rank.run.remote(work) for rank, work in zip(loop, works, strict=True)])
             rounds.append((waited, within, by_hand))

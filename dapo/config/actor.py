@@ -23,6 +23,7 @@ LR_SCHEDULERS = (  # names of transformers' get_scheduler
 )
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 OFFLOADS = ("none", "host", "phase")
+BY_SWITCH = {"True": "host", "False": "none"}  # what `true` and `false` mean, which were its values
 TRANSPORTS = ("auto", "broadcast", "ipc")
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"  # of verl's names
 
@@ -180,7 +181,7 @@ class ActorConfig:
         OFFLOADS,
         "none",
         "what lives in host memory: `host`, parameters, gradients and optimizer state, with the optimizer's step; "
-        "`phase`, the optimizer state while the engines generate, with `trainer.colocate=time`",
+        "`phase`, the optimizer state while engines generate, with `trainer.colocate=time`; true: host; false: none",
         verl=f"{ACTOR}.fsdp_config.param_offload, {ACTOR}.fsdp_config.optimizer_offload",
     )
     cpu_threads: int = at_least(
@@ -190,6 +191,9 @@ class ActorConfig:
     timeout_s: float = positive(3600.0, "longest update in seconds")
     node_labels: dict[str, str] = node_labels("a rank")
     optim: OptimConfig = section(OptimConfig)
+
+    def __post_init__(self) -> None:
+        self.offload = BY_SWITCH.get(self.offload, self.offload)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, Rol
 RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
 COLOCATIONS = ("none", "memory", "time")
+BY_SWITCH = {"True": "memory", "False": "none"}  # what `true` and `false` mean, which were its values
 # Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches
 # but make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and
 # 2^24, 2^25, 2^26 elements; at hidden size 64 all are alike. A GPU needs rows enough that adding a chunk's share to the
@@ -174,11 +175,14 @@ class TrainerConfig:
         COLOCATIONS,
         "none",
         "whether engines and actors share GPUs and take turns: `memory` divides each GPU between an engine and a rank "
-        "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs of "
-        "`rollout.vllm.tensor_parallel_size` neighbouring ranks, and sleeps while they train",
+        "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs "
+        "of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; true: memory; false: none",
         verl="actor_rollout_ref.hybrid_engine",
         trl="vllm_mode",
     )
+
+    def __post_init__(self) -> None:
+        self.colocate = BY_SWITCH.get(self.colocate, self.colocate)
 
 
 @dataclass(slots=True)

@@ -85,10 +85,13 @@ class Evaluations:
         evaluation = self._evaluation
         return None if evaluation is None else (evaluation.version, *evaluation.progress())
 
-    async def before_update(self) -> None:
-        """Waits for the end where actors and engines share GPUs, and take turns."""
+    async def leave_gpus(self) -> None:
+        """Leaves the GPUs to the actors, where engines share them: waits for the end, and lets the engines sleep."""
         if shares_gpus(self._cfg):
             await self._finish(self._impossible)
+        if self._pools.leave_gpus is not None:
+            with self._clock("sleep"):
+                await self._pools.leave_gpus()
 
     async def trained(self, version: int) -> None:
         """Notes that the actors are at `version`, and waits for the end: the engines get other weights next."""

@@ -198,3 +198,12 @@ def test_a_value_that_is_missing_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"no value for `data.train_files\[0\]`, `model.path`; give one"):
         to_config(OmegaConf.structured(PlannedConfig))
+
+
+@pytest.mark.parametrize(
+    ("given", "colocate", "offload"), [("true", "memory", "host"), ("false", "none", "none"), ("memory", "memory", "")]
+)
+def test_what_were_switches_once_still_read_as_such(given: str, colocate: str, offload: str) -> None:
+    line = [f"trainer.colocate={given}", f"actor.offload={given}"][: 2 if offload else 1]
+    cfg = compose(line, "dapo_qwen0.5b_1gpu")
+    assert (cfg.trainer.colocate, cfg.actor.offload) == (colocate, offload or "none")

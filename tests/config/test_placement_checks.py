@@ -5,11 +5,25 @@ import pytest
 from dapo.config.placement_checks import placement
 from dapo.config.schema import Config
 
-SHARED = {"colocate": True, "engines": 2, "ranks": 2, "vllm": {"gpu_memory_utilization": 0.5}}
+SHARED = {"colocate": "memory", "engines": 2, "ranks": 2, "vllm": {"gpu_memory_utilization": 0.5}}
 
 
-def problems(*, colocate=False, engines=1, ranks=1, transport="auto", device="auto", vllm=None) -> list[str]:
+OWNED = {"colocate": "time", "engines": 2, "ranks": 8, "vllm": {"tensor_parallel_size": 4}}
+
+
+def problems(
+    *,
+    colocate="none",
+    engines=1,
+    ranks=1,
+    transport="auto",
+    device="auto",
+    vllm=None,
+    staleness=0,
+    offload="none",
+) -> list[str]:
     cfg = Config()
+    cfg.filter_groups.max_staleness, cfg.actor.offload = staleness, offload
     cfg.trainer.colocate, cfg.trainer.device = colocate, device
     cfg.rollout.num_engines, cfg.rollout.vllm = engines, vllm or {}
     cfg.actor.num_workers, cfg.weight_sync.transport = ranks, transport
@@ -26,14 +40,23 @@ def test_shared_gpus(transport):
     assert problems(**SHARED, transport=transport) == []
 
 
+@pytest.mark.parametrize("offload", ["none", "host", "phase"])
+def test_gpus_taken_in_turn(offload):
+    assert problems(**OWNED, offload=offload) == []
+
+
+def test_without_gpus_one_engine_may_take_turns_with_any_number_of_ranks():
+    assert problems(colocate="time", engines=1, ranks=3, device="cpu") == []
+
+
 def test_without_gpus_roles_may_be_colocated_by_any_transport():
-    assert problems(colocate=True, transport="broadcast", device="cpu") == []
+    assert problems(colocate="memory", transport="broadcast", device="cpu") == []
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        pytest.param({"transport": "ipc"}, ("`weight_sync.transport` (ipc)", "`trainer.colocate=true`"), id="ipc"),
+        pytest.param({"transport": "ipc"}, ("`weight_sync.transport` (ipc)", "`trainer.colocate=time`"), id="ipc"),
         pytest.param(
             SHARED | {"transport": "broadcast"}, ("`weight_sync.transport` (broadcast)", "take auto or ipc"), id="nccl"
         ),
@@ -42,8 +65,23 @@ def test_without_gpus_roles_may_be_colocated_by_any_transport():
         ),
         pytest.param(
             SHARED | {"vllm": {"gpu_memory_utilization": 0.5, "tensor_parallel_size": 2}},
-            ("`rollout.vllm.tensor_parallel_size` (2) must be 1", "`trainer.colocate=false`"),
+            ("`rollout.vllm.tensor_parallel_size` (2) must be 1", "`trainer.colocate=time`"),
             id="tensor-parallel",
+        ),
+        pytest.param(
+            OWNED | {"engines": 3},
+            ("`rollout.num_engines` (3)", "size` (4) must be `actor.num_workers` (8)", "`rollout.num_engines=2`"),
+            id="owned",
+        ),
+        pytest.param(
+            OWNED | {"staleness": 1},
+            ("`filter_groups.max_staleness` (1)", "they sleep", "set it to 0, or `trainer.colocate=none`"),
+            id="staleness",
+        ),
+        pytest.param(
+            SHARED | {"offload": "phase"},
+            ("`actor.offload` (phase)", "`trainer.colocate` (memory)", "`trainer.colocate=time`"),
+            id="offload",
         ),
         pytest.param(
             SHARED | {"vllm": {}}, ("`rollout.vllm.gpu_memory_utilization` is missing", "such as 0.5"), id="memory"

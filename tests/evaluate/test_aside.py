@@ -81,7 +81,7 @@ def test_the_pump_and_the_evaluation_share_the_engines(tmp_path, staleness):
 
 def test_where_roles_share_gpus_it_is_over_before_the_update(tmp_path):
     trainer, rollouts, _ = made(tmp_path)
-    trainer._cfg.trainer.colocate = True
+    trainer._cfg.trainer.colocate = "memory"
     run(trainer.run())
     updates = [n for n, event in enumerate(rollouts.events) if event == "update"]
     for start in updates:

@@ -117,10 +117,10 @@ def test_nothing_is_asked_for_actors(export, monkeypatch):
 
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     monkeypatch.setattr(fleet, "Placement", place)
-    line = [f"model.path={export}", f"data.val_files=[{VAL}]", "trainer.colocate=true", "trainer.device=cpu"]
+    line = [f"model.path={export}", f"data.val_files=[{VAL}]", "trainer.colocate=memory", "trainer.device=cpu"]
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(run.evaluate(command.configuration(line)))
-    assert placed == [(0, False)]
+    assert placed == [(0, "none")]
 
 
 def test_a_model_that_actors_cannot_train_can_be_evaluated(export):

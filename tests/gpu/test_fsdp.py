@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.config.schema import Config
@@ -16,6 +17,7 @@ from workers.training import fsdp
 from workers.training.files.loading import SINGLE_FILE
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.mesh import Mesh, arrange, join
+from workers.training.moments import Moments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -96,6 +98,32 @@ def test_offloading_changes_neither_gradients_nor_the_step(model_dir: Path, mesh
         assert (after[1][name] - after[0][name]).abs().max() <= 1e-3, name
 
 
+def test_moments_leave_the_gpu_between_updates_and_change_no_bit(
+    model_dir: Path, mesh: Mesh, batch: MicroBatch
+) -> None:
+    cfg = configured(model_dir)
+    policy = fsdp.load_policy(cfg, mesh)
+    optimizer = fsdp.build_optimizer(policy, cfg)
+    moments = Moments(optimizer, DEVICE, moves=True)
+
+    def state() -> dict[tuple[int, str], torch.Tensor]:
+        named = enumerate(optimizer.state.values())
+        return {(i, k): v.to_local() for i, each in named for k, v in each.items() if isinstance(v, DTensor)}
+
+    used = torch.cuda.memory_allocated()
+    for _ in range(3):
+        with moments.on_device():
+            assert {tensor.device.type for tensor in state().values()} == {DEVICE}
+            assert torch.cuda.memory_allocated() > used
+            policy(batch)[0].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            fsdp.reshard(policy)
+            trained = {key: tensor.cpu() for key, tensor in state().items()}
+        assert all(tensor.is_pinned() and torch.equal(tensor, trained[key]) for key, tensor in state().items())
+        assert torch.cuda.memory_allocated() == used
+
+
 def test_modes_of_checkpointing_agree_and_attention_is_kept(model_dir: Path, mesh: Mesh, batch: MicroBatch) -> None:
     attention = "torch_attn::_varlen_attn"
     wanted, plain = gradients(fsdp.load_policy(configured(model_dir), mesh), batch)
@@ -121,7 +149,7 @@ def test_the_reference_waits_on_the_host_and_says_what_the_policy_says(
 
 def test_engines_get_the_memory_between_phases(model_dir: Path, mesh: Mesh, batch: MicroBatch) -> None:
     cfg = configured(model_dir, reshard_after_forward=False)
-    cfg.trainer.colocate = True
+    cfg.trainer.colocate = "memory"
     policy = fsdp.load_policy(cfg, mesh)
     held = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     with torch.no_grad():

@@ -29,7 +29,16 @@ def test_why_a_group_was_trained_on_or_dropped(changes, words):
 
 
 USUAL = {
-    **{"step": 1, "seconds": 10.0, "generation": 6.0, "reward": 1.0, "reference": None, "update": 3.0, "sync": 0.5},
+    **{
+        "step": 1,
+        "seconds": 10.0,
+        "generation": 6.0,
+        "reward": 1.0,
+        "reference": None,
+        "sleep": None,
+        "update": 3.0,
+        "sync": 0.5,
+    },
     **{"evaluation": None, "driver": 0.1, "drawn": 40, "longest": 900},
 }
 

@@ -153,7 +153,9 @@ def test_what_stale_tokens_add_is_no_drift():
 
 def test_what_is_advised_depends_on_the_configuration():
     idle = SOUND | {"perf/engine/idle": steady(0.4)}
-    assert found(idle, [], given("trainer", "colocate", True))["engines are idle"].changes[0].key == "trainer.colocate"
+    assert (
+        found(idle, [], given("trainer", "colocate", "time"))["engines are idle"].changes[0].key == "trainer.colocate"
+    )
     cut = SOUND | {"rollout/truncated": changing(0.0, 0.5)}
     keys = [change.key for change in found(cut, [], CONFIG)["truncation rises"].changes]
     assert "reward.overlong_buffer.enable" not in keys, "it is on"

@@ -99,7 +99,9 @@ def test_an_overlay_has_the_gpus_of_its_experiment(overlay: str) -> None:
     gpus = cfg.rollout.num_engines * gpus_per_engine(cfg.rollout.vllm)
     (worker,) = [pod for pod in pods(read("cluster/raycluster.yaml")["spec"]) if "tolerations" in pod]
     there = nodes * int(worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
-    assert there == (max(gpus, cfg.actor.num_workers) if cfg.trainer.colocate else gpus + cfg.actor.num_workers)
+    assert there == (
+        max(gpus, cfg.actor.num_workers) if cfg.trainer.colocate != "none" else gpus + cfg.actor.num_workers
+    )
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders overlays")

@@ -25,13 +25,15 @@ def started(options: list[dict[str, Any]]) -> list[Any]:
 
 
 def gpus_of_roles(cfg: Config, num_gpus: int) -> dict[str, list[list[str]]]:
-    """Returns the GPUs that Ray has given to each worker of each role."""
+    """Returns the GPUs that Ray has given to each worker of each role; `owned`: those of the ranks of each engine."""
     ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     try:
         placement = Placement(cfg, "cuda")
         roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}
         workers = {role: started(options) for role, options in roles.items()}
-        return {role: ray.get([each.gpus.remote() for each in all], timeout=ANSWER_S) for role, all in workers.items()}
+        gpus = {role: ray.get([each.gpus.remote() for each in all], timeout=ANSWER_S) for role, all in workers.items()}
+        ranks = [placement.ranks_of_engine(number) for number in range(cfg.rollout.num_engines)]
+        return gpus | {"owned": [[gpu for rank in own for gpu in gpus["actors"][rank]] for own in ranks]}
     finally:
         ray.shutdown()
 

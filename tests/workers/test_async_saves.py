@@ -99,7 +99,7 @@ def test_what_is_written_beside_updates_is_what_was_copied(
         await asyncio.gather(writing, updated(pool, 2, sequences))
 
     asyncio.run(beside())
-    for worker in ray.get([each.process.remote() for each in pool._workers], timeout=60):
+    for worker in ray.get([each.process.remote() for each in pool._ranks.workers], timeout=60):
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) < NICENESS, "the thread that trains gives way too"
         priorities = [os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir(f"/proc/{worker.pid}/task")]
         assert NICENESS in priorities, "the thread that writes does not give way"
@@ -189,7 +189,7 @@ def test_a_rank_that_dies_beside_a_save_loses_the_actors(model_dir: Path, tmp_pa
 
         async def write() -> None:
             writing = asyncio.create_task(pool.write_staged(str(tmp_path / "actor"), ""))
-            pool._workers[1].__ray_call__.remote(lambda worker: __import__("os")._exit(1))
+            pool._ranks.workers[1].__ray_call__.remote(lambda worker: __import__("os")._exit(1))
             await writing
 
         asyncio.run(pool.stage(0, export=False))

@@ -28,7 +28,7 @@ def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
 
 def colocated(gpus: int) -> Config:
     cfg = make_config(gpus, 1, gpus)
-    cfg.trainer.colocate = True
+    cfg.trainer.colocate = "memory"
     return cfg
 
 
@@ -204,6 +204,29 @@ def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
     assert groups == [ranks]
 
 
+def test_engines_own_the_gpus_of_neighbouring_ranks_also_on_other_nodes_later(groups):
+    """Bundle 0 has the ranks 0 and 1 at first, and 4 and 5 when its node is another one."""
+    cfg = make_config(3, 2, 6)
+    cfg.trainer.colocate = "time"
+    placed = Placement(cfg, "cuda")
+    [ranks] = groups
+    assert ranks.bundles == [{"GPU": 2, "CPU": 4}] * 3
+    assert bundles_of(placed.rollout()) == [0, 1, 2] and bundles_of(placed.actors()) == [0, 0, 1, 1, 2, 2]
+    assert {each["num_gpus"] for each in placed.rollout()} == {0} and placed.actors()[0]["num_gpus"] == 1
+    assert [placed.ranks_of_engine(number) for number in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    groups[0].nodes = list("bab")
+    assert [placed.ranks_of_engine(number) for number in range(3)] == [[2, 3], [0, 1], [4, 5]]
+    assert Placement(cfg, "cpu").ranks_of_engine(0) == []
+
+
+def test_ranks_that_share_a_sequence_and_engines_that_are_smaller_share_a_bundle(groups):
+    cfg = make_config(4, 2, 8)
+    cfg.trainer.colocate, cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = "time", 4, 1
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 4, "CPU": 8}] * 2 and bundles_of(placed.rollout()) == [0, 0, 1, 1]
+    assert [placed.ranks_of_engine(number) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize("later", [list("abb"), ["a", "", ""]], ids=["a node joins", "none joins"])
 def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
     said = []
@@ -227,6 +250,17 @@ def test_colocated_roles_see_the_same_gpu():
         gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=300)
     assert gpus["engines"] == gpus["actors"]
     assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
+
+
+@pytest.mark.ray
+def test_roles_that_take_turns_see_the_same_gpus():
+    """An engine of two GPUs owns those that Ray gave to two ranks."""
+    cfg = make_config(2, 2, 4)
+    cfg.trainer.colocate = "time"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        gpus = process.submit(gpus_of_roles, cfg, num_gpus=4).result(timeout=300)
+    assert gpus["owned"] == [sum(gpus["actors"][:2], []), sum(gpus["actors"][2:], [])]
+    assert sorted(sum(gpus["owned"], [])) == ["0", "1", "2", "3"] and gpus["engines"] == [[], []]
 
 
 @pytest.mark.ray

@@ -152,7 +152,7 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
 
     def kill(index: int) -> None:
         if index == 2:
-            ray.kill(pool._workers[1])
+            ray.kill(pool._ranks.workers[1])
 
     ends = Keeper(kill)
     sync = WeightSync(pool, ends, within(cfg, "ipc", RANKS_S))

@@ -82,7 +82,7 @@ def test_without_engines_a_sync_waits_for_none():
     ends = Recorder()
     ends.engines = ()
     asyncio.run(ends.sync()(1))
-    assert not ends.events and not ends.admitted and not ends.refused
+    assert not ends.events and ends.admitted == [()] and not ends.refused, "those that start later have their turn"
 
 
 def canary(own: float) -> TrainSequence:
@@ -144,6 +144,49 @@ def test_an_engine_joins_neither_within_an_update_nor_after_a_sync_that_failed()
     asyncio.run(run())
 
 
+def test_engines_that_compute_otherwise_after_a_sleep_sleep_less_deep_and_are_compared_again():
+    ends = Recorder()
+    ends.canary, ends.lighter = [canary(-0.2)], [True, False, False]
+
+    async def run():
+        sync = ends.sync()
+        await sync.rest()
+        with pytest.raises(RemoteError, match=r"once more: .* that started again or slept .* \(mean difference 0.2"):
+            await sync(1)
+        asked = [event for event in ends.events if event.startswith("asked")]
+        assert len(asked) == 3 and "mean difference 0.2" in asked[0], "once less deep, then twice in vain"
+        assert not ends.admitted and ends.refused
+        ends.lighter, ends.canary = [], [canary(0.0)]
+        await sync(2)
+        assert ends.admitted == [(0, 1, 2)]
+
+    asyncio.run(run())
+
+
+def test_another_failure_of_a_sync_does_not_change_how_engines_sleep():
+    ends = Recorder(fails_once("load", 3))
+    ends.lighter = [True]
+    asyncio.run(ends.sync()(1))
+    assert ends.lighter == [True] and ends.admitted == [(0, 1, 2)]
+
+
+def test_an_engine_that_starts_while_others_sleep_waits_for_the_next_sync():
+    ends = Recorder()
+
+    async def run():
+        sync = ends.sync()
+        await sync(1)
+        await sync.rest()
+        count = len(ends.events)
+        await sync.rejoin(1)
+        assert len(ends.events) == count, "the actors have the GPUs"
+        await sync(2)
+        await sync.rejoin(1)
+        assert ends.admitted == [(0, 1, 2), (0, 1, 2), (1,)]
+
+    asyncio.run(run())
+
+
 def test_a_sync_without_end_names_where_it_stood():
     def hang(step, index):
         if (step, index) == ("load", 2):
@@ -158,9 +201,10 @@ def test_a_sync_without_end_names_where_it_stood():
 @pytest.mark.parametrize(
     ("transport", "colocate", "resolved"),
     [
-        ("auto", False, "broadcast"),
-        ("auto", True, "ipc"),
-        ("broadcast", True, "broadcast"),
+        ("auto", "none", "broadcast"),
+        ("auto", "memory", "ipc"),
+        ("auto", "time", "ipc"),
+        ("broadcast", "time", "broadcast"),
     ],
 )
 def test_auto_takes_the_nearest_way(transport, colocate, resolved):

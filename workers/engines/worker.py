@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo.faults.points import fault_point
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
@@ -139,7 +138,6 @@ class RolloutWorker:
     async def sleep(self, level: int) -> None:
         """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
         to the host. Raises RuntimeError where requests run."""
-        fault_point("engine.sleep")
         if self._running:
             raise RuntimeError(f"{len(self._running)} groups run on an engine that is to sleep: {[*self._running][:5]}")
         if self._asleep:
@@ -155,7 +153,6 @@ class RolloutWorker:
         Those that run would keep stale keys and values: `clear_cache` recomputes these.
         """
         if self._asleep:
-            fault_point("engine.wake_weights")
             await self._engine.wake_up(["weights"])
         else:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
@@ -179,7 +176,6 @@ class RolloutWorker:
         """Labels all later tokens with `version` and lets requests go on; the KV cache wakes where it slept."""
         await self._engine.finish_weight_update(weight_version=str(version))
         if self._asleep:
-            fault_point("engine.wake_cache")
             await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
             self._asleep = False
         else:

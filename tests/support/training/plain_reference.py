@@ -163,7 +163,7 @@ def stand_at(worker: Any, version: int) -> None:
 
 def update(pool: "ActorPool", batch: TrainBatch) -> dict[str, float]:
     """Metrics of an update from whatever version the batch is of."""
-    on_all(pool, stand_at, [batch.version] * len(pool._workers))
+    on_all(pool, stand_at, [batch.version] * len(pool._ranks.workers))
     return asyncio.run(pool.update(batch)).metrics
 
 
@@ -251,5 +251,5 @@ def on_all(pool: "ActorPool", function: Callable[..., Any], *args: Sequence[Any]
     """function(worker, *args of the rank) on every rank."""
     from workers.remote import wait
 
-    refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._workers, *args, strict=True)]
+    refs = [w.__ray_call__.remote(function, *own) for w, *own in zip(pool._ranks.workers, *args, strict=True)]
     return asyncio.run(wait(refs, 600, "a test", "none"))

@@ -35,6 +35,8 @@ class Recorder:
         self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
         self.admitted: list[tuple[int, ...]] = []
         self.canary: list[TrainSequence] = []
+        self.awake = True
+        self.lighter: list[bool] = []  # whether the engines sleep again less deep, at each time that this is asked
         self._fail = fail
 
     def restarts(self):
@@ -60,7 +62,16 @@ class Recorder:
     async def policy_logprobs(self, sequences):
         return [np.zeros_like(sequence.rollout_logprobs) for sequence in sequences]
 
+    async def sleep(self):
+        await self._step("sleep", 0)
+        self.awake = False
+
+    async def sleep_lighter(self, why):
+        self.events.append(f"asked: {why}")
+        return self.lighter.pop(0) if self.lighter else False
+
     def admit(self, members):
+        self.awake = True
         self.admitted.append(members)
 
     async def _step(self, step: str, index: int) -> None:

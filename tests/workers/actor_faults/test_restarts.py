@@ -48,7 +48,7 @@ def stopped(pool: ActorPool, good: TrainBatch) -> None:
 
 def stuck(pool: ActorPool, good: TrainBatch) -> None:
     """Rank 0 waits in a collective for rank 1, which does not come."""
-    pool._workers[1].__ray_call__.remote(lambda worker: time.sleep(600))
+    pool._ranks.workers[1].__ray_call__.remote(lambda worker: time.sleep(600))
     asyncio.run(pool.update(good))
 
 

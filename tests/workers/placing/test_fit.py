@@ -30,7 +30,11 @@ def found(cfg: Config, nodes: list[Node], device: str = "cuda") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "nodes", "gpus"), [("dapo_qwen32b", 16, 8), ("dapo_qwen7b", 1, 8), ("dapo_qwen0.5b_1gpu", 1, 1)]
+    ("experiment", "nodes", "gpus"),
+    [
+        *(("dapo_qwen32b", 16, 8), ("dapo_qwen7b", 1, 8), ("dapo_qwen0.5b_1gpu", 1, 1)),
+        *(("dapo_qwen32b_hybrid", 16, 8), ("dapo_qwen7b_hybrid", 1, 8)),
+    ],
 )
 def test_an_experiment_fits_the_nodes_that_it_names_and_no_fewer(experiment: str, nodes: int, gpus: int) -> None:
     asked = pools(compose([], experiment), "cuda")
@@ -72,7 +76,7 @@ def test_gpus_of_the_reward_model_are_counted(device: str, settings: dict[str, o
 
 def test_colocated_roles_ask_for_each_gpu_once() -> None:
     cfg = make_config(4, 1, 4)
-    cfg.trainer.colocate = True
+    cfg.trainer.colocate = "memory"
     assert found(cfg, [node(4)]) == []
     [problem] = found(cfg, [node(3)])
     assert "asked for 4 GPUs" in problem and "4 for actors and engines together" in problem

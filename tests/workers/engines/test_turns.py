@@ -1,0 +1,160 @@
+"""Engines that sleep while actors train, on stand-ins: who sleeps, who waits, who is dropped."""
+
+import asyncio
+
+import pytest
+
+from dapo.config.sampling import RolloutConfig
+from workers.engines import keeper as keeping
+from workers.engines.turns import DEEPEST, LIGHTEST, Turns
+from workers.remote import RemoteError
+
+
+class Slot:
+    """An engine's place; `ends` ends the engine that is there."""
+
+    def __init__(self, number, options, cfg):
+        self.number, self.size, self.serving, self.proven = number, None, False, True
+        self.restarts, self.slept, self.dropped = 0, [], 0
+        self.ends, self.let_start = asyncio.Event(), asyncio.Event()
+        self.let_start.set()
+        self.refuses, self.known = "", False
+        self.limit = self
+
+    started = property(lambda self: self.size is not None)
+
+    def spent(self):
+        return False
+
+    def worked(self):
+        pass
+
+    async def start(self, *arguments):
+        await self.let_start.wait()
+        self.size = 1
+
+    async def restart(self, *arguments):
+        self.restarts, self.known = self.restarts + 1, False
+        await self.start()
+
+    async def until_lost(self):
+        await self.ends.wait()
+        self.ends.clear()
+        self.known = True
+        return "it ended"
+
+    def drop(self):
+        self.serving, self.size = False, None
+        self.dropped += 1
+        if not self.known:  # its watch finds out
+            self.ends.set()
+
+    async def sleep(self, level):
+        if self.refuses:
+            raise RemoteError(self.refuses)
+        self.slept.append(level)
+
+    async def stop(self, grace_s):
+        pass
+
+
+@pytest.fixture
+def fleet(monkeypatch):
+    """Runs a test on a keeper of two slots, its turns, and what was said."""
+
+    def run(test):
+        async def within():
+            said = []
+            keeper = keeping.Keeper([{}, {}], RolloutConfig(num_engines=2), said.append, lambda number: None)
+            keeper.rejoin = rejoin
+            turns = Turns(keeper, said.append)
+            await keeper.start("model", {}, lambda number: ())
+            try:
+                await asyncio.wait_for(test(keeper, turns, said), 10)
+            finally:
+                await keeper.stop(0.0)
+
+        asyncio.run(within())
+
+    async def rejoin(number):
+        pass
+
+    monkeypatch.setattr(keeping, "EngineSlot", Slot)
+    return run
+
+
+async def settled():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_all_sleep_and_none_serves_until_the_next_sync(fleet):
+    async def test(keeper, turns, said):
+        await turns.sleep()
+        assert [slot.slept for slot in keeper.slots] == [[DEEPEST]] * 2
+        assert not any(slot.serving for slot in keeper.slots) and not keeper.turn.is_set()
+        assert not any(slot.proven for slot in keeper.slots), "they are compared before they serve"
+        for slot in keeper.slots:
+            slot.proven = True
+        turns.served((0, 1))
+        assert keeper.turn.is_set()
+        await turns.sleep()
+        assert all(slot.proven for slot in keeper.slots), "once is enough"
+
+    fleet(test)
+
+
+def test_an_engine_lost_while_it_sleeps_starts_when_the_actors_have_trained(fleet):
+    async def test(keeper, turns, said):
+        await turns.sleep()
+        lost = keeper.slots[1]
+        lost.ends.set()
+        await settled()
+        assert lost.dropped == 1 and lost.restarts == 0 and keeper.members() == (0,)
+        turns.served((0,))
+        await settled()
+        assert lost.restarts == 1 and keeper.members() == (0, 1)
+
+    fleet(test)
+
+
+def test_an_engine_that_starts_when_the_others_are_to_sleep_is_waited_for(fleet):
+    async def test(keeper, turns, said):
+        late = keeper.slots[0]
+        late.let_start.clear()
+        late.ends.set()
+        await settled()
+        assert late.restarts == 1 and not late.started
+        sleeping = asyncio.create_task(turns.sleep())
+        await settled()
+        assert not sleeping.done(), "it would take the memory that the actors need"
+        late.let_start.set()
+        await sleeping
+        assert late.slept == [DEEPEST]
+
+    fleet(test)
+
+
+def test_an_engine_that_does_not_sleep_is_dropped(fleet):
+    async def test(keeper, turns, said):
+        keeper.slots[0].refuses = "two groups run"
+        await turns.sleep()
+        assert keeper.slots[0].dropped and not keeper.slots[1].dropped and keeper.members() == (1,)
+        assert any("engine 0 does not sleep, and is dropped: two groups run" in line for line in said)
+
+    fleet(test)
+
+
+def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselves(fleet):
+    async def test(keeper, turns, said):
+        assert not await turns.sleep_lighter("early"), "they have not slept"
+        await turns.sleep()
+        assert await turns.sleep_lighter("other log-probabilities")
+        assert keeper.slots[0].slept == [DEEPEST, LIGHTEST] and "level 1): other log-probabilities" in said[-1]
+        assert not await turns.sleep_lighter("again")
+        turns.served(())
+        assert not turns.proven, "no engine has served"
+        turns.served((1,))
+        assert turns.proven
+
+    fleet(test)

@@ -1,0 +1,121 @@
+"""A real vLLM engine that sleeps: what it frees, what it forgets, and that a weight sync makes it whole."""
+
+import asyncio
+import os
+
+import psutil
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo.tiny.random_model import make_random_model
+from tests.support.local_actors import local_sync
+from tests.workers.test_rollout import change, group_of, largest_difference, make_config
+from workers.engines.turns import DEEPEST, LIGHTEST
+from workers.remote import RemoteError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
+
+LIKE = 1e-4  # float32 on both sides; see workers/README.md
+
+
+@pytest.fixture(scope="module")
+def loop():
+    runner = asyncio.Runner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster, tmp_path_factory, loop):
+    """(pool of one engine, the same model in transformers)."""
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
+    from workers.rollout import RolloutPool
+
+    path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
+    cfg = make_config(path, 1)
+    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
+    loop.run(pool.start(path, engine_args(cfg, "cpu")))
+    yield pool, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loop.run(pool.stop(3.0))
+
+
+def resident(pool) -> int:
+    """Bytes of the engine's processes."""
+    actor = ray.get(pool.workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
+    return sum(each.memory_info().rss for each in psutil.Process(actor).children(recursive=True))
+
+
+def wake_without_weights(worker):
+    """Runs in the engine's actor: what a wake would be without the sync between its halves."""
+
+    async def wake():
+        await worker._engine.wake_up()
+        worker._asleep = False
+
+    return wake()
+
+
+def answers(loop, pool, seed: int):
+    return loop.run(group_of(pool, f"g{seed}", seed, 8))
+
+
+@pytest.mark.parametrize("level", [DEEPEST, LIGHTEST])
+def test_twenty_cycles_free_the_memory_and_leave_nothing_stale(engine, loop, level):
+    """The weights change each time: one that is not replaced would show in the log-probabilities."""
+    pool, model = engine
+    pool._turns.level = level
+    sync = local_sync(pool, model, "broadcast", 1 << 20)
+    generator = torch.Generator().manual_seed(level)
+    loop.run(sync(1))
+    answers(loop, pool, 10)  # the cache is touched
+    awake = []
+    for version in range(2, 22):
+        full = resident(pool)
+        loop.run(sync.rest())
+        assert not pool.serving and not pool.awake
+        freed = full - resident(pool)
+        for parameter in model.parameters():
+            change(parameter, generator, 0.02, 0.0)
+        loop.run(sync(version))
+        found = answers(loop, pool, 100 * version)
+        assert largest_difference(model, found) <= LIKE
+        assert {span.version for response in found for span in response.policy_versions} == {version}
+        awake.append(resident(pool))
+        if version > 2:
+            assert freed > 0, "what the last answers had taken"
+    assert max(awake[1:]) <= 1.01 * awake[1], "flat"
+    assert pool._turns.proven
+
+
+def test_an_engine_that_sleeps_deep_has_no_weights_left(engine, loop):
+    """Or the test above would pass with an engine that only says that it sleeps."""
+    pool, model = engine
+    pool._turns.level = DEEPEST
+    sync = local_sync(pool, model, "broadcast", 1 << 20)
+    loop.run(sync(30))
+    whole = answers(loop, pool, 7)
+    loop.run(sync.rest())
+    ray.get(pool.workers[0].__ray_call__.remote(wake_without_weights), timeout=60)
+    pool.admit((0,))
+    hollow = answers(loop, pool, 7)
+    assert [a.token_ids.tolist() for a in whole] != [b.token_ids.tolist() for b in hollow]
+    loop.run(sync(31))
+    again = answers(loop, pool, 7)
+    assert all((a.token_ids == b.token_ids).all() for a, b in zip(whole, again, strict=True))
+
+
+def test_an_engine_with_requests_does_not_sleep(engine, loop):
+    pool, _ = engine
+
+    async def busy():
+        some = asyncio.Event()
+        running = asyncio.create_task(group_of(pool, "busy", 900, 8, 960, some.set))
+        await asyncio.wait_for(some.wait(), 300)
+        with pytest.raises(RemoteError, match="1 groups run on an engine that is to sleep"):
+            await pool._slots[0].sleep(DEEPEST)
+        return await running
+
+    assert len(loop.run(busy())) == 8
