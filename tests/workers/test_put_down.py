@@ -80,7 +80,7 @@ def is_whole(response, tokenizer, place: int) -> bool:
 def test_put_down_at_random_points_each_span_has_the_logprobs_of_its_version(engines, loop):
     pool, _, model, tokenizer = engines
     models, rng, generator = {}, random.Random(0), torch.Generator().manual_seed(1)
-    empty, took = pool.room(1), []
+    empty, took, slept = pool.room(1), [], []
 
     async def run():
         await local_sync(pool, model)(20)
@@ -97,6 +97,9 @@ def test_put_down_at_random_points_each_span_has_the_logprobs_of_its_version(eng
             await asyncio.sleep(0.1)
             assert {key: len(group.left) for key, group in pool._groups.items()} == left, "nothing runs"
             if rng.random() < 0.5:
+                if rng.random() < 0.5:
+                    await pool.sleep()
+                    slept.append(version)
                 for parameter in model.parameters():
                     change(parameter, generator, 0.02, 0.0)
                 version += 1
@@ -117,7 +120,7 @@ def test_put_down_at_random_points_each_span_has_the_logprobs_of_its_version(eng
         for span in response.policy_versions:
             assert differences(models[span.version], response)[span.start : span.end].max() <= 1e-4
     print(f"{len(took)} times put down, {max(took):.3f} s at most; {crossed} of {len(responses)} crossed an update")
-    assert len(took) > 3 and crossed > 4
+    assert len(took) > 3 and crossed > 4 and slept
 
 
 def test_groups_that_were_put_down_are_dealt_out_anew_and_draw_fresh_noise(engines, loop):
