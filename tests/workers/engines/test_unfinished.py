@@ -18,6 +18,7 @@ from dapo.types import Response, Sampling, VersionSpan
 from tests.support.driver.loops import PROMPTS, some_mixed
 from tests.support.engines.played import STOP, World, played_pool, text_of
 from tests.support.fakes import FakeRewards
+from workers.engines.group import RunningGroup
 from workers.engines.unfinished import NOTHING, Unfinished, joined
 from workers.rollout import RolloutPool
 
@@ -208,6 +209,17 @@ def test_parts_make_one_response_of_the_engine_and_reason_that_ended_it():
     assert [(span.version, span.start, span.end) for span in whole.policy_versions] == [(3, 0, 5), (4, 5, 6)]
     assert (whole.finish_reason, whole.text, whole.engine, whole.seconds) == ("length", "all of it", 5, 8.0)
     assert whole.token_ids.dtype == np.int32 and whole.rollout_logprobs.dtype == np.float32
+
+
+def test_what_an_engine_ends_unasked_is_handed_on_and_what_it_puts_down_is_kept():
+    group = RunningGroup(left={0: Unfinished(seed=1), 1: Unfinished(seed=2)})
+    ended = group.take(0, part(0, 2, 0))
+    assert ended is not None and ended.aborted and [*group.left] == [1]
+    group.put_down = True
+    assert group.take(1, part(0, 3, 0)) is None and len(group.left[1].so_far.token_ids) == 3
+    group.aborted = True
+    ended = group.take(1, part(3, 1, 0))
+    assert ended is not None and len(ended.token_ids) == 4 and not group.left
 
 
 def test_a_part_without_tokens_changes_nothing_but_the_end_and_the_seconds():
