@@ -87,8 +87,9 @@ class Response:
 
     token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
     finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off.
-    engine: its number. seconds: from the request to the last token, waits included. Of a response that was read from a
-    checkpoint or journal they are -1 and NaN: another fleet made it.
+    engine: number of the one that ended it. seconds: from the request to the last token, waits in an engine included,
+    the time in which it was put down not. Of a response that was read from a checkpoint or journal they are -1 and NaN:
+    another fleet made it. text: empty where it was cut off.
     """
 
     token_ids: Int32Array

@@ -1,13 +1,12 @@
 """Speaks for all vLLM engines on the driver: deals groups out, replaces engines that are lost, hands weights on.
 
 In: groups to generate, aborts, weight buckets. Out: responses. What an engine that dies or stands still was computing,
-another one computes again from the same seeds: it comes out alike.
+another one computes again from the same seeds: it comes out alike. What is put down goes on from its tokens.
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,14 @@ from dapo.measure.usage import Course
 from dapo.report.watchdog import waiting
 from dapo.types import Int32Array, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
+from workers.engines.canary import CANARY, canary_sequence
+from workers.engines.group import RunningGroup, cut_off
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.turns import Turns
+from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
 from workers.weights.bucket import Bucket
-
-ABORT_PAUSE_S = 0.002
-CANARY_TOKENS = 16  # that an engine which has started again computes for comparison
 
 
 class RolloutPool:
@@ -47,11 +46,7 @@ class RolloutPool:
         self._slots = self.keeper.slots
         self._turns = Turns(self.keeper, warn)
         self._on_gpus = any("num_gpus" in each for each in options)
-        # By group: where it is generated, and by which start of that engine; None while no engine serves.
-        self._homes: dict[str, tuple[EngineSlot, Any] | None] = {}
-        self._left: dict[str, int] = {}  # responses of each group that have not ended
-        self._background: set[str] = set()
-        self._aborted: set[str] = set()
+        self._groups: dict[str, RunningGroup] = {}
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
         self._fleet = FleetCapacity([])
         self._processes, self._refused = 1, ""  # of one engine; why the engines may serve nothing now
@@ -83,15 +78,18 @@ class RolloutPool:
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
         waiting; those in the background do not count, before which an engine takes what waits."""
+        if not self.awake:
+            return 0
         there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
-        load = sum(left for key, left in self._left.items() if key not in self._background)
+        load = sum(len(group.left) for group in self._groups.values() if not group.background)
         return max(0, (self.capacity * there // len(self._slots) + there * n - load) // n)
 
     @property
     def spare(self) -> int:
         """Counts the responses that may start in the background, in slots that nothing takes now."""
         there = sum(slot.serving for slot in self._slots)
-        return max(0, self.capacity * there // len(self._slots) - sum(self._left.values()))
+        load = sum(len(group.left) for group in self._groups.values())
+        return max(0, self.capacity * there // len(self._slots) - load)
 
     @property
     def serving(self) -> bool:
@@ -103,40 +101,38 @@ class RolloutPool:
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`.
 
-        What an engine that is lost had not ended, another one generates again.
+        What an engine that is lost had not ended, another one generates again; what was put down goes on from there.
         """
-        left = dict(enumerate(seeds))
-        self._homes[key] = None
-        self._left[key] = len(left)
-        if background:
-            self._background.add(key)
+        left = {number: Unfinished(seed=seed) for number, seed in enumerate(seeds)}
+        group = self._groups[key] = RunningGroup(left=left, background=background)
         self._prompt = prompt
         try:
-            while left and key not in self._aborted:
-                if (home := await self._home(key)) is None:
-                    return
-                self._homes[key] = home, home.worker
+            while left and (slot := await self._slot(group)) is not None:
+                group.runs_on(slot)
                 try:
-                    async with aclosing(self._from(home, key, prompt, sampling, left)) as responses:
-                        async for number, response in responses:
-                            del left[number]
-                            self._left[key] -= 1
-                            yield number, response
+                    async with aclosing(self._from(slot, key, prompt, sampling, left)) as parts:
+                        async for number, part in parts:
+                            if (response := group.take(number, part)) is not None:
+                                self._fleet.observe(len(prompt), len(response.token_ids))
+                                yield number, response
                 except WorkerLost:
-                    home.serving = False  # its watch will find out
-                    self._homes[key] = None
+                    slot.serving = False  # its watch will find out
+                group.home = None
+            for number, response in group.rest():
+                yield number, response
         finally:
-            del self._homes[key], self._left[key]
-            self._background.discard(key)
-            self._aborted.discard(key)
+            del self._groups[key]
 
-    async def _home(self, key: str) -> EngineSlot | None:
+    async def _slot(self, group: RunningGroup) -> EngineSlot | None:
         """Returns the engine with the fewest responses, as soon as one serves; None when the group is not wanted."""
-        while key not in self._aborted:
+        while not group.aborted:
             if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
             if serving := [slot for slot in self._slots if slot.serving]:
                 return min(serving, key=lambda slot: slot.load)
+            if not self.awake:  # for as long as the driver wants
+                await self.keeper.changed.wait()
+                continue
             try:
                 with waiting("an engine that serves", each="groups"):
                     await asyncio.wait_for(self.keeper.changed.wait(), self._cfg.timeout_s)
@@ -148,54 +144,46 @@ class RolloutPool:
         return None
 
     async def _from(
-        self, home: EngineSlot, key: str, prompt: Int32Array, sampling: Sampling, seeds: dict[int, int]
+        self, home: EngineSlot, key: str, prompt: Int32Array, sampling: Sampling, left: dict[int, Unfinished]
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses with these numbers and seeds, from one engine."""
-        numbers = list(seeds)
+        """Yields the next parts of the responses with these numbers, from one engine."""
+        numbers, starts = list(left), [unfinished.start() for unfinished in left.values()]
         running = len(numbers)
         home.requests.add(running)
         try:
             stream = home.worker.generate.options(num_returns="streaming")
-            parts = stream.remote(key, prompt, replace(sampling, n=running), list(seeds.values()))
+            parts = stream.remote(key, prompt, replace(sampling, n=running), starts)
             what = f"group {key} from engine {home.number}"
             with waiting(home.member(), home.doing, silent=home.silent):
                 async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
                     running -= len(part)
                     home.requests.add(-len(part))
-                    for _, response in part:
-                        self._fleet.observe(len(prompt), len(response.token_ids))
                     for place, response in part:
                         yield numbers[place], replace(response, engine=home.number)
         finally:
             home.requests.add(-running)
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups wherever they run; returns when none of them does.
-
-        An engine knows a request only some time after it was asked for it, and ignores to end an unknown one: asked
-        again until all are gone.
-        """
-        pause = ABORT_PAUSE_S
-        deadline = asyncio.get_running_loop().time() + self._cfg.timeout_s
-        self._aborted |= self._homes.keys() & set(keys)
+        """Ends the named groups wherever they run; returns when none of them does."""
+        for key in keys:
+            if group := self._groups.get(key):
+                group.aborted = True
         self.keeper.notify()
-        while left := [key for key in keys if key in self._homes]:
-            homes: dict[tuple[EngineSlot, Any], list[str]] = defaultdict(list)
-            for key in left:
-                if home := self._homes[key]:
-                    homes[home].append(key)
-            await asyncio.gather(*[self._abort_on(slot, worker, here) for (slot, worker), here in homes.items()])
-            if asyncio.get_running_loop().time() > deadline:
-                raise RemoteError(
-                    f"the engines did not end {left} within {self._cfg.timeout_s:g} s (`rollout.timeout_s`)"
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.2)
+        await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
-    async def _abort_on(self, slot: EngineSlot, worker: Any, keys: list[str]) -> None:
-        what = slot.member("to abort surplus groups")
-        with suppress(WorkerLost):  # then they have ended
-            await wait([worker.abort.remote(keys)], self._cfg.timeout_s, what, "rollout.timeout_s")
+    async def put_down(self) -> None:
+        """Takes all responses off the engines; returns when none runs any. What they had is kept on the driver. None
+        serves until `admit`, and then each group goes on where it was, on whichever engine: its responses have tokens
+        of more than one version where the weights have changed meanwhile.
+        """
+        self.keeper.turn.clear()
+        for slot in self._slots:
+            slot.serving = False
+        for group in self._groups.values():
+            group.put_down = True
+        await cut_off(
+            self._groups, lambda: {key for key, each in self._groups.items() if each.home}, self._cfg.timeout_s
+        )
 
     @property
     def awake(self) -> bool:
@@ -203,7 +191,8 @@ class RolloutPool:
         return self.keeper.turn.is_set()
 
     async def sleep(self) -> None:
-        """Lets the engines sleep until the next weight sync. No group may run."""
+        """Lets the engines sleep until the next weight sync; they put down what they run."""
+        await self.put_down()
         await self._turns.sleep()
 
     async def sleep_lighter(self, why: str) -> bool:
@@ -228,20 +217,10 @@ class RolloutPool:
         return list(await asyncio.gather(*[self._canary(slot) for slot in new]))
 
     async def _canary(self, slot: EngineSlot) -> TrainSequence:
-        sampling = Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=CANARY_TOKENS)
-        responses = self._from(
-            slot, f"canary-{slot.number}-{slot.restarts}", self._prompt, sampling, {0: slot.restarts}
-        )
+        name, unfinished = f"canary-{slot.number}-{slot.restarts}", Unfinished(seed=slot.restarts)
+        responses = self._from(slot, name, self._prompt, CANARY, {0: unfinished})
         [response] = [response async for _, response in responses]
-        length = len(response.token_ids)
-        return TrainSequence(
-            token_ids=np.concatenate([self._prompt, response.token_ids]),
-            num_prompt_tokens=len(self._prompt),
-            rollout_logprobs=response.rollout_logprobs,
-            advantage=0.0,
-            token_weight=0.0,
-            staleness=np.zeros(length, dtype=np.int32),
-        )
+        return canary_sequence(self._prompt, response)
 
     def num_receivers(self, members: Sequence[int]) -> int:
         """Counts the processes of these engines, each of which holds a part of the weights."""

@@ -18,9 +18,7 @@ def placement(cfg: Config) -> Iterator[str]:
             "`weight_sync.transport` (ipc) hands over memory of a GPU that both roles share, and `trainer.colocate` is "
             "none; take auto, or set `trainer.colocate=time`"
         )
-    if cfg.trainer.colocate == "time":
-        yield from _turns(cfg)
-    elif cfg.actor.offload == "phase":
+    if cfg.trainer.colocate != "time" and cfg.actor.offload == "phase":
         yield (
             "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
             f"`trainer.colocate` ({cfg.trainer.colocate}) they never have it alone; take none or host, or set "
@@ -75,13 +73,4 @@ def _owned(cfg: Config) -> Iterator[str]:
             f"with `trainer.colocate=time` `rollout.num_engines` ({engines}) times "
             f"`rollout.vllm.tensor_parallel_size` ({gpus}) must be `actor.num_workers` ({ranks}): each engine owns the "
             f"GPUs of {gpus} ranks; set `rollout.num_engines={max(1, ranks // gpus)}`, or `trainer.colocate=none`"
-        )
-
-
-def _turns(cfg: Config) -> Iterator[str]:
-    """Requires what engines that sleep can keep to."""
-    if cfg.filter_groups.max_staleness > 0:
-        yield (
-            f"`filter_groups.max_staleness` ({cfg.filter_groups.max_staleness}) lets engines generate while the actors "
-            "train, and with `trainer.colocate=time` they sleep meanwhile; set it to 0, or `trainer.colocate=none`"
         )

@@ -197,6 +197,6 @@ class FilterGroupsConfig:
         0,
         0,
         "updates that a token may be old when it is trained on; 0: every response is sampled from the policy that is "
-        "updated, and the engines rest during the update; above, they go on, and `algorithm.rollout_correction` "
-        "corrects for it",
+        "updated, and the engines rest during the update; above, they go on (with `trainer.colocate=time` after it, "
+        "where they stood), and `algorithm.rollout_correction` corrects for it",
     )

@@ -16,7 +16,8 @@ from dapo.config.schema import Config
 from dapo.faults.points import fault_point
 from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
-from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, response_seed, sampling_of, scored_group
+from dapo.sampling.seeds import response_seed
+from dapo.sampling.stream import CLOSE_GRACE_S, ended_unasked, sampling_of, scored_group
 from dapo.types import Cut, Draw, Group, HeldOut, Prompt
 
 PART = 8  # samples of one prompt that travel together: few enough to fit into a gap, enough to be worth a request

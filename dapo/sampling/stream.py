@@ -18,7 +18,6 @@ An evaluation runs beside it, in slots that the pump leaves free (`on_filled`); 
 """
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -29,6 +28,7 @@ from dapo.data.prompts import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.seeds import response_seed
 from dapo.sampling.traffic import Traffic
 from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score
 
@@ -46,13 +46,6 @@ def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
         top_k=section.top_k,
         max_tokens=max_tokens,
     )
-
-
-def response_seed(*words: int | str) -> int:
-    """Returns a 63-bit sampling seed from run seed, draw, policy version and sample: the same for a retry, new for all
-    else."""
-    image = "/".join(str(word) for word in words).encode()
-    return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "big") >> 1
 
 
 async def scored_group(

@@ -41,8 +41,9 @@ def test_shared_gpus(transport):
 
 
 @pytest.mark.parametrize("offload", ["none", "host", "phase"])
-def test_gpus_taken_in_turn(offload):
-    assert problems(**OWNED, offload=offload) == []
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_gpus_taken_in_turn(offload, staleness):
+    assert problems(**OWNED, offload=offload, staleness=staleness) == []
 
 
 def test_without_gpus_one_engine_may_take_turns_with_any_number_of_ranks():
@@ -72,11 +73,6 @@ def test_without_gpus_roles_may_be_colocated_by_any_transport():
             OWNED | {"engines": 3},
             ("`rollout.num_engines` (3)", "size` (4) must be `actor.num_workers` (8)", "`rollout.num_engines=2`"),
             id="owned",
-        ),
-        pytest.param(
-            OWNED | {"staleness": 1},
-            ("`filter_groups.max_staleness` (1)", "they sleep", "set it to 0, or `trainer.colocate=none`"),
-            id="staleness",
         ),
         pytest.param(
             SHARED | {"offload": "phase"},

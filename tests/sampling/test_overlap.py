@@ -1,4 +1,5 @@
 """The real program at staleness 1: generation goes on during updates, and a stopped run continues from what it held.
+The same where engines sleep while the actors train: what they had not ended goes on afterwards.
 
 One run in two program starts: SIGTERM stops it in the middle, the same command takes it to its end.
 """
@@ -75,15 +76,17 @@ class Run:
     ended: Saved
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Run:
+@pytest.fixture(scope="module", params=["none", "time"])
+def run(request, tmp_path_factory) -> Run:
+    """A run whose engines go on during an update, and one whose engines sleep."""
     folder = tmp_path_factory.mktemp("overlap")
     output_dir, held_out, reward = folder / "run", folder / "held_out.parquet", folder / "reward.py"
     pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 16), held_out)
     reward.write_text(REWARD)
     model = make_random_model(folder / "model")
     functions = f"reward.functions=[{{path:{reward},name:compute_score}}]"
-    line = command(output_dir, str(held_out), *OVERLAP, f"model.path={model}", functions)
+    turns = ("trainer.device=cpu", f"trainer.colocate={request.param}")
+    line = command(output_dir, str(held_out), *OVERLAP, f"model.path={model}", functions, *turns)
     process, children = start_program(
         line, f"eval · step {STOP_AT} "
     )  # what was in flight at the weight sync has ended

@@ -9,7 +9,8 @@ from dapo.data.prompts import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.stream import GroupStream, response_seed
+from dapo.sampling.seeds import response_seed
+from dapo.sampling.stream import GroupStream
 from tests.support.driver.loops import PROMPTS, SETTINGS, some_mixed, step
 from tests.support.fakes import FakeRewards, FakeRollouts
 from tests.support.faulty_pools import collect

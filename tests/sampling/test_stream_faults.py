@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dapo.sampling import stream as stream_module
-from dapo.sampling.stream import response_seed
+from dapo.sampling.seeds import response_seed
 from dapo.types import Collected
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt
 from tests.support.faulty_pools import (

@@ -17,6 +17,7 @@ from dapo.report.watchdog import Watchdog
 from dapo.tiny.random_model import make_random_model
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import LONG, PROMPT, change, group_of, largest_difference, make_config, sampling
+from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
@@ -170,16 +171,16 @@ def test_an_abort_ends_groups_whose_engine_is_lost(engines, loop):
         await asyncio.wait_for(some.wait(), 300)
         os.kill(actor, signal.SIGKILL)
         await asyncio.wait_for(pool.abort([f"g5700-{i}" for i in range(4)]), 300)
-        with pytest.raises(AssertionError):  # not all responses came
-            await running
+        assert any(response.aborted for response in await running)
         # A group that has not yet heard of the loss, while another engine starts in that place and knows no requests.
         await until(lambda: pool.workers[0] is not old, 60.0, f"not replaced: {said}")
-        assert pool._homes["held"] == (pool._slots[0], old)
+        assert pool._groups["held"].home == (pool._slots[0], old)
         ending = asyncio.create_task(pool.abort(["held"]))
         await asyncio.sleep(1.0)
-        assert len([each async for each in held]) < 7, "what had ended before"
+        rest = [response async for _, response in held]
+        assert len(rest) == 7 and any(response.aborted and not len(response.token_ids) for response in rest)
         await asyncio.wait_for(ending, 60)
-        assert pool._homes == {} and not pool._aborted
+        assert pool._groups == {}
         await until(lambda: all(serving(pool)), BACK_S, f"not back: {said}")
         assert [slot.load for slot in pool._slots] == [0, 0]
 
@@ -212,7 +213,7 @@ def test_a_bit_that_flips_on_the_way_each_time_ends_the_sync_and_nothing_is_serv
 async def is_silent(pool, seconds: float) -> bool:
     """Whether the first engine gives no response within `seconds`."""
     answer = pool.workers[0].generate.options(num_returns="streaming")
-    stream = answer.remote("past the pool", PROMPT, sampling(1, 4), [1])
+    stream = answer.remote("past the pool", PROMPT, sampling(1, 4), [Unfinished(seed=1).start()])
     try:
         await asyncio.wait_for(anext(stream), seconds)
     except TimeoutError:

@@ -1,6 +1,6 @@
 """Runs one vLLM engine as a Ray actor: groups of responses, weights that arrive in buckets, and signs of life.
 
-In: one prompt, a `Sampling` and n seeds per group. Out: n `Response` records with the engine's own log-probabilities.
+In: one prompt, a `Sampling` and n starts per group. Out: n `Response` records with the engine's own log-probabilities.
 Each response is one engine request with its own seed: a result depends on neither batch, order nor restart.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
+from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
@@ -58,18 +59,19 @@ class RolloutWorker:
         return await self._life.pulse(self._engine, sum(map(len, self._running.values())))
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int]
+        self, key: str, prompt: Int32Array, sampling: Sampling, starts: Sequence[Start]
     ) -> AsyncIterator[list[tuple[int, Response]]]:
         """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
 
-        After `abort(key)` the unfinished ones come with reason "abort".
+        They hold what follows their starts; `text` is of all, and empty where they were cut off: after `abort(key)` the
+        unfinished ones come with reason "abort".
         """
         self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
         token_ids = prompt.tolist()
-        requests = zip(self._running[key], seeds, strict=True)
+        requests = zip(self._running[key], starts, strict=True)
         tasks = {
-            asyncio.ensure_future(self._generate_one(name, token_ids, sampling, seed)): sample
-            for sample, (name, seed) in enumerate(requests)
+            asyncio.ensure_future(self._generate_one(name, token_ids, sampling, start)): sample
+            for sample, (name, start) in enumerate(requests)
         }
         try:
             while tasks:
@@ -82,7 +84,7 @@ class RolloutWorker:
                 task.cancel()
             del self._running[key]
 
-    async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
+    async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, start: Start) -> Response:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -91,23 +93,25 @@ class RolloutWorker:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
+            max_tokens=sampling.max_tokens - len(start.token_ids),
+            seed=start.seed,
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,
             detokenize=False,  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        before = start.token_ids.tolist()
         began = time.monotonic()
         try:
-            async for output in self._engine.generate({"prompt_token_ids": prompt}, params, request_id):
+            async for output in self._engine.generate({"prompt_token_ids": prompt + before}, params, request_id):
                 completion = output.outputs[0]
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
+        whole = [] if completion.finish_reason == "abort" else before + list(completion.token_ids)
         return Response(
             token_ids=np.asarray(completion.token_ids, dtype=np.int32),
             rollout_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-            text=self._decode(completion.token_ids, skip_special_tokens=True),
+            text=self._decode(whole, skip_special_tokens=True),
             finish_reason=completion.finish_reason,
             policy_versions=tuple(
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)

@@ -1,0 +1,156 @@
+"""Engines in the test's own process, under the real `RolloutPool`: each token is written down as it is made.
+
+The next token is a function of the request's seed and of the place within the request, as vLLM's noise is. The
+log-probability of a token is its number in the log, negative, so that every token can be told from every other.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from dapo.config.sampling import RolloutConfig
+from dapo.sampling.seeds import response_seed
+from dapo.types import Int32Array, Response, Sampling, VersionSpan
+from workers.capacity import EngineSize, FleetCapacity
+from workers.engines.slot import EngineSlot
+from workers.engines.unfinished import Start
+from workers.remote import WorkerLost
+from workers.rollout import RolloutPool
+
+STOP = 0
+SLOTS = 16
+TOGETHER = 3  # turns of the event loop in which responses that end travel together
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token as it was made. place: in its response. noise: seed of its request, and which of its draws."""
+
+    token: int
+    place: int
+    version: int
+    noise: tuple[int, int]
+
+
+@dataclass
+class World:
+    """What all engines share. log: every token. lost: numbers of those that were in an engine when it died."""
+
+    rng: random.Random
+    version: int = 0
+    log: list[Token] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+
+
+class Engine:
+    """Fulfils what the pool asks of a `RolloutWorker`, as attributes with `remote`."""
+
+    def __init__(self, world: World) -> None:
+        self.dead = False
+        self._world = world
+        self._known: dict[str, bool] = {}  # groups: whether they were asked to end
+        self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
+        self.abort = SimpleNamespace(remote=self._abort)
+
+    async def _abort(self, keys: Sequence[str]) -> None:
+        await asyncio.sleep(0)
+        if self.dead:
+            raise WorkerLost("killed")
+        self._known.update({key: True for key in keys if key in self._known})
+
+    async def _generate(
+        self, key: str, prompt: Int32Array, sampling: Sampling, starts: Sequence[Start]
+    ) -> AsyncIterator[asyncio.Future[list[tuple[int, Response]]]]:
+        world = self._world
+        for _ in range(world.rng.randrange(4)):  # an engine hears of a request some time after it was asked for it
+            await asyncio.sleep(0)
+        self._known[key] = False
+        made: dict[int, list[int]] = {place: [] for place in range(len(starts))}  # of what was not handed over
+        running = set(made)
+        while running and not self.dead:
+            ended: dict[int, str] = {}
+            for _ in range(TOGETHER):
+                await asyncio.sleep(0)
+                for place in running - ended.keys():
+                    if reason := self._step(key, sampling.max_tokens, starts[place], made[place]):
+                        ended[place] = reason
+            running -= ended.keys()
+            if ended and not self.dead:
+                yield future([(at, self._response(starts[at], made.pop(at), why)) for at, why in ended.items()])
+        del self._known[key]
+        if self.dead:
+            world.lost |= {number for numbers in made.values() for number in numbers}
+            yield future(WorkerLost("killed"))
+
+    def _step(self, key: str, cap: int, start: Start, made: list[int]) -> str:
+        """Makes one token, or none; returns why the response ended."""
+        world = self._world
+        if self._known[key]:
+            return "abort"
+        if world.rng.random() < 0.4:
+            return ""
+        token = response_seed(start.seed, len(made)) % 40
+        place = len(start.token_ids) + len(made)
+        assert place < cap
+        made.append(len(world.log))
+        world.log.append(Token(token, place, world.version, (start.seed, len(made))))
+        return "stop" if token == STOP else "length" if place + 1 == cap else ""
+
+    def _response(self, start: Start, made: list[int], reason: str) -> Response:
+        tokens = [self._world.log[number] for number in made]
+        ids = np.array([token.token for token in tokens], dtype=np.int32)
+        begins = [k for k in range(len(made)) if k == 0 or tokens[k].version != tokens[k - 1].version]
+        ends = [*begins[1:], len(made)]
+        spans = [
+            VersionSpan(version=tokens[begin].version, start=begin, end=end)
+            for begin, end in zip(begins, ends, strict=False)
+        ]
+        return Response(
+            token_ids=ids,
+            rollout_logprobs=-np.array(made, dtype=np.float32),
+            text="" if reason == "abort" else text_of([*start.token_ids, *ids]),
+            finish_reason=reason,
+            policy_versions=tuple(spans),
+            engine=-1,
+            seconds=1.0,
+        )
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return " ".join(str(token) for token in token_ids)
+
+
+def future(result: object) -> "asyncio.Future":
+    """One that is done."""
+    done = asyncio.get_running_loop().create_future()
+    done.set_exception(result) if isinstance(result, Exception) else done.set_result(result)
+    return done
+
+
+class Slot(EngineSlot):
+    """An engine's place with an `Engine` in it; `die` puts another one there, which serves at once."""
+
+    def __init__(self, number: int, world: World) -> None:
+        self._world = world
+        super().__init__(number, {}, RolloutConfig(num_engines=2))
+        self.size = EngineSize(sequences=SLOTS, kv_tokens=0, window=100)
+        self.serving = True
+
+    def _make(self) -> None:
+        self.worker = Engine(self._world)
+
+    def die(self) -> None:
+        self.worker.dead = True
+        self._make()
+
+
+def played_pool(world: World, engines: int = 2) -> RolloutPool:
+    """The real pool over such engines."""
+    pool = RolloutPool([], RolloutConfig(num_engines=engines, timeout_s=60))
+    pool._slots.extend(Slot(number, world) for number in range(engines))
+    pool._fleet = FleetCapacity([slot.size for slot in pool._slots])
+    return pool
