@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, get_args
 
-KNOWN = ">=0.31,<0.34"  # the extras of pyproject.toml say the same
+KNOWN = ">=0.32,<0.34"  # the extras of pyproject.toml say the same
 # Loading these takes seconds. The processes that use them have loaded them by themselves; elsewhere they are left out.
 SLOW = ("vllm.v1.worker.", "vllm.model_executor.models.")
 
@@ -45,7 +45,7 @@ def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name
 
 _WORKER = "vllm_config weight_transfer_engine _weight_update_active"
 _TRANSFER = "vllm.distributed.weight_transfer"
-_ARGS = "vllm:AsyncEngineArgs"
+_ARGS = "vllm.engine.arg_utils:AsyncEngineArgs"
 
 # By the file that uses them. Engines start only where those of workers/ are as they should be.
 USES: dict[str, tuple[Name, ...]] = {
@@ -73,7 +73,7 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.v1.engine:PauseMode", holds="keep"),
         Name(path="vllm.v1.engine.exceptions:EngineDeadError"),
         Name(
-            path="vllm:SamplingParams",
+            path="vllm.sampling_params:SamplingParams",
             call="temperature= top_p= top_k= max_tokens= seed= logprobs= flat_logprobs= detokenize= output_kind=",
         ),
         Name(path="vllm.sampling_params:RequestOutputKind", has="FINAL_ONLY"),
@@ -165,7 +165,7 @@ USES: dict[str, tuple[Name, ...]] = {
     ),
     "dapo/config/names.py": (
         Name(path="vllm.engine.arg_utils:EngineArgs"),
-        Name(path="vllm.engine.arg_utils:AsyncEngineArgs"),
+        Name(path=_ARGS),
     ),
     "dapo/plan/engine.py": (
         Name(
@@ -228,7 +228,7 @@ def _problems(name: Name) -> Iterator[str]:
     except ImportError as error:
         yield f"cannot be imported: {error}"
         return
-    except AttributeError:
+    except (AttributeError, NameError):  # vllm.envs answers for its variables, and with this for itself
         yield "is missing"
         return
     if name.call is not None and (why := _refused(owner, found, name.call.split())):
@@ -239,7 +239,7 @@ def _problems(name: Name) -> Iterator[str]:
         yield f"has no {_list(less)}"
     if name.holds and (less := set(name.holds.split()) - set(get_args(found) or found)):
         yield f"does not hold {_list(less)}"
-    if name.abstract and (more := found.__abstractmethods__ - set(name.abstract.split())):
+    if name.abstract and (more := set(getattr(found, "__abstractmethods__", ())) - set(name.abstract.split())):
         yield f"asks subclasses for {_list(more)} too"
     if name.public and (more := _methods(found) - set(name.public.split())):
         yield f"has {_list(more)} too"

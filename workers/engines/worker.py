@@ -25,9 +25,7 @@ class RolloutWorker:
 
     async def start(self, model_path: str, engine_args: dict[str, Any]) -> EngineSize:
         """Loads the model."""
-        from vllm import AsyncEngineArgs
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig
 
         args = AsyncEngineArgs(
             model=model_path,
@@ -79,9 +77,7 @@ class RolloutWorker:
             del self._running[key]
 
     async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> Response:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from workers.vllm_surface import EngineDeadError, RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -123,7 +119,7 @@ class RolloutWorker:
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from workers.vllm_surface import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
@@ -138,7 +134,7 @@ class RolloutWorker:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Takes the next bucket from the transport and loads it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from workers.vllm_surface import WeightTransferUpdateRequest
 
         info = {
             "index": bucket.index,
