@@ -197,7 +197,17 @@ def test_an_engine_does_not_start_where_something_moved(monkeypatch: pytest.Monk
 
 def moved(path: str) -> tuple[Any, str, Any]:
     owner, found = surface._find(path)
-    return owner, path.rpartition(".")[2], found
+    return owner, re.split(r"[:.]", path)[-1], found
+
+
+def test_what_is_slow_to_load_is_checked_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's worker processes, and not in the engine's actor."""
+    owner, last, found = moved("vllm.v1.worker.gpu_worker:Worker")
+    without("_weight_update_active")(monkeypatch, owner, last, found)
+    file = "workers/weights/receiver.py"
+    assert list(problems(file)) == [f"{owner.__name__}: `Worker` has no `_weight_update_active` ({file} uses it)"]
+    monkeypatch.delitem(surface.sys.modules, owner.__name__)
+    assert list(problems(file)) == [] and owner.__name__ not in surface.sys.modules
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
