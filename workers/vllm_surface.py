@@ -271,6 +271,8 @@ def attributes(owner: type) -> set[str]:
     for each in owner.__mro__:
         names |= vars(each).get("__annotations__", {}).keys()
         for function in filter(inspect.isfunction, vars(each).values()):
-            steps = pairwise(dis.get_instructions(function))
+            steps = pairwise(
+                step for step in dis.get_instructions(inspect.unwrap(function)) if step.opname != "EXTENDED_ARG"
+            )
             names |= {to.argval for of, to in steps if to.opname == "STORE_ATTR" and of.argval == "self"}
     return names

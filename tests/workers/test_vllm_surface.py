@@ -6,6 +6,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from vllm import __version__
 from vllm.config import CacheConfig, SchedulerConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from dapo.config.checks import OWN_ENGINE_ARGS
 from dapo.plan import engine as planned
@@ -46,7 +48,7 @@ def test_what_is_listed_is_used(file: str) -> None:
 
 
 def test_whatever_is_asked_of_an_engine_is_listed() -> None:
-    """In workers/engines an AsyncLLM is called `engine` or `self._engine`."""
+    """An AsyncLLM is called `engine` or `self._engine` in workers/engines."""
     used = {
         node.attr
         for path in (ROOT / "workers/engines").glob("*.py")
@@ -201,13 +203,31 @@ def moved(path: str) -> tuple[Any, str, Any]:
 
 
 def test_what_is_slow_to_load_is_checked_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In vLLM's worker processes, and not in the engine's actor."""
+    """The actor of an engine loads none of it, vLLM's worker processes do."""
     owner, last, found = moved("vllm.v1.worker.gpu_worker:Worker")
     without("_weight_update_active")(monkeypatch, owner, last, found)
     file = "workers/weights/receiver.py"
     assert list(problems(file)) == [f"{owner.__name__}: `Worker` has no `_weight_update_active` ({file} uses it)"]
     monkeypatch.delitem(surface.sys.modules, owner.__name__)
     assert list(problems(file)) == [] and owner.__name__ not in surface.sys.modules
+
+
+def test_attributes_are_those_that_a_class_and_its_methods_give_to_self() -> None:
+    class Base:
+        annotated: int
+
+        def method(self, other: Any) -> None:
+            self.own = other.foreign = lambda: self
+
+    class Decorated(Base):
+        @contextmanager
+        def method(self, other: Any) -> Iterator[None]:
+            self.wrapped = other
+            yield
+
+    found = surface.attributes(Decorated)
+    assert {"annotated", "own", "wrapped", "method"} <= found and "foreign" not in found
+    assert {"device", "kv_caches"} <= surface.attributes(GPUModelRunner), "its `__init__` is decorated, and very long"
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
