@@ -6,37 +6,17 @@ In: the installed vLLM, which nothing here loads before a name is asked for. Out
 Much of it is private to vLLM or young. Another version: workers/README.md. Whoever uses another name adds its row.
 """
 
-import dis
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
+
+from workers.contract import Name, broken, find
 
 KNOWN = ">=0.32,<0.34"  # the extras of pyproject.toml say the same
 # Loading these takes seconds. The processes that use them have loaded them by themselves; elsewhere they are left out.
 SLOW = ("vllm.v1.worker.", "vllm.model_executor.models.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Name:
-    """Says what we rely on in one name of vLLM. path: `module:name`, or `module:Class.name`.
-
-    call: the arguments that it must take, `a` by position and `a=` by name; None where we do not call it. awaited: it
-    is a coroutine. has: attributes of a class or of its instances. holds: members of a Literal or a mapping. abstract:
-    all that it asks of a subclass. public: all methods that it has, where ours stands in for it without inheriting.
-    """
-
-    path: str
-    call: str | None = None
-    awaited: bool = False
-    has: str = ""
-    holds: str = ""
-    abstract: str = ""
-    public: str = ""
 
 
 def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name:
@@ -186,7 +166,7 @@ def __getattr__(name: str) -> Any:
     if "." in name or name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; what we use of vLLM has a row in USES")
     require()
-    return _find(_PATHS[name])[1]
+    return find(_PATHS[name])[1]
 
 
 @functools.cache
@@ -209,70 +189,5 @@ def problems(file: str, *, slow: bool = False) -> Iterator[str]:
     for name in USES[file]:
         module, _, qualified = name.path.partition(":")
         if slow or module in sys.modules or not module.startswith(SLOW):
-            for problem in _problems(name):
+            for problem in broken(name):
                 yield f"{module}: `{qualified}` {problem} ({file} uses it)"
-
-
-def _find(path: str) -> tuple[Any, Any]:
-    """Returns what a path leads to, after what it lies in. Raises ImportError or AttributeError."""
-    module, _, qualified = path.partition(":")
-    owner, found = None, importlib.import_module(module)
-    for part in qualified.split("."):
-        owner, found = found, getattr(found, part)
-    return owner, found
-
-
-def _problems(name: Name) -> Iterator[str]:
-    try:
-        owner, found = _find(name.path)
-    except ImportError as error:
-        yield f"cannot be imported: {error}"
-        return
-    except (AttributeError, NameError):  # vllm.envs answers for its variables, and with this for itself
-        yield "is missing"
-        return
-    if name.call is not None and (why := _refused(owner, found, name.call.split())):
-        yield f"does not take ({name.call.replace(' ', ', ')}): {why}"
-    if name.awaited and not inspect.iscoroutinefunction(found):
-        yield "is no coroutine any more"
-    if name.has and (less := set(name.has.split()) - attributes(found)):
-        yield f"has no {_list(less)}"
-    if name.holds and (less := set(name.holds.split()) - set(get_args(found) or found)):
-        yield f"does not hold {_list(less)}"
-    if name.abstract and (more := set(getattr(found, "__abstractmethods__", ())) - set(name.abstract.split())):
-        yield f"asks subclasses for {_list(more)} too"
-    if name.public and (more := _methods(found) - set(name.public.split())):
-        yield f"has {_list(more)} too"
-
-
-def _refused(owner: Any, found: Any, call: list[str]) -> str:
-    """Returns why `found` cannot be called so, or ""."""
-    method = inspect.isclass(owner) and inspect.isfunction(found)  # taken from its class, it wants `self` too
-    positional = [None] * (method + sum(not each.endswith("=") for each in call))
-    named = {each.removesuffix("="): None for each in call if each.endswith("=")}
-    try:
-        inspect.signature(found).bind(*positional, **named)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _list(names: set[str]) -> str:
-    return ", ".join(f"`{each}`" for each in sorted(names))
-
-
-def _methods(owner: type) -> set[str]:
-    return {each for each, value in vars(owner).items() if inspect.isfunction(value) and not each.startswith("_")}
-
-
-def attributes(owner: type) -> set[str]:
-    """Returns the attributes of a class, and those of its instances: annotated, or set on `self` by a method."""
-    names = set(dir(owner))
-    for each in owner.__mro__:
-        names |= vars(each).get("__annotations__", {}).keys()
-        for function in filter(inspect.isfunction, vars(each).values()):
-            steps = pairwise(
-                step for step in dis.get_instructions(inspect.unwrap(function)) if step.opname != "EXTENDED_ARG"
-            )
-            names |= {to.argval for of, to in steps if to.opname == "STORE_ATTR" and of.argval == "self"}
-    return names

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import inspect
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from dapo.config.checks import OWN_ENGINE_ARGS
 from dapo.plan import engine as planned
+from workers import contract
 from workers import vllm_surface as surface
+from workers.contract import Name
 from workers.engines.worker import RolloutWorker
-from workers.vllm_surface import KNOWN, USES, Name, problems
+from workers.vllm_surface import KNOWN, USES, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [(file, name) for file, names in USES.items() for name in names]
@@ -95,6 +98,10 @@ def gone(monkeypatch: pytest.MonkeyPatch, owner: Any, last: str, found: Any) -> 
             monkeypatch.delattr(each, last)
 
 
+def other(monkeypatch: pytest.MonkeyPatch, owner: Any, last: str, found: Any) -> None:
+    monkeypatch.setattr(owner, last, 17)
+
+
 def taking(*parameters: Parameter, awaited: bool) -> Change:
     """Puts a function with these parameters in the place of the name."""
 
@@ -118,7 +125,7 @@ def without(word: str) -> Change:
     def change(monkeypatch: pytest.MonkeyPatch, owner: Any, last: str, found: Any) -> None:
         left: Any
         if inspect.isclass(found):
-            plain = {each for each in surface.attributes(found) if not each.startswith("__")}
+            plain = {each for each in contract.attributes(found) if not each.startswith("__")}
             left = type(last, (), dict.fromkeys(plain - {word}))
         else:
             left = set(get_args(found) or found) - {word}
@@ -142,6 +149,8 @@ def also(where: str) -> Change:
 def mutants(name: Name) -> Iterator[tuple[str, Change, str]]:
     """Each way in which a name may move: in words, how, and what the contract must say of it."""
     yield "gone", gone, "is missing"
+    if name != Name(path=name.path):
+        yield "something else", other, ""
     if name.call is not None:
         words = name.call.split()
         known = {
@@ -175,7 +184,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("file", "name", "change", "says"), MUTANTS)
 def test_what_moves_is_named(file: str, name: Name, change: Change, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, found = surface._find(name.path)
+    owner, found = contract.find(name.path)
     module, _, qualified = name.path.partition(":")
     change(monkeypatch, owner, qualified.rpartition(".")[2], found)
     told = list(problems(file, slow=True))
@@ -198,7 +207,7 @@ def test_an_engine_does_not_start_where_something_moved(monkeypatch: pytest.Monk
 
 
 def moved(path: str) -> tuple[Any, str, Any]:
-    owner, found = surface._find(path)
+    owner, found = contract.find(path)
     return owner, re.split(r"[:.]", path)[-1], found
 
 
@@ -208,8 +217,8 @@ def test_what_is_slow_to_load_is_checked_where_it_is_loaded(monkeypatch: pytest.
     without("_weight_update_active")(monkeypatch, owner, last, found)
     file = "workers/weights/receiver.py"
     assert list(problems(file)) == [f"{owner.__name__}: `Worker` has no `_weight_update_active` ({file} uses it)"]
-    monkeypatch.delitem(surface.sys.modules, owner.__name__)
-    assert list(problems(file)) == [] and owner.__name__ not in surface.sys.modules
+    monkeypatch.delitem(sys.modules, owner.__name__)
+    assert list(problems(file)) == [] and owner.__name__ not in sys.modules
 
 
 def test_attributes_are_those_that_a_class_and_its_methods_give_to_self() -> None:
@@ -225,13 +234,13 @@ def test_attributes_are_those_that_a_class_and_its_methods_give_to_self() -> Non
             self.wrapped = other
             yield
 
-    found = surface.attributes(Decorated)
+    found = contract.attributes(Decorated)
     assert {"annotated", "own", "wrapped", "method"} <= found and "foreign" not in found
-    assert {"device", "kv_caches"} <= surface.attributes(GPUModelRunner), "its `__init__` is decorated, and very long"
+    assert {"device", "kv_caches"} <= contract.attributes(GPUModelRunner), "its `__init__` is decorated, and very long"
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(surface.sys.modules, "vllm.logprobs", None)
+    monkeypatch.setitem(sys.modules, "vllm.logprobs", None)
     [told] = problems("workers/engines/worker.py")
     assert told.startswith("vllm.logprobs: `FlatLogprobs` cannot be imported: ")
 
