@@ -87,7 +87,8 @@ def violations(name: str, source: str) -> list[str]:
         "workers do not know their conductor": within(name, "workers")
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name not in ("workers.engines.worker", "workers.weights.receiver")
-        and {module for module in imported if within(module, "vllm")},
+        and {module for module in imported if within(module, "vllm", "workers.vllm_surface")},
+        "vLLM only by the names in workers.vllm_surface": {module for module in imported if within(module, "vllm")},
     }
     return [f"{rule}: {name} imports {', '.join(sorted(found))}" for rule, found in rules.items() if found]
 
@@ -113,7 +114,9 @@ def test_import_direction(path):
         pytest.param("workers.weights.sender", "from workers.training import fsdp", "a part imports", id="parts"),
         pytest.param("workers.scoring.fleet", "import workers.reward", "a part imports", id="role of a part"),
         pytest.param("workers.remote", "from dapo import trainer", "their conductor", id="conductor"),
-        pytest.param("workers.actor", "import vllm", "vLLM only", id="vllm"),
+        pytest.param("workers.actor", "import vllm", "vLLM only in", id="vllm"),
+        pytest.param("workers.actor", "from workers.vllm_surface import AsyncLLM", "vLLM only in", id="vllm by name"),
+        pytest.param("workers.engines.worker", "import vllm.v1", "vLLM only by the names", id="vllm past its names"),
     ],
 )
 def test_a_planted_import_is_seen(name, line, rule):

@@ -29,9 +29,7 @@ class RolloutWorker:
         """Loads the model. gpus: of this node; none: those that Ray has given to this process."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        from vllm import AsyncEngineArgs
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig
 
         args = AsyncEngineArgs(
             model=model_path,
@@ -85,9 +83,7 @@ class RolloutWorker:
             del self._running[key]
 
     async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, start: Start) -> Response:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from workers.vllm_surface import EngineDeadError, RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -131,7 +127,7 @@ class RolloutWorker:
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from workers.vllm_surface import WeightTransferInitRequest
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
@@ -161,7 +157,7 @@ class RolloutWorker:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Takes the next bucket from the transport and loads it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from workers.vllm_surface import WeightTransferUpdateRequest
 
         info = {
             "index": bucket.index,
