@@ -8,11 +8,12 @@ submits at once exactly the draws up to the last one needed.
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.report.table import head, row
-from dapo.simulate.books import Scenario, Simulation
+from dapo.simulate import bound
+from dapo.simulate.books import Scenario, Simulation, later
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
@@ -31,12 +32,9 @@ COLUMNS = (
 )
 
 
-def later(times: Sequence[float]) -> float:
-    """Returns the mean without the first step, whose mixed rate is not known in advance."""
-    return sum(times[1:]) / (len(times) - 1)
-
-
-def cells(name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float) -> list[str]:
+def strategy_cells(
+    name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float
+) -> list[str]:
     """Returns the cells of one line of the table. base: mean step time at staleness 0."""
     drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
     return [
@@ -89,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
     names = list(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--table", default="strategies", choices=TABLES, help="what to compare: %(choices)s")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1], help="of the bound's table")
     parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
     parser.add_argument("--rate-drift", type=float, nargs="+", default=[0.0], help="changes per 1,000 draws")
     parser.add_argument("--engines", type=int, default=16)
@@ -108,18 +108,33 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Prints a Markdown table."""
-    given = parser().parse_args()
-    if given.steps < 2:
-        parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")
+def compare_bound(given: argparse.Namespace) -> None:
+    """Prints idle shares at bounded staleness next to what the bound forces."""
+    print(head(bound.COLUMNS))
+    for scenario, staleness in itertools.product(scenarios(given), given.staleness):
+        print(row(bound.cells(scenario, staleness, 1 / given.tokens_per_s)), flush=True)
+
+
+def compare_strategies(given: argparse.Namespace) -> None:
+    """Prints dapo's strategies and others' side by side."""
     print(head(COLUMNS))
     for scenario in scenarios(given):
         strict = streaming(scenario)
         base = later(strict.steps)
         for name in given.strategies:
             result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
-            print(row(cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
+            print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
+
+
+TABLES = {"strategies": compare_strategies, "bound": compare_bound}
+
+
+def main() -> None:
+    """Prints a Markdown table."""
+    given = parser().parse_args()
+    if given.steps < 2:
+        parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")
+    TABLES[given.table](given)
 
 
 if __name__ == "__main__":

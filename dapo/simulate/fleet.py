@@ -35,10 +35,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. correct: of them."""
+    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. right: which of them are."""
 
     lengths: tuple[int, ...]
-    correct: int
+    right: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -48,7 +48,16 @@ class Attempt:
     @property
     def is_mixed(self) -> bool:
         """Says whether some responses are right and some wrong."""
-        return 0 < self.correct < len(self.lengths)
+        return any(self.right) and not all(self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Says which response of which draw ended. last: the draw is complete with it."""
+
+    draw: int
+    sample: int
+    last: bool
 
 
 class Draws:
@@ -75,9 +84,10 @@ class Draws:
         right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
         ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
         lengths = np.exp(math.log(w.median) + w.sigma * rng.standard_normal((CHUNK, w.n)))
-        lengths = np.where(ranks < right[:, None], lengths, lengths * w.wrong_longer)
+        is_right = ranks < right[:, None]
+        lengths = np.where(is_right, lengths, lengths * w.wrong_longer)
         whole = np.clip(lengths, 1, w.cap).astype(int).tolist()
-        return [Attempt(tuple(row), count) for row, count in zip(whole, right.tolist(), strict=True)]
+        return [Attempt(tuple(row), tuple(each)) for row, each in zip(whole, is_right.tolist(), strict=True)]
 
 
 class Fleet:
@@ -129,8 +139,8 @@ class Fleet:
         self.busy += self._running * (now - self.now)
         self.now = now
 
-    def step(self) -> int | None:
-        """Runs to the end of the next response and returns the draw that it completes, if it does."""
+    def step(self) -> Ended:
+        """Runs to the end of the next response."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         del self._began[index, sample]
@@ -138,10 +148,10 @@ class Fleet:
         self._made[index] += self._lengths[index][sample]
         self._release(engine)
         self._left[index] -= 1
-        if self._left[index]:
-            return None
-        del self._left[index], self._made[index], self._lengths[index]
-        return index
+        last = not self._left[index]
+        if last:
+            del self._left[index], self._made[index], self._lengths[index]
+        return Ended(index, sample, last)
 
     def abort(self, indices: Collection[int]) -> int:
         """Ends these draws, running or waiting, and returns the tokens that the unfinished ones had made."""

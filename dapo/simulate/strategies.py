@@ -10,9 +10,22 @@ from collections.abc import Callable
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.simulate.books import Scenario, Simulation
 
+Rule = Callable[[OversamplingBuffer, Simulation], None]
 
-def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Simulation:
-    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on."""
+
+def own(buffer: OversamplingBuffer, run: Simulation) -> None:
+    """Leaves the buffer as it is."""
+
+
+def streaming(
+    scenario: Scenario,
+    *,
+    max_staleness: int = 0,
+    admission: str = DRAW_ORDER,
+    rule: Rule = own,
+) -> Simulation:
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on. rule: changes
+    how far ahead the buffer draws (`dapo.simulate.rules`)."""
     run = Simulation(scenario)
     buffer = OversamplingBuffer(
         train_batch_size=scenario.batch,
@@ -20,6 +33,7 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
         admission=admission,
         max_staleness=max_staleness,
     )
+    rule(buffer, run)
     update_end = math.inf
     buffer.open()
     while run.version < scenario.steps:
@@ -33,8 +47,10 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             buffer.open()
             update_end = math.inf
             continue
-        finished = run.step()
-        if finished is None:
+        ended = run.step()
+        finished = ended.draw
+        buffer.verdict(finished, float(run.attempts[finished].right[ended.sample]))
+        if not ended.last:
             continue
         buffer.generated(finished, run.attempts[finished].tokens)
         buffer.add(run.group(finished))

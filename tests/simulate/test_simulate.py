@@ -122,9 +122,9 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        finished = fleet.step()
-        if finished is not None:
-            ends[finished] = fleet.now
+        ended = fleet.step()
+        if ended.last:
+            ends[ended.draw] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
     assert ends == {0: 9, 1: 30, 2: 23}
     assert fleet.busy == sum(sum(each) for each in lengths.values())
