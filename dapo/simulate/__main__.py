@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.report.table import head, row
-from dapo.simulate import bound
+from dapo.simulate import bound, layouts
 from dapo.simulate.books import Scenario, Simulation, later
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
@@ -103,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
+    parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
+    parser.add_argument("--gpus-per-engine", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -113,6 +115,15 @@ def compare_bound(given: argparse.Namespace) -> None:
     print(head(bound.COLUMNS))
     for scenario, staleness in itertools.product(scenarios(given), given.staleness):
         print(row(bound.cells(scenario, staleness, 1 / given.tokens_per_s)), flush=True)
+
+
+def compare_layouts(given: argparse.Namespace) -> None:
+    """Prints what layouts of the same number of GPUs do."""
+    print(head(layouts.COLUMNS))
+    for scenario in scenarios(given):
+        switch = given.switch_s * given.tokens_per_s
+        for cells in layouts.rows(scenario, switch, given.gpus_per_engine, 1 / given.tokens_per_s):
+            print(row(cells), flush=True)
 
 
 def compare_strategies(given: argparse.Namespace) -> None:
@@ -126,7 +137,7 @@ def compare_strategies(given: argparse.Namespace) -> None:
             print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
 
 
-TABLES = {"strategies": compare_strategies, "bound": compare_bound}
+TABLES = {"strategies": compare_strategies, "bound": compare_bound, "layouts": compare_layouts}
 
 
 def main() -> None:

@@ -48,10 +48,11 @@ class Simulation:
     that ever started, finished or not.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, lent: int = 0) -> None:
+        """Starts with nothing drawn. lent: engines on the actors' GPUs, which sleep at first."""
         self.scenario = scenario
         self.draws = Draws(scenario.workload)
-        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
+        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots, lent=lent)
         self.version = 0  # updates done
         self.attempts: dict[int, Attempt] = {}  # the last one of every draw
         self.wasted_tokens = 0
@@ -85,7 +86,7 @@ class Simulation:
     def room(self) -> int:
         """Counts the draws that may start now: all slots busy, and one draw waiting per engine."""
         n = self.scenario.workload.n
-        return (self.fleet.capacity + self.scenario.engines * n - self.fleet.in_flight) // n
+        return (self.fleet.capacity + self.fleet.awake * n - self.fleet.in_flight) // n
 
     def foretold(self, index: int) -> Attempt:
         """Returns what a draw gives if it starts now."""
@@ -172,9 +173,19 @@ class Simulation:
         return [end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False)]
 
     @property
+    def busy(self) -> float:
+        """Returns the share of the engines' slot time with a response."""
+        return self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
+
+    @property
+    def lent(self) -> float:
+        """Returns the share of the slot time of as many lent engines that these had a response."""
+        return self.fleet.lent_busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
+
+    @property
     def idle(self) -> float:
-        """Returns the share of slot time without a response."""
-        return 1.0 - self.fleet.busy / (self.fleet.capacity * self._ends[-1])
+        """Returns the share of the engines' slot time without a response."""
+        return 1.0 - self.busy
 
     @property
     def goodput(self) -> float:

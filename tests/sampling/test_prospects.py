@@ -1,5 +1,6 @@
 """What draws in flight will give, foretold from their verdicts: the counts, the odds, and that they are calibrated."""
 
+import copy
 import math
 import random
 from collections import Counter
@@ -30,10 +31,9 @@ def learnt(groups: list[tuple[list[float], bool]]) -> Prospects:
 
 
 def chance(prospects: Prospects, verdicts: list[float], rate: float) -> float:
-    told(-1, verdicts, prospects)
-    mean = prospects.expected(rate).mean
-    prospects.end_step([-1])
-    return mean
+    asked = copy.deepcopy(prospects)
+    told(-1, verdicts, asked)
+    return asked.expected(rate).mean
 
 
 @settings(deadline=None, max_examples=200)
