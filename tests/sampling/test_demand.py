@@ -28,7 +28,7 @@ def forecast(known: int = 0, running: float = 0, p: float = 0.5) -> Forecast:
 
 
 def allowed(rate: UsableRate, limit: int, at: Supply) -> int:
-    """In batches of a size that leaves no surplus: SURPLUS is a question of its own."""
+    """Batches of a size that leaves no surplus: SURPLUS is a question of its own."""
     return rate.allowed(limit, 0, forecast(at.usable, at.in_flight, rate.value))
 
 
@@ -124,7 +124,7 @@ def test_nothing_is_allowed_where_no_update_follows():
 
 @pytest.mark.parametrize("share", [0.28, 0.5, 0.9])
 def test_a_hundredth_of_a_batch_may_be_too_many(share):
-    """By the exact binomial: 2 % for more than that, and hardly less."""
+    """The exact binomial gives 2 % for more than that, and hardly less."""
     rate, batch = rate_of(share, 1e9), 500
     most = rate.allowed(2 * batch, batch, forecast(p=share))
     assert 0.012 <= at_least(2 * batch + 6, most, share) <= 0.033
