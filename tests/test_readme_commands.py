@@ -74,6 +74,7 @@ RUN_BY = {
     r"python -m dapo\.plan\b": "tests/plan/test_plan.py::test_refusal_ends_with_1_and_one_message_and_needs_no_worker",
     r"python -m dapo\.plot\b": "tests/test_plot.py::test_a_picture_is_written",
     r"python -m dapo\.rewards\.selfcheck\b": "tests/rewards/test_selfcheck.py::test_question_and_answer",
+    r"python -m dapo\.simulate .*--table\b": "tests/simulate/test_command.py::test_the_smallest_run_of_a_table",
     r"python -m dapo\.simulate\b": "tests/simulate/test_command.py::test_the_smallest_run_prints_its_table",
     r"python -m dapo\.ablation\b": "tests/ablation/test_ablation.py::test_two_rungs_on_one_engine",
     r"python -m dapo\.bench[. ]rewards\b": "tests/bench/test_rewards.py::test_a_short_run_prints_a_table",

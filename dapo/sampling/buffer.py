@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
-from dapo.sampling.demand import Supply, UsableRate
+from dapo.sampling.demand import Forecast, Supply, UsableRate
 from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classify
+from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
@@ -61,6 +62,7 @@ class OversamplingBuffer:
         self._max_staleness = max_staleness
         self._total_steps = total_steps
         self.rate = UsableRate(certain=not filter_groups)
+        self.prospects = Prospects()
         self.draws = Draws()
         self.version = 0  # of the policy that the engines serve
         self.collecting = False
@@ -118,7 +120,7 @@ class OversamplingBuffer:
         supply = Supply(usable=self.draws.usable, in_flight=self.in_flight)
         count = self.rate.missing(self._batch, supply) if self.collecting else 0
         if self._max_staleness:
-            count = max(count, self.rate.allowed(self._batches_ahead() * self._batch, supply))
+            count = max(count, self._ahead())
         # Draws that went back leave gaps in the order; what waits behind a gap does not make the batch full.
         gaps = self.draws.gaps() if self._in_order and self.collecting and not self.full else 0
         count = max(count, gaps)
@@ -130,14 +132,25 @@ class OversamplingBuffer:
         if count <= 0:
             return []
         self._budget.drawn += count
-        return self.draws.start(count, self.version)
+        started = self.draws.start(count, self.version)
+        self.prospects.start(started)
+        return started
 
-    def _batches_ahead(self) -> int:
-        """Returns the number of updates that may train on what starts now."""
+    def _ahead(self) -> int:
+        """Counts the draws that may start for all the updates that may train on them."""
         last = self.version + self._max_staleness
         if self._total_steps:
             last = min(last, self._total_steps - 1)
-        return max(0, last - self._update + 1)
+        limit = max(0, last - self._update + 1) * self._batch
+        running = self.prospects.expected(self.rate.value)
+        there = Forecast(mean=self.draws.usable + running.mean, variance=running.variance)
+        return self.rate.allowed(limit, self._batch, there)
+
+    def verdict(self, index: int, accuracy: float) -> None:
+        """Notes the verdict on one response of a draw in flight: it tells early what the group will be."""
+        if self._max_staleness:
+            self.prospects.verdict(index, accuracy)
+            self.on_serving()
 
     def generated(self, index: int, tokens: int) -> None:
         """Notes that all responses of a draw are there, and the verdicts are not; ignores one that went back."""
@@ -151,6 +164,7 @@ class OversamplingBuffer:
         outcome, fate = self._keep(group)
         self._budget.add(group, outcome, fate)
         self.rate.observe(fate == TRAINED)
+        self.prospects.end(group.draw.index, fate == TRAINED)
         self._advance()
         self.on_scored(group, self.draws.live[group.draw.index].started)
 
@@ -204,6 +218,7 @@ class OversamplingBuffer:
             lost_tokens=sum(draw.tokens for draw in late.values()),
         )
         self.draws.send_back(late, self._why_back)
+        self.prospects.end_step(late)
         self._stale = len(late) if self._max_staleness else 0
         self._ready = 0
         self._advance()

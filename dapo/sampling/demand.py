@@ -16,6 +16,14 @@ class Supply:
     in_flight: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Holds mean and variance of a number of usable groups."""
+
+    mean: float
+    variance: float
+
+
 class UsableRate:
     """Estimates the share of draws that give a usable group, as it goes.
 
@@ -26,7 +34,10 @@ class UsableRate:
 
     KEEP = 0.5  # weight of the steps before, at each new step
     LATE_Z = 1.0  # a refill that comes late costs most of a response's time, a draw too many a thousandth of a step
-    AHEAD_Z = 2.0  # a draw too many ahead of time may be stale when its turn comes
+    AHEAD_Z = 2.0  # a draw too many ahead of time is stale when its turn comes
+    # One too few starts at the next policy version instead, and the longest of its responses ends that much later: so
+    # few groups of a batch may well become stale.
+    SURPLUS = 0.01
 
     def __init__(self, *, certain: bool) -> None:
         """Starts from a guess; certain: every draw is usable (no filter)."""
@@ -70,20 +81,19 @@ class UsableRate:
         total = (half + math.sqrt(max(half * half - slope * need * need, 0.0))) / slope
         return max(0, math.ceil(total - supply.in_flight - 1e-9))
 
-    def allowed(self, limit: int, supply: Supply) -> int:
-        """Counts the draws that may start now so that hardly ever (2 %) more than `limit` usable groups come out of the
-        window."""
+    def allowed(self, limit: int, batch: int, there: Forecast) -> int:
+        """Counts the draws that may start now for updates that train on `limit` groups, whole batches, in all: so many
+        that hardly ever (2 %) more than SURPLUS of a batch come out usable beyond them. there: what comes without
+        them."""
         p = self.value
-        room = limit - supply.usable - supply.in_flight * p
-        if room <= 0:
-            return 0
-        if self._certain or p >= 1.0:
-            return int(room)
-        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of those in flight / (1 - p)
+        if limit <= 0 or p >= 1.0:
+            return max(0, int(limit - there.mean))
+        room = limit + self.SURPLUS * batch - there.mean
+        # E[u] + z sd(u) <= limit, with y = sd / z: y^2 / (1 - p) + z y <= room + variance of what is there / (1 - p)
         spread = 1.0 / (1.0 - p)
-        own = supply.in_flight * p * (1.0 - p)
-        y = (-self.AHEAD_Z + math.sqrt(self.AHEAD_Z**2 + 4 * spread * (room + own * spread))) / (2 * spread)
-        return max(0, int((y * y - own) / (p * (1.0 - p))))
+        least = max(0.0, room + there.variance * spread)
+        y = (-self.AHEAD_Z + math.sqrt(self.AHEAD_Z**2 + 4 * spread * least)) / (2 * spread)
+        return max(0, int((y * y - there.variance) / (p * (1.0 - p))))
 
     def state(self) -> list[float]:
         """Returns what a checkpoint needs."""

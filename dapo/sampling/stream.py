@@ -49,19 +49,30 @@ def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
 
 
 async def scored_group(
-    draw: Draw, responses: Responses, rewards: RewardPool, clock: PhaseClock, wanted: Callable[[], bool] = lambda: True
+    draw: Draw,
+    responses: Responses,
+    rewards: RewardPool,
+    clock: PhaseClock,
+    wanted: Callable[[], bool] = lambda: True,
+    noted: Callable[[Score], None] = lambda score: None,
 ) -> Group | Cut:
-    """Scores each response as it ends. Returns a Cut when one was aborted, or when the group is not wanted any more at
-    the end of its generation: its verdicts are not waited for then."""
+    """Scores each response as it ends; `noted` is called with each score. Returns a Cut when one was aborted, or when
+    the group is not wanted any more at the end of its generation: its verdicts are not waited for then."""
     ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
+
+    async def score_of(sample: int, response: Response) -> Score:
+        score = await rewards.score(draw.prompt, sample, response)
+        noted(score)
+        return score
+
     try:
         with clock("generation"):
             async with aclosing(responses):
                 async for sample, response in responses:
                     ended[sample] = response
                     if not response.aborted:
-                        verdicts[sample] = asyncio.ensure_future(rewards.score(draw.prompt, sample, response))
+                        verdicts[sample] = asyncio.ensure_future(score_of(sample, response))
         in_order = tuple(ended[sample] for sample in sorted(ended))
         if len(verdicts) < len(ended) or not wanted():
             return Cut(lengths=tuple(len(response.token_ids) for response in in_order))
@@ -179,7 +190,12 @@ class GroupStream:
         seeds = [response_seed(self._seed, index, version, sample) for sample in range(self._sampling.n)]
         responses = self._rollouts.generate(key, draw.prompt.token_ids, self._sampling, seeds)
         watched = self._watched(index, key, responses)
-        group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running)
+
+        def noted(score: Score) -> None:
+            if key in self._running:  # its draw has not started again
+                self.buffer.verdict(index, score.accuracy)
+
+        group = scored_group(draw, watched, self._rewards, self._clock, lambda: key in self._running, noted)
         task = asyncio.create_task(group)
         self._running[key] = (index, task)
         task.add_done_callback(lambda _: self._finish(key))

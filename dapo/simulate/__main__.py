@@ -8,11 +8,12 @@ submits at once exactly the draws up to the last one needed.
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.report.table import head, row
-from dapo.simulate.books import Scenario, Simulation
+from dapo.simulate import bound, layouts
+from dapo.simulate.books import Scenario, Simulation, later
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
@@ -31,12 +32,9 @@ COLUMNS = (
 )
 
 
-def later(times: Sequence[float]) -> float:
-    """Returns the mean without the first step, whose mixed rate is not known in advance."""
-    return sum(times[1:]) / (len(times) - 1)
-
-
-def cells(name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float) -> list[str]:
+def strategy_cells(
+    name: str, scenario: Scenario, result: Simulation, base: float, seconds_per_token: float
+) -> list[str]:
     """Returns the cells of one line of the table. base: mean step time at staleness 0."""
     drift = f" {scenario.workload.rate_drift:+g}" if scenario.workload.rate_drift else ""
     return [
@@ -89,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
     names = list(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--table", default="strategies", choices=TABLES, help="what to compare: %(choices)s")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1], help="of the bound's table")
     parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
     parser.add_argument("--rate-drift", type=float, nargs="+", default=[0.0], help="changes per 1,000 draws")
     parser.add_argument("--engines", type=int, default=16)
@@ -103,9 +103,41 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
+    parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
+    parser.add_argument("--gpus-per-engine", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def compare_bound(given: argparse.Namespace) -> None:
+    """Prints idle shares at bounded staleness next to what the bound forces."""
+    print(head(bound.COLUMNS))
+    for scenario, staleness in itertools.product(scenarios(given), given.staleness):
+        print(row(bound.cells(scenario, staleness, 1 / given.tokens_per_s)), flush=True)
+
+
+def compare_layouts(given: argparse.Namespace) -> None:
+    """Prints what layouts of the same number of GPUs do."""
+    print(head(layouts.COLUMNS))
+    for scenario in scenarios(given):
+        switch = given.switch_s * given.tokens_per_s
+        for cells in layouts.rows(scenario, switch, given.gpus_per_engine, 1 / given.tokens_per_s):
+            print(row(cells), flush=True)
+
+
+def compare_strategies(given: argparse.Namespace) -> None:
+    """Prints dapo's strategies and others' side by side."""
+    print(head(COLUMNS))
+    for scenario in scenarios(given):
+        strict = streaming(scenario)
+        base = later(strict.steps)
+        for name in given.strategies:
+            result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
+            print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
+
+
+TABLES = {"strategies": compare_strategies, "bound": compare_bound, "layouts": compare_layouts}
 
 
 def main() -> None:
@@ -113,13 +145,7 @@ def main() -> None:
     given = parser().parse_args()
     if given.steps < 2:
         parser().error(f"--steps ({given.steps}) must be at least 2: the first step is not counted")
-    print(head(COLUMNS))
-    for scenario in scenarios(given):
-        strict = streaming(scenario)
-        base = later(strict.steps)
-        for name in given.strategies:
-            result = strict if STRATEGIES[name] is streaming else STRATEGIES[name](scenario)
-            print(row(cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
+    TABLES[given.table](given)
 
 
 if __name__ == "__main__":

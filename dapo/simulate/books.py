@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.simulate.fleet import Attempt, Draws, Fleet, Workload
+from dapo.simulate.fleet import Attempt, Draws, Ended, Fleet, Workload
 from dapo.types import Draw, Group, Prompt, Score
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -32,25 +32,33 @@ class Scenario:
     steps: int = 10
 
 
+def later(times: Sequence[float]) -> float:
+    """Returns the mean without the first step, whose mixed rate is not known in advance."""
+    return sum(times[1:]) / (len(times) - 1)
+
+
 class Simulation:
     """Runs one strategy on one fleet and keeps its books. The engines stand still while they load weights (`sync`), so
     that real time is the fleet's time plus all pauses. Times are in tokens of one slot.
 
     generation: per step, the time from the start of its generation to its batch. oracle: the same for exactly the draws
-    that the step used, all submitted at once (only where a step stands alone). trained: draws in the order of training,
+    that the step used, all submitted at once, and work the time that they would take in slots that are never free (only
+    where a step stands alone). trained: draws in the order of training,
     per step. trained_lengths, mixed_lengths: mean response length of every group trained on, and of every mixed one
     that ever started, finished or not.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, lent: int = 0) -> None:
+        """Starts with nothing drawn. lent: engines on the actors' GPUs, which sleep at first."""
         self.scenario = scenario
         self.draws = Draws(scenario.workload)
-        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots)
+        self.fleet = Fleet(engines=scenario.engines, slots=scenario.slots, lent=lent)
         self.version = 0  # updates done
         self.attempts: dict[int, Attempt] = {}  # the last one of every draw
         self.wasted_tokens = 0
         self.generation: list[float] = []
         self.oracle: list[float] = []
+        self.work: list[float] = []
         self.trained: list[tuple[int, ...]] = []
         self.trained_lengths: list[float] = []
         self.mixed_lengths: list[float] = []
@@ -78,11 +86,15 @@ class Simulation:
     def room(self) -> int:
         """Counts the draws that may start now: all slots busy, and one draw waiting per engine."""
         n = self.scenario.workload.n
-        return (self.fleet.capacity + self.scenario.engines * n - self.fleet.in_flight) // n
+        return (self.fleet.capacity + self.fleet.awake * n - self.fleet.in_flight) // n
+
+    def foretold(self, index: int) -> Attempt:
+        """Returns what a draw gives if it starts now."""
+        return self.draws.attempt(index, self.version)
 
     def start(self, index: int) -> None:
         """Sends a draw to the fleet."""
-        attempt = self.attempts[index] = self.draws.attempt(index, self.version)
+        attempt = self.attempts[index] = self.foretold(index)
         self._versions[index] = self.version
         if attempt.is_mixed:
             self.mixed_lengths.append(attempt.tokens / len(attempt.lengths))
@@ -96,18 +108,18 @@ class Simulation:
             self.start(index)
         return batch
 
-    def step(self) -> int | None:
-        """Runs to the end of the next response and returns the draw that it completes, if it does."""
-        finished = self.fleet.step()
-        if finished is not None:
-            self._generated_tokens += self.attempts[finished].tokens
-        return finished
+    def step(self) -> Ended:
+        """Runs to the end of the next response."""
+        ended = self.fleet.step()
+        if ended.last:
+            self._generated_tokens += self.attempts[ended.draw].tokens
+        return ended
 
     def next_finished(self) -> int:
         """Runs until a draw is complete and returns it."""
-        while (finished := self.step()) is None:
+        while not (ended := self.step()).last:
             pass
-        return finished
+        return ended.draw
 
     def abort(self, indices: Collection[int]) -> int:
         """Ends these draws and returns the tokens that the unfinished ones had made, which are wasted."""
@@ -120,7 +132,7 @@ class Simulation:
         """Returns the scored group of a finished draw."""
         attempt = self.attempts[index]
         prompt = Prompt(id=index, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
-        scores = (RIGHT,) * attempt.correct + (WRONG,) * (len(attempt.lengths) - attempt.correct)
+        scores = tuple(RIGHT if right else WRONG for right in attempt.right)
         return Group(draw=Draw(index=index, prompt=prompt), responses=(), scores=scores)
 
     def closed(self, trained: Sequence[int]) -> None:
@@ -153,6 +165,7 @@ class Simulation:
         while fleet.in_flight:
             fleet.step()
         self.oracle.append(fleet.now)
+        self.work.append(fleet.busy / fleet.capacity)
 
     @property
     def steps(self) -> list[float]:
@@ -160,9 +173,19 @@ class Simulation:
         return [end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False)]
 
     @property
+    def busy(self) -> float:
+        """Returns the share of the engines' slot time with a response."""
+        return self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
+
+    @property
+    def lent(self) -> float:
+        """Returns the share of the slot time of as many lent engines that these had a response."""
+        return self.fleet.lent_busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
+
+    @property
     def idle(self) -> float:
-        """Returns the share of slot time without a response."""
-        return 1.0 - self.fleet.busy / (self.fleet.capacity * self._ends[-1])
+        """Returns the share of the engines' slot time without a response."""
+        return 1.0 - self.busy
 
     @property
     def goodput(self) -> float:

@@ -35,10 +35,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. correct: of them."""
+    """Holds what one start of a draw gives. lengths: of its n responses, in tokens. right: which of them are."""
 
     lengths: tuple[int, ...]
-    correct: int
+    right: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -48,7 +48,16 @@ class Attempt:
     @property
     def is_mixed(self) -> bool:
         """Says whether some responses are right and some wrong."""
-        return 0 < self.correct < len(self.lengths)
+        return any(self.right) and not all(self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Says which response of which draw ended. last: the draw is complete with it."""
+
+    draw: int
+    sample: int
+    last: bool
 
 
 class Draws:
@@ -75,32 +84,73 @@ class Draws:
         right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
         ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
         lengths = np.exp(math.log(w.median) + w.sigma * rng.standard_normal((CHUNK, w.n)))
-        lengths = np.where(ranks < right[:, None], lengths, lengths * w.wrong_longer)
+        is_right = ranks < right[:, None]
+        lengths = np.where(is_right, lengths, lengths * w.wrong_longer)
         whole = np.clip(lengths, 1, w.cap).astype(int).tolist()
-        return [Attempt(tuple(row), count) for row, count in zip(whole, right.tolist(), strict=True)]
+        return [Attempt(tuple(row), tuple(each)) for row, each in zip(whole, is_right.tolist(), strict=True)]
 
 
 class Fleet:
-    """Simulates `engines` with `slots` each. Time is in tokens of one slot; `now` stands still while the fleet is
-    paused."""
+    """Simulates `engines` with `slots` each, and `lent` more that sleep at first. Time is in tokens of one slot; `now`
+    stands still while the fleet is paused."""
 
-    def __init__(self, *, engines: int, slots: int) -> None:
+    def __init__(self, *, engines: int, slots: int, lent: int = 0) -> None:
         self.now = 0.0
-        self.busy = 0.0  # slot-time in use
+        self.busy = self.lent_busy = 0.0  # slot-time in use, of the engines and of those that are lent
         self.in_flight = 0  # responses submitted and not finished
-        self.capacity = engines * slots
-        self._free = [slots] * engines
-        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines)]
-        self._running = 0
+        self.ended = self.ended_tokens = 0  # responses that came to their end
+        self.awake = engines
+        self._engines, self._lent, self._slots = engines, lent, slots
+        self._free = [slots] * (engines + lent)
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(engines + lent)]
         self._events: list[tuple[float, int, int, int]] = []  # (end, engine, draw, sample)
         self._lengths: dict[int, tuple[int, ...]] = {}  # of draws in flight
         self._began: dict[tuple[int, int], float] = {}
         self._left: dict[int, int] = {}  # responses of a draw that did not end
         self._made: dict[int, int] = {}  # tokens of those that did, for unfinished draws
+        self._put_down: dict[tuple[int, int], float] = {}  # tokens of responses that wait to go on
+
+    @property
+    def capacity(self) -> int:
+        """Counts the slots of the engines that are awake."""
+        return self.awake * self._slots
+
+    @property
+    def queued(self) -> int:
+        """Counts the responses that wait for a slot."""
+        return sum(map(len, self._queues))
+
+    def wake(self) -> None:
+        """Lets the lent engines take what is submitted from now on."""
+        self.awake = self._engines + self._lent
+
+    def sleep(self) -> None:
+        """Ends the lent engines' part: what they run and what waits for them goes on elsewhere, before what is new."""
+        self.awake = self._engines
+        moved = sorted(key for engine in range(self._engines, len(self._queues)) for key in self._queues[engine])
+        for _, engine, draw, sample in self._events:
+            if engine >= self._engines:
+                self._put_down[draw, sample] = self.now - self._began.pop((draw, sample))
+                moved.append((draw, sample))
+        self._events = [event for event in self._events if event[1] < self._engines]
+        heapq.heapify(self._events)
+        for engine in range(self._engines, len(self._queues)):
+            self._queues[engine].clear()
+            self._free[engine] = self._slots
+        for key in sorted(moved, reverse=True):
+            engine = self._least_loaded()
+            if self._free[engine]:
+                self._free[engine] -= 1
+                self._begin(engine, *key)
+            else:
+                self._queues[engine].appendleft(key)
+
+    def _least_loaded(self) -> int:
+        return min(range(self.awake), key=lambda e: len(self._queues[e]) - self._free[e])
 
     def submit(self, index: int, lengths: tuple[int, ...]) -> None:
         """Sends all responses of a draw to the engine with the fewest."""
-        engine = min(range(len(self._free)), key=lambda e: len(self._queues[e]) - self._free[e])
+        engine = self._least_loaded()
         n = len(lengths)
         self._lengths[index] = lengths
         self._left[index] = n
@@ -109,14 +159,13 @@ class Fleet:
         for sample in range(n):
             if self._free[engine]:
                 self._free[engine] -= 1
-                self._running += 1
                 self._begin(engine, index, sample)
             else:
                 self._queues[engine].append((index, sample))
 
     def _begin(self, engine: int, index: int, sample: int) -> None:
-        self._began[index, sample] = self.now
-        end = self.now + self._lengths[index][sample]
+        began = self._began[index, sample] = self.now - self._put_down.pop((index, sample), 0.0)
+        end = began + self._lengths[index][sample]
         heapq.heappush(self._events, (end, engine, index, sample))
 
     @property
@@ -126,22 +175,26 @@ class Fleet:
 
     def advance(self, now: float) -> None:
         """Lets time pass, at most to the next end."""
-        self.busy += self._running * (now - self.now)
+        slots, edge = self._slots, self._engines
+        self.busy += (edge * slots - sum(self._free[:edge])) * (now - self.now)
+        self.lent_busy += (self._lent * slots - sum(self._free[edge:])) * (now - self.now)
         self.now = now
 
-    def step(self) -> int | None:
-        """Runs to the end of the next response and returns the draw that it completes, if it does."""
+    def step(self) -> Ended:
+        """Runs to the end of the next response."""
         end, engine, index, sample = heapq.heappop(self._events)
         self.advance(end)
         del self._began[index, sample]
         self.in_flight -= 1
+        self.ended += 1
+        self.ended_tokens += self._lengths[index][sample]
         self._made[index] += self._lengths[index][sample]
         self._release(engine)
         self._left[index] -= 1
-        if self._left[index]:
-            return None
-        del self._left[index], self._made[index], self._lengths[index]
-        return index
+        last = not self._left[index]
+        if last:
+            del self._left[index], self._made[index], self._lengths[index]
+        return Ended(index, sample, last)
 
     def abort(self, indices: Collection[int]) -> int:
         """Ends these draws, running or waiting, and returns the tokens that the unfinished ones had made."""
@@ -150,6 +203,8 @@ class Fleet:
             return 0
         made = sum(self._made[index] for index in gone)
         made += sum(int(self.now - began) for (index, _), began in self._began.items() if index in gone)
+        waiting = [key for key in self._put_down if key[0] in gone]
+        made += sum(int(self._put_down.pop(key)) for key in waiting)
         for queue in self._queues:
             kept = [entry for entry in queue if entry[0] not in gone]
             queue.clear()
@@ -171,4 +226,3 @@ class Fleet:
             self._begin(engine, *self._queues[engine].popleft())
         else:
             self._free[engine] += 1
-            self._running -= 1

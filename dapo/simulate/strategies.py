@@ -8,23 +8,84 @@ import math
 from collections.abc import Callable
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.demand import Supply
+from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 
+Rule = Callable[[OversamplingBuffer, Simulation], None]
 
-def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DRAW_ORDER) -> Simulation:
-    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on."""
-    run = Simulation(scenario)
+
+def own(buffer: OversamplingBuffer, run: Simulation) -> None:
+    """Leaves the buffer as it is."""
+
+
+class Lender:
+    """Wakes engines on the actors' GPUs while the actors wait for a batch that is far from full, and gives the GPUs
+    back when it is. awake_at: when engines that wake now will serve; infinite where none do."""
+
+    def __init__(self, run: Simulation, buffer: OversamplingBuffer, lending: Lending | None) -> None:
+        """Lends nothing where `lending` is None."""
+        self.awake_at = math.inf
+        self._run, self._buffer, self._lending = run, buffer, lending
+        self._lent = False
+
+    def consider(self) -> None:
+        """Begins to wake the engines where `Lending.gain_s` says that it pays. What waits is what the batch misses by
+        the demand estimate, and what no slot is free for."""
+        run, buffer = self._run, self._buffer
+        if self._lending is None or self._lent or not buffer.collecting or not run.fleet.ended:
+            return
+        supply = Supply(usable=buffer.draws.usable, in_flight=buffer.in_flight)
+        missing = buffer.rate.missing(run.scenario.batch, supply) * run.scenario.workload.n
+        response = run.fleet.ended_tokens / run.fleet.ended
+        if self._lending.gain_s(missing + run.fleet.queued, response) > 0:
+            self._lent = True
+            self.awake_at = run.now + self._lending.wake_s
+
+    def wake(self) -> None:
+        """Lets the engines serve."""
+        self.awake_at = math.inf
+        self._run.fleet.wake()
+
+    def give_back(self) -> float:
+        """Puts the engines to sleep and returns how long that takes; what they ran goes on in the others."""
+        if self._lending is None or not self._lent:
+            return 0.0
+        self._lent, self.awake_at = False, math.inf
+        self._run.fleet.sleep()
+        return self._lending.sleep_s
+
+
+def streaming(
+    scenario: Scenario,
+    *,
+    max_staleness: int = 0,
+    admission: str = DRAW_ORDER,
+    rule: Rule = own,
+    lending: Lending | None = None,
+) -> Simulation:
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on. rule: changes
+    how far ahead the buffer draws (`dapo.simulate.rules`). lending: as many engines more, on the actors' GPUs, help
+    where that pays; its times are in tokens of one slot."""
+    run = Simulation(scenario, lent=scenario.engines if lending else 0)
     buffer = OversamplingBuffer(
         train_batch_size=scenario.batch,
         max_in_flight=run.fleet.capacity,  # draws: `room` is the bound
         admission=admission,
         max_staleness=max_staleness,
     )
+    rule(buffer, run)
+    lender = Lender(run, buffer, lending)
     update_end = math.inf
     buffer.open()
     while run.version < scenario.steps:
         for index in buffer.take(run.room()):
             run.start(index)
+        lender.consider()
+        if lender.awake_at <= min(update_end, run.next_end):
+            run.let_time_pass(lender.awake_at)
+            lender.wake()
+            continue
         if update_end <= run.next_end:
             run.let_time_pass(update_end)
             run.updated()
@@ -33,8 +94,10 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
             buffer.open()
             update_end = math.inf
             continue
-        finished = run.step()
-        if finished is None:
+        ended = run.step()
+        finished = ended.draw
+        buffer.verdict(finished, float(run.attempts[finished].right[ended.sample]))
+        if not ended.last:
             continue
         buffer.generated(finished, run.attempts[finished].tokens)
         buffer.add(run.group(finished))
@@ -47,7 +110,7 @@ def streaming(scenario: Scenario, *, max_staleness: int = 0, admission: str = DR
         run.closed([group.draw.index for group in collected.groups])
         if max_staleness == 0 and admission == DRAW_ORDER:
             run.add_oracle(run.attempts[group.draw.index] for group in collected.drawn)
-        update_end = run.now + scenario.update
+        update_end = run.now + lender.give_back() + scenario.update
     return run
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.sampling.demand import Supply, UsableRate
+from dapo.sampling.demand import Forecast, Supply, UsableRate
 
 EXAMPLES = settings(deadline=None, max_examples=200)
 
@@ -20,6 +20,16 @@ def rate_of(share: float, draws: float, *, certain: bool = False) -> UsableRate:
 
 def supply(known: int = 0, running: int = 0) -> Supply:
     return Supply(usable=known, in_flight=running)
+
+
+def forecast(known: int = 0, running: float = 0, p: float = 0.5) -> Forecast:
+    """What comes of so many usable groups and draws in flight of which nothing is heard yet."""
+    return Forecast(mean=known + running * p, variance=running * p * (1 - p))
+
+
+def allowed(rate: UsableRate, limit: int, at: Supply) -> int:
+    """Batches of a size that leaves no surplus: SURPLUS is a question of its own."""
+    return rate.allowed(limit, 0, forecast(at.usable, at.in_flight, rate.value))
 
 
 def at_least(successes: int, draws: int, p: float) -> float:
@@ -72,13 +82,52 @@ def test_missing_grows_with_the_need_and_shrinks_with_what_is_there(rate, wanted
 
 
 @EXAMPLES
+@given(
+    rate=RATES,
+    batches=st.integers(1, 3),
+    batch=st.integers(1, 600),
+    known=COUNTS,
+    mean=st.floats(0, 600),
+    variance=st.floats(0, 150),
+)
+def test_allowed_is_the_most_that_the_bound_lets(rate, batches, batch, known, mean, variance):
+    """Two standard deviations above the mean, a hundredth of a batch may be too many, and not one draw more."""
+    there = Forecast(mean=known + mean, variance=variance)
+    limit, p = batches * batch, rate.value
+    more = rate.allowed(limit, batch, there)
+    if p >= 1.0:
+        assert more == max(0, int(limit - there.mean))
+        return
+
+    def too_many(count: int) -> float:
+        deviation = math.sqrt(variance + count * p * (1 - p))
+        return there.mean + count * p + 2 * deviation - limit - batch / 100
+
+    assert more == 0 or too_many(more) <= 1e-6
+    assert too_many(more + 1) > -1e-6
+
+
+@EXAMPLES
 @given(rate=RATES, limit=st.integers(1, 600), known=COUNTS, running=COUNTS)
 def test_allowed_shrinks_with_what_is_there(rate, limit, known, running):
-    more = rate.allowed(limit, supply(known, running))
+    more = allowed(rate, limit, supply(known, running))
     assert more >= 0
-    assert rate.allowed(limit + 1, supply(known, running)) >= more
-    assert rate.allowed(limit, supply(known + 1, running)) <= more
-    assert rate.allowed(limit, supply(known, running + 1)) <= more
+    assert allowed(rate, limit + 1, supply(known, running)) >= more
+    assert allowed(rate, limit, supply(known + 1, running)) <= more
+    assert allowed(rate, limit, supply(known, running + 1)) <= more
+    assert rate.allowed(limit, 0, Forecast(mean=known, variance=running + 1.0)) <= allowed(rate, limit, supply(known))
+
+
+def test_nothing_is_allowed_where_no_update_follows():
+    assert rate_of(0.5, 50.0).allowed(0, 512, forecast()) == 0
+
+
+@pytest.mark.parametrize("share", [0.28, 0.5, 0.9])
+def test_a_hundredth_of_a_batch_may_be_too_many(share):
+    """The exact binomial gives 2 % for more than that, and hardly less."""
+    rate, batch = rate_of(share, 1e9), 500
+    most = rate.allowed(2 * batch, batch, forecast(p=share))
+    assert 0.012 <= at_least(2 * batch + 6, most, share) <= 0.033
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -86,7 +135,7 @@ def test_allowed_shrinks_with_what_is_there(rate, limit, known, running):
 def test_what_was_started_is_enough_and_no_excuse_for_more(share, certain):
     """The buffer asks at every event: a second question at once must give no more draws."""
     rate = rate_of(share, 300.0, certain=certain)
-    for count in (rate.missing, rate.allowed):
+    for count in (rate.missing, lambda limit, at: allowed(rate, limit, at)):
         first = count(128, supply())
         assert first > 0 and count(128, supply(running=first)) <= 1
 
@@ -100,7 +149,7 @@ def test_against_the_exact_binomial(share, wanted, running):
     enough = running + rate.missing(wanted, supply(running=running))
     assert 0.80 <= at_least(wanted, enough, share) <= 0.97 or enough == running
     assert at_least(wanted, enough - 2, share) < 0.95 or enough == running
-    most = running + rate.allowed(wanted, supply(running=running))
+    most = running + allowed(rate, wanted, supply(running=running))
     if most > running:
         assert at_least(wanted + 1, most, share) <= 0.033
         deviation = math.sqrt(most * share * (1 - share))
@@ -121,7 +170,7 @@ def test_a_rate_that_is_in_doubt_asks_for_more():
 
 
 @pytest.mark.parametrize(
-    ("rate", "wanted", "at", "missing", "allowed"),
+    ("rate", "wanted", "at", "missing", "ahead"),
     [
         pytest.param(rate_of(1.0, 50.0), 8, supply(), 8, 8, id="every draw usable"),
         pytest.param(rate_of(1.0, 50.0), 8, supply(3, 2), 3, 3, id="every draw usable, some there"),
@@ -133,8 +182,8 @@ def test_a_rate_that_is_in_doubt_asks_for_more():
         pytest.param(UsableRate(certain=True), 8, supply(2, 3), 3, 3, id="no filter"),
     ],
 )
-def test_edges(rate, wanted, at, missing, allowed):
-    assert (rate.missing(wanted, at), rate.allowed(wanted, at)) == (missing, allowed)
+def test_edges(rate, wanted, at, missing, ahead):
+    assert (rate.missing(wanted, at), allowed(rate, wanted, at)) == (missing, ahead)
 
 
 @pytest.mark.parametrize("share", [1e-6, 1e-3, 0.5, 1 - 1e-9, 1 - 1e-15])
@@ -142,11 +191,11 @@ def test_edges(rate, wanted, at, missing, allowed):
 @pytest.mark.parametrize("wanted", [1, 10**6])
 def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws, wanted):
     rate = rate_of(share, draws)
-    missing, allowed = rate.missing(wanted, supply()), rate.allowed(wanted, supply())
-    assert type(missing) is int and type(allowed) is int
+    missing, ahead = rate.missing(wanted, supply()), allowed(rate, wanted, supply())
+    assert type(missing) is int and type(ahead) is int
     assert wanted <= missing <= 60 * (wanted / share) + 60 / share
-    assert 0 <= allowed <= wanted / share
-    assert rate.missing(wanted, supply(0, 10**14)) == 0 and rate.allowed(wanted, supply(0, 10**13)) == 0
+    assert 0 <= ahead <= wanted / share
+    assert rate.missing(wanted, supply(0, 10**14)) == 0 and allowed(rate, wanted, supply(0, 10**13)) == 0
 
 
 def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():

@@ -1,10 +1,12 @@
 """When responses are scored: as they end, not with their group; and what is checked before a batch is handed out."""
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 
 from dapo.measure.clock import PhaseClock
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.stream import scored_group
 from dapo.types import Cut, Draw
 from tests.support.fakes import FakeRewards, FakeRollouts, make_prompt, make_response
@@ -41,9 +43,9 @@ class SignallingRewards(FakeRewards):
         return await super().score(prompt, sample, response)
 
 
-async def group_of(rollouts, rewards, wanted=lambda: True):
+async def group_of(rollouts, rewards, wanted=lambda: True, noted=lambda score: None):
     responses = rollouts.generate("key", DRAW.prompt.token_ids, SETTINGS, range(SETTINGS.n))
-    return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted)
+    return await scored_group(DRAW, responses, rewards, PhaseClock(), wanted, noted)
 
 
 def test_scoring_starts_when_a_response_ends():
@@ -67,6 +69,42 @@ def test_an_aborted_group_is_cut_though_some_scores_were_made():
     group, seen = run(body())
     assert group == Cut(lengths=tuple(3 + sample for sample in range(SETTINGS.n))) and group.num_tokens == 18
     assert len(seen) == SETTINGS.n - 2
+
+
+@pytest.mark.parametrize("aborted", [0, 2])
+def test_each_score_is_noted_as_soon_as_it_is_there_and_none_of_an_aborted_response(aborted):
+    async def body():
+        rollouts, noted = StaircaseRollouts(aborted=aborted), []
+        await group_of(rollouts, SignallingRewards(rollouts), noted=lambda score: noted.append(score.accuracy))
+        return noted
+
+    heard = run(body())
+    due = [some_mixed(DRAW.prompt, sample, None) for sample in reversed(range(aborted, SETTINGS.n))]
+    # Of a group that is cut the last verdict is not waited for.
+    assert heard and heard == (due[: len(heard)] if aborted else due)
+
+
+def test_the_buffer_hears_verdicts_while_a_draw_runs_and_none_of_a_start_that_went_back():
+    class Listening(OversamplingBuffer):
+        heard: ClassVar[list[tuple[bool, float]]] = []
+
+        def verdict(self, index, accuracy):
+            self.heard.append((self._runs(index), accuracy))
+            super().verdict(index, accuracy)
+
+    async def body():
+        buffer = Listening(train_batch_size=4, max_in_flight=12, max_staleness=1)
+        stream = make_stream(FakeRollouts(seed=1, max_turns=30))
+        buffer.on_serving, stream.buffer = stream.buffer.on_serving, buffer
+        try:
+            return [await steps(stream, range(0, 3)), buffer.draws.metrics()]
+        finally:
+            await stream.close()
+
+    _, metrics = run(body())
+    assert len(Listening.heard) >= SETTINGS.n * metrics["ledger/draws_trained"]
+    assert all(runs for runs, _ in Listening.heard)
+    assert {accuracy for _, accuracy in Listening.heard} == {0.0, 1.0}
 
 
 def test_a_group_that_is_not_wanted_leaves_no_verdict_running():

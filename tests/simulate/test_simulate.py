@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from dapo.sampling.buffer import COMPLETION
+from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
+from dapo.simulate.bound import forced
 from dapo.simulate.fleet import Draws, Fleet, Workload
+from dapo.simulate.rules import knowing, shy
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 
@@ -122,9 +125,9 @@ def test_the_fleet_queues_and_frees_slots():
     assert fleet.in_flight == 12
     ends = {}
     while fleet.in_flight:
-        finished = fleet.step()
-        if finished is not None:
-            ends[finished] = fleet.now
+        ended = fleet.step()
+        if ended.last:
+            ends[ended.draw] = fleet.now
     # The third draw takes the slots of the first engine at 2, 3, 5 and 7.
     assert ends == {0: 9, 1: 30, 2: 23}
     assert fleet.busy == sum(sum(each) for each in lengths.values())
@@ -148,3 +151,71 @@ def test_a_draw_that_starts_again_at_a_later_version_gives_other_responses():
     assert draws.attempt(7, 0) != draws.attempt(7, 1) != draws.attempt(8, 1)
     mixed = [draws.attempt(index, 0).is_mixed for index in range(4000)]
     assert abs(np.mean(mixed) - 0.5) < 0.03
+
+
+def test_lent_engines_take_work_only_while_they_are_awake_and_what_they_ran_goes_on_elsewhere():
+    fleet = Fleet(engines=1, slots=2, lent=1)
+    fleet.submit(0, (10, 10))
+    fleet.submit(1, (4, 30))
+    assert (fleet.capacity, fleet.queued) == (2, 2)
+    fleet.wake()
+    fleet.submit(2, (6, 20))
+    assert fleet.capacity == 4
+    while fleet.now < 6:
+        fleet.step()
+    fleet.sleep()
+    assert (fleet.capacity, fleet.queued, fleet.in_flight) == (2, 3, 5)
+    ends = {}
+    while fleet.in_flight:
+        ended = fleet.step()
+        ends[ended.draw, ended.sample] = fleet.now
+    # Draw 2 has made 6 of 20 tokens when it goes on at 10, before the next of draw 1.
+    assert ends == {(0, 0): 10, (0, 1): 10, (1, 0): 14, (2, 1): 24, (1, 1): 44}
+    assert fleet.lent_busy == 6 + 6 and fleet.busy + fleet.lent_busy == 10 + 10 + 4 + 30 + 6 + 20
+
+
+def test_a_response_that_was_put_down_counts_once_when_its_draw_goes_back():
+    fleet = Fleet(engines=1, slots=1, lent=1)
+    fleet.submit(0, (100,))
+    fleet.wake()
+    fleet.submit(1, (50,))
+    fleet.advance(20.0)
+    fleet.sleep()
+    assert fleet.abort([1]) == 20 and fleet.in_flight == 1
+    assert fleet.step().draw == 0 and fleet.now == 100 and fleet.busy + fleet.lent_busy == 100 + 20
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_lending_makes_steps_shorter_and_trains_on_draws_in_order(max_staleness):
+    scenario = make_scenario(0.28, slots=32, steps=4, update=3000.0, sync=150)
+    slots = scenario.engines * scenario.slots
+    apart = streaming(scenario, max_staleness=max_staleness)
+    lending = Lending(own=slots, lent=slots, wake_s=300.0, sleep_s=300.0)
+    result = streaming(scenario, max_staleness=max_staleness, lending=lending)
+    assert later(result.steps) <= 0.8 * later(apart.steps)
+    assert result.lent > 0 and result.wasted <= 0.05
+    trained = [index for step in result.trained for index in step]
+    assert trained == sorted(set(trained))
+    if max_staleness == 0:
+        assert result.trained == apart.trained, "on-policy: a run depends on its seed alone"
+
+
+def test_what_costs_more_than_it_gains_is_not_lent():
+    scenario = make_scenario(0.5, slots=64, steps=3, update=3000.0)
+    slots = scenario.engines * scenario.slots
+    lending = Lending(own=slots, lent=slots, wake_s=1e6, sleep_s=1e6)
+    result = streaming(scenario, max_staleness=1, lending=lending)
+    assert result.lent == 0 and result.steps == streamed(scenario, 1).steps
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9])
+def test_staleness_1_idles_as_little_as_its_bound_forces(rate):
+    """Long answers and updates against short generation; whole groups alone, and two standard deviations, cost more."""
+    generation = later(streamed(make_scenario(rate, 64)).generation) / 3
+    scenario = make_scenario(rate, 64, steps=8, update=0.43 * generation, sync=150)
+    step, _ = forced(scenario, 1)
+    result = streaming(scenario, max_staleness=1)
+    least, before = (streaming(scenario, max_staleness=1, rule=rule) for rule in (knowing, shy))
+    assert later(least.steps) / 7 <= 1.05 * step, "the bound can be reached"
+    assert later(result.steps) <= 1.04 * later(least.steps) < later(before.steps)
+    assert result.wasted <= 0.01 and least.wasted == 0
