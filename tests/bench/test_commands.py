@@ -10,7 +10,7 @@ import pytest
 from dapo import bench
 from dapo.bench.__main__ import main, parse
 
-COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "sync")
+COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "decode", "sync")
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
