@@ -134,6 +134,18 @@ def test_save(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+def test_decode(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba", reason="n-gram drafts need it; bash launch/install.sh")
+    main(["decode", "--requests", "1", "4", "--rounds", "2", "--ngram", "1"])
+    [rows] = tables(capsys.readouterr().out)
+    assert [row["requests"] for row in rows] == ["1", "4"]
+    for row in rows:
+        ratio = float(row["tokens/s with"]) / float(row["tokens/s without"])
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=0.02) and float(row["s with"]) > 0
+        assert 0 < float(row["accepted"]) < 1 < float(row["per draft"]) < 5
+
+
+@pytest.mark.ray
 def test_sync(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape 1m --ranks 1 --colocate --turns 1 --syncs 1 --transports broadcast ipc"
     main(["sync", *words.split()])
