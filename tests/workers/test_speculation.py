@@ -119,7 +119,7 @@ def differences(model, prompt: np.ndarray, response: Response) -> np.ndarray:
 
 
 def p_value(first: Sequence[str], second: Sequence[str]) -> float:
-    """Of Pearson's test that two samples of equal size have one distribution; texts expected fewer than 5 times in
+    """Pearson's test that two samples of equal size have one distribution; texts expected fewer than 5 times in
     each are one category. The chi-square distribution's tail is taken by Wilson and Hilferty's approximation."""
     counts = (Counter(first), Counter(second))
     both = counts[0] + counts[1]
@@ -198,7 +198,7 @@ def test_log_probabilities_are_the_models_and_weights_change_in_flight(pools, pr
 
 
 def test_a_seed_gives_one_response_unless_drafts_depend_on_the_batch(pools, prompts, loop):
-    """With as many drafted tokens whatever runs; with a limit on the requests a response may depend on the others."""
+    """It may depend on the others where a limit on the requests turns drafts off."""
     drafting, few, plain = pools
 
     async def alone(pool) -> list[list[int]]:
