@@ -1,7 +1,10 @@
 """A real vLLM engine in FP8 on a CPU: each weight sync is quantized as the files were, and none of it is left out."""
 
 import asyncio
+import shutil
 from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +33,8 @@ def mean_difference(model, responses: list[Response]) -> float:
     return float(np.concatenate(found).mean())
 
 
-def test_a_sync_quantizes_what_it_brings(ray_cluster: None) -> None:
+def test_a_sync_quantizes_what_it_brings(ray_cluster: None, tmp_path: Path) -> None:
+    """It gives the bits of an engine that has loaded the same weights from files, there and back."""
     from workers.engines.arguments import engine_args
     from workers.placement import Placement
     from workers.rollout import RolloutPool
@@ -57,21 +61,25 @@ def test_a_sync_quantizes_what_it_brings(ray_cluster: None) -> None:
         found = {number: response async for number, response in pool.generate(key, PROMPT, sampling, range(64))}
         return [found[number] for number in range(64)]
 
-    async def scenario() -> list[list[Response]]:
+    async def scenario(files: str, *syncs: Any) -> list[list[Response]]:
+        """Responses of an engine that loads `files`, and after each sync."""
         pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
-        await pool.start(path, engine_args(cfg, "cpu"))
+        await pool.start(files, engine_args(cfg, "cpu"))
         try:
-            loaded = await respond(pool, "loaded")
-            await local_sync(pool, other, bucket_bytes=100_000)(1)
-            changed = await respond(pool, "changed")
-            await local_sync(pool, model, bucket_bytes=100_000)(2)
-            return [loaded, changed, await respond(pool, "back")]
+            found = [await respond(pool, "loaded")]
+            for version, weights in enumerate(syncs, start=1):
+                await local_sync(pool, weights, bucket_bytes=100_000)(version)
+                found.append(await respond(pool, f"version{version}"))
+            return found
         finally:
             await pool.stop(3.0)
 
-    loaded, changed, back = asyncio.run(scenario())
+    shutil.copytree(path, tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    loaded, changed, back = asyncio.run(scenario(path, other, model))
+    [wanted] = asyncio.run(scenario(str(tmp_path / "other")))
     assert 1e-3 < mean_difference(model, loaded) <= FP8_LOGPROB_DIFF, "it rounds, and the bound leaves room for it"
-    assert mean_difference(other, changed) <= FP8_LOGPROB_DIFF < 0.3 < mean_difference(model, changed)
-    for first, second in zip(loaded, back, strict=True):
+    assert mean_difference(other, changed) < 0.3 < mean_difference(model, changed)
+    for first, second in (*zip(loaded, back, strict=True), *zip(changed, wanted, strict=True)):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
