@@ -86,7 +86,8 @@ def violations(name: str, source: str) -> list[str]:
         },
         "workers do not know their conductor": within(name, "workers")
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
-        "vLLM only in the engine's process": name not in ("workers.engines.worker", "workers.weights.receiver")
+        "vLLM only in the engine's process": name
+        not in ("workers.engines.worker", "workers.engines.extension", "workers.weights.receiver")
         and {module for module in imported if within(module, "vllm", "workers.vllm_surface")},
         "vLLM only by the names in workers.vllm_surface": {module for module in imported if within(module, "vllm")},
     }

@@ -147,7 +147,7 @@ class ActorWorker:
         """
         fault_point("actor.save")
         self._standing.check("a checkpoint", version)
-        state.save_state(self._policy, self._optimizer, self._mesh, directory)
+        state.save_state(self._policy, self._optimizer, self._updater.scale, self._mesh, directory)
 
     def stage(self, version: int, *, export: bool) -> None:
         """Copies to host memory what `save` and, where it is wanted, `export_hf` write; raises as `save` does."""
@@ -155,7 +155,8 @@ class ActorWorker:
         self._standing.check("a checkpoint", version)
         dtype = getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
-        self._staged = state.take_snapshot(self._policy, self._optimizer, self._mesh, export=dtype)
+        scale = self._updater.scale
+        self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
 
     def write_staged(self, directory: str, export: str) -> None:
         """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
@@ -169,7 +170,8 @@ class ActorWorker:
         """Reads what `save` wrote, on this or another number of ranks, and is then of policy `version`."""
         with self._standing.changing(f"loading {directory}", to=version, or_nothing=False):
             self._optimizer.zero_grad()  # of an update that failed
-            state.load_state(self._policy, self._optimizer, directory)
+            self._updater.scale.forget()
+            state.load_state(self._policy, self._optimizer, self._updater.scale, directory)
             self._moments.to_host()
 
     def export_hf(self, directory: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dapo.config.decoding_checks import on_device
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
 from dapo.faults.points import fault_environment
@@ -77,7 +78,9 @@ class Placement:
         self._given_up = given_up
         self._groups: dict[str, PlacementGroup] = {}
         if device == "cuda" and cfg.model.dtype == "float32":
-            raise ValueError("`model.dtype` (float32) has no packed attention kernel on a GPU; use bfloat16")
+            raise ValueError("`model.dtype` (float32) has no packed attention on a GPU; use bfloat16 or float16")
+        if found := [*on_device(cfg, device)]:
+            raise ValueError(found[0])
         asked = pools(cfg, device)
         if not asked:
             return
@@ -130,6 +133,7 @@ class Placement:
                 "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._cfg.rollout.cpu_threads),
+                "NUMBA_NUM_THREADS": "1",  # vLLM drafts in one, and more of them wait for it by computing
                 "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
                 # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -84,7 +84,11 @@ USES: dict[str, tuple[Name, ...]] = {
     "workers/engines/load.py": (
         Name(
             path="vllm.v1.metrics.stats:SchedulerStats",
-            has="num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage",
+            has="num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage spec_decoding_stats",
+        ),
+        Name(
+            path="vllm.v1.spec_decode.metrics:SpecDecodingStats",
+            has="num_drafts num_draft_tokens num_accepted_tokens",
         ),
         Name(path="vllm.v1.metrics.stats:IterationStats", has="num_generation_tokens num_preempted_reqs"),
     ),
@@ -96,6 +100,13 @@ USES: dict[str, tuple[Name, ...]] = {
         ),
         Name(path="vllm.config.parallel:DistributedExecutorBackend", holds="uni mp"),
         Name(path="vllm.model_executor.model_loader:LoadFormats", holds="safetensors"),
+    ),
+    "workers/engines/extension.py": (
+        Name(path="vllm.platforms:current_platform"),
+        Name(path="vllm.platforms:current_platform.is_cpu", call=""),
+        Name(path="vllm.triton_utils:HAS_TRITON"),
+        Name(path="vllm.triton_utils.dispatcher:register_kernels", call="kernels"),
+        Name(path="vllm.v1.sample.rejection_sampler:expand_kernel"),
     ),
     "workers/placement.py": (
         Name(

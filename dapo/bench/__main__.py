@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     logprobs.add_argument("--vocabulary", type=positive, default=151_936)
     logprobs.add_argument("--hidden", type=positive, nargs="+", default=[64])
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
+    _decode(command("decode", "decode", "run", "decoding with and without speculation"))
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
 
@@ -78,6 +79,13 @@ def _device(device: argparse.ArgumentParser) -> None:
     device.add_argument("--peak-flops", type=float, default=PEAK_FLOPS["H200"], help="of the device, per second")
     device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
     device.add_argument("--output", default="bench_device.jsonl", help="where the rows are appended")
+
+
+def _decode(decode: argparse.ArgumentParser) -> None:
+    decode.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 64], help="that run at once")
+    decode.add_argument("--rounds", type=positive, default=7, help="measured rounds of each")
+    decode.add_argument("--tokens", type=positive, default=4, help="drafted at a time")
+    decode.add_argument("--ngram", type=positive, default=4, help="tokens that a draft's context repeats")
 
 
 def _sync(sync: argparse.ArgumentParser) -> None:

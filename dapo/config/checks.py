@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
+from dapo.config.decoding_checks import decoding, quantized_training
 from dapo.config.model_checks import actor, model_directory
 from dapo.config.names import engine_arguments, nearest
 from dapo.config.placement_checks import placement
@@ -31,8 +32,9 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         fields.problems,
         *([_sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
-        *([_objective] if trains else []),
+        *([_objective, quantized_training] if trains else []),
         _engine_args,
+        decoding,
         *([actor, placement] if trains else [model_directory]),
         _reward_waits,
         reward_model,

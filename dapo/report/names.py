@@ -145,6 +145,10 @@ ACTOR = Family(
         Metric("optimizer_steps", "", "optimizer steps taken in this update"),
         Metric("skipped_steps", "", "not taken, because a number was not finite"),
         Metric("empty_steps", "", "not taken, because no token was to be trained"),
+        Metric(
+            "overflowed_steps", "", "not taken, because the scaled gradient overflowed; only with `model.dtype=float16`"
+        ),
+        Metric("loss_scale", "", "the loss is multiplied by it, the gradient divided; only with `model.dtype=float16`"),
         Metric("response_tokens", "tokens", "response tokens of the batch"),
     ),
 )

@@ -31,6 +31,17 @@ ENGINE = Family(
             "vllm:num_preemptions",
         ),
         Metric(
+            "draft_acceptance",
+            "share",
+            "drafted tokens that were kept / drafted tokens, where `rollout.vllm.speculative_config` drafts",
+            "vllm:spec_decode_num_accepted_tokens / vllm:spec_decode_num_draft_tokens",
+        ),
+        Metric(
+            "tokens_per_draft",
+            "tokens",
+            "1 + tokens kept / drafts: what one pass of the model gives a request for which tokens were drafted",
+        ),
+        Metric(
             "idle", "share", "1 − seconds in which a request ran / seconds, mean over engines; a weight sync is idle"
         ),
         Metric("resident_bytes", "bytes", "resident memory of the largest engine, its processes together"),

@@ -10,7 +10,7 @@ import pytest
 from dapo import bench
 from dapo.bench.__main__ import main, parse
 
-COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "sync")
+COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "decode", "sync")
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
@@ -131,6 +131,18 @@ def test_save(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
         more, save = float(row["more than without s"].split()[0]), float(row["save s"])
         assert save > 0 and float(row["delay / save"].rstrip("%")) == pytest.approx(100 * more / save, abs=2)
     assert [row["save s"] for row in rows[:2]] == ["–", "–"]
+
+
+@pytest.mark.ray
+def test_decode(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba", reason="n-gram drafts need it; bash launch/install.sh")
+    main(["decode", "--requests", "1", "4", "--rounds", "2", "--ngram", "1"])
+    [rows] = tables(capsys.readouterr().out)
+    assert [row["requests"] for row in rows] == ["1", "4"]
+    for row in rows:
+        ratio = float(row["tokens/s with"]) / float(row["tokens/s without"])
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=0.02) and float(row["s with"]) > 0
+        assert 0 < float(row["accepted"]) < 1 < float(row["per draft"]) < 5
 
 
 @pytest.mark.ray

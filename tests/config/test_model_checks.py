@@ -39,7 +39,9 @@ def test_nothing_to_say_of_the_defaults() -> None:
             id="checkpointing",
         ),
         pytest.param(
-            {"model": {"dtype": "float16"}}, "`model.dtype` (float16) must be one of float32, bfloat16", id="dtype"
+            {"model": {"dtype": "float8"}},
+            "`model.dtype` (float8) must be one of float32, bfloat16, float16",
+            id="dtype",
         ),
         pytest.param(
             {"weight_sync": {"transport": "pigeon"}},

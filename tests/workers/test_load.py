@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dapo.config.reward import OverlongBufferConfig, RewardConfig
 from dapo.report.names import undocumented
@@ -119,6 +120,24 @@ def test_metrics_of_two_engines_are_sums_means_and_the_greatest() -> None:
     on_gpus = engine_metrics({0: first, 3: second}, 4)
     assert on_gpus == pytest.approx(expected | {"perf/engine/tokens_per_s_per_gpu": 150 / 8})
     assert undocumented(on_gpus) == [] and engine_metrics({}, 4) == {}
+
+
+def test_drafts_are_counted_and_tell_how_many_of_their_tokens_were_kept() -> None:
+    clock = Clock()
+    meter, follower = EngineMeter(clock), Follower()
+    drafts = SpecDecodingStats.new(4)
+    drafts.observe_draft(num_draft_tokens=4, num_accepted_tokens=3)
+    drafts.observe_draft(num_draft_tokens=2, num_accepted_tokens=0)
+    follower.heard(meter.read())
+    for _ in range(3):
+        meter.step(dataclasses.replace(scheduled(2), spec_decoding_stats=drafts), computed(2))
+    clock.now += 1
+    follower.heard(meter.read())
+    lap = follower.lap()
+    assert lap is not None and (lap.drafts, lap.drafted, lap.accepted) == (6, 18, 9)
+    found = engine_metrics({0: lap, 1: dataclasses.replace(lap, drafts=0, drafted=0, accepted=0)}, 0)
+    assert found["perf/engine/draft_acceptance"] == 0.5 and found["perf/engine/tokens_per_draft"] == 2.5
+    assert undocumented(found) == []
 
 
 def test_vllm_calls_nothing_that_our_logger_lacks() -> None:

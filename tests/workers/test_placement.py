@@ -99,6 +99,21 @@ def test_colocated_ranks_that_share_a_sequence_and_lie_apart_are_refused(groups)
         placed.actors()
 
 
+def test_types_without_kernels_on_the_device_are_refused(groups):
+    cfg = make_config(1, 1, 1)
+    cfg.rollout.vllm["quantization"] = "fp8_per_tensor"
+    Placement(cfg, "cuda")
+    with pytest.raises(
+        ValueError, match=r"`rollout.vllm.quantization` \(fp8_per_tensor\) .* on a CPU .* take fp8_per_ch"
+    ):
+        Placement(cfg, "cpu")
+    cfg.rollout.vllm["quantization"] = "fp8_per_channel"
+    assert len(Placement(cfg, "cpu").rollout()) == 1
+    cfg.model.dtype = "float32"
+    with pytest.raises(ValueError, match=r"`model.dtype` \(float32\) .* use bfloat16 or float16"):
+        Placement(cfg, "cuda")
+
+
 def test_labels_go_to_ray_for_each_bundle_and_without_gpus_for_each_process(groups):
     cfg = make_config(2, 1, 3)
     cfg.rollout.node_labels, cfg.actor.node_labels = {"pool": "a"}, {}

@@ -18,13 +18,18 @@ from dapo.measure.usage import Level, resident_bytes
 class EngineCounts:
     """Counts what one engine did since its start. Made in its actor, consumed by `Follower`.
 
-    seconds: since then. tokens: generated. preemptions: requests put back for lack of KV cache. busy_s: in which a
-    request ran. running_s, waiting_s, kv_s: integrals over time of the requests that ran and waited, and of the share
-    of the KV cache in use. kv_peak: the greatest share since the last counts. resident_bytes: of its processes, now.
+    seconds: since then. tokens: generated. drafts, drafted, accepted: how often tokens were proposed for a request, how
+    many in all, and how many of these were kept; each draft gives one token more, which the engine samples.
+    preemptions: requests put back for lack of KV cache. busy_s: in which a request ran. running_s, waiting_s, kv_s:
+    integrals over time of the requests that ran and waited, and of the share of the KV cache in use. kv_peak: the
+    greatest share since the last counts. resident_bytes: of its processes, now.
     """
 
     seconds: float
     tokens: int
+    drafts: int
+    drafted: int
+    accepted: int
     preemptions: int
     busy_s: float
     running_s: float
@@ -39,6 +44,9 @@ class EngineCounts:
             self,
             seconds=self.seconds - before.seconds,
             tokens=self.tokens - before.tokens,
+            drafts=self.drafts - before.drafts,
+            drafted=self.drafted - before.drafted,
+            accepted=self.accepted - before.accepted,
             preemptions=self.preemptions - before.preemptions,
             busy_s=self.busy_s - before.busy_s,
             running_s=self.running_s - before.running_s,
@@ -53,7 +61,7 @@ class EngineMeter:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Begins to count. now: seconds, of any origin."""
         self._now, self._began = now, now()
-        self._tokens = self._preemptions = self._held = 0
+        self._tokens = self._drafts = self._drafted = self._accepted = self._preemptions = self._held = 0
         self._busy, self._running, self._waiting, self._kv = (Level(now) for _ in range(4))
         self._processes = [psutil.Process()]
 
@@ -73,6 +81,10 @@ class EngineMeter:
             self._running.set(scheduler.num_running_reqs)
             self._waiting.set(scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs)
             self._kv.set(scheduler.kv_cache_usage)
+            if drafted := scheduler.spec_decoding_stats:
+                self._drafts += drafted.num_drafts
+                self._drafted += drafted.num_draft_tokens
+                self._accepted += drafted.num_accepted_tokens
 
     def hold(self) -> None:
         """Notes that a weight sync puts all requests back to the queue, which vLLM counts as preemptions later."""
@@ -86,6 +98,9 @@ class EngineMeter:
         return EngineCounts(
             seconds=self._now() - self._began,
             tokens=self._tokens,
+            drafts=self._drafts,
+            drafted=self._drafted,
+            accepted=self._accepted,
             preemptions=self._preemptions,
             busy_s=self._busy.area(),
             running_s=self._running.area(),
@@ -137,6 +152,10 @@ def engine_metrics(laps: Mapping[int, EngineCounts], gpus_per_engine: int) -> di
         "perf/engine/resident_bytes": float(max(lap.resident_bytes for lap in values)),
         **{f"perf/engine/{number}/tokens_per_s": rate for number, rate in each.items()},
     }
+    if drafted := sum(lap.drafted for lap in values):
+        accepted = sum(lap.accepted for lap in values)
+        metrics["perf/engine/draft_acceptance"] = accepted / drafted
+        metrics["perf/engine/tokens_per_draft"] = 1.0 + accepted / sum(lap.drafts for lap in values)
     if gpus_per_engine:
         metrics["perf/engine/tokens_per_s_per_gpu"] = sum(each.values()) / (len(laps) * gpus_per_engine)
     return metrics

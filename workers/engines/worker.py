@@ -34,7 +34,7 @@ class RolloutWorker:
         args = AsyncEngineArgs(
             model=model_path,
             logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
-            worker_extension_cls="workers.weights.receiver.WeightReceiverExtension",
+            worker_extension_cls="workers.engines.extension.EngineExtension",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             **engine_args | {"disable_log_stats": False},  # they tell whether it computes
         )

@@ -98,8 +98,12 @@ class Totals:
     @property
     def finite(self) -> bool:
         """Tells whether the optimizer may use this gradient: loss, gradient and all log-probabilities are finite."""
-        numbers = (self.sums["loss"], self.sums["grad_norm_squared"])
-        return all(map(math.isfinite, numbers)) and not self.all_mismatch.non_finite
+        return self.finite_loss and math.isfinite(self.sums["grad_norm_squared"])
+
+    @property
+    def finite_loss(self) -> bool:
+        """Tells whether loss and all log-probabilities are finite, whatever the gradient is."""
+        return math.isfinite(self.sums["loss"]) and not self.all_mismatch.non_finite
 
     @property
     def all_mismatch(self) -> Mismatch:

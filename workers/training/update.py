@@ -23,6 +23,7 @@ from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
 from workers.training.parity import check_parity
+from workers.training.scaling import LossScale
 from workers.training.totals import GRAD_NORM_SQUARED, Totals, gather, metrics_of, neutral_row, row_of
 from workers.training.unanimous import Unanimous
 
@@ -36,7 +37,7 @@ class NonFiniteError(Unanimous):
 
 
 class Updater:
-    """Holds what lives from update to update: the optimizer and the count of skipped steps in a row."""
+    """Holds what lives from update to update: the optimizer, the loss scale and the count of skipped steps in a row."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Updater:
         self._mesh = mesh
         self._device = torch.device(mesh.device)
         self._learning_rate = learning_rates(cfg)
+        self.scale = LossScale(cfg.model.dtype, mesh.device)
         self._skipped_in_a_row = 0
 
     def update(
@@ -71,6 +73,7 @@ class Updater:
             return self._update(version, minibatches, order)
         except Unanimous:
             self._optimizer.zero_grad()  # or the next batch would add its gradient to that of a refused one
+            self.scale.forget()
             raise
 
     def _update(
@@ -86,7 +89,7 @@ class Updater:
         steps: list[Totals] = []
         response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
         skipped: list[int] = []
-        empty, stop = 0, ""
+        empty, overflowed, stop = 0, 0, ""
         for step, k in enumerate(order):
             lr = self._set_learning_rate(version, step)
             totals = self._forward_backward(
@@ -96,8 +99,11 @@ class Updater:
                 parity = totals
                 check_parity(parity, self._cfg)
             response_tokens[k] = totals.all_mismatch.tokens
-            if self._step(totals):
+            overflow = self.scale.update() and totals.finite_loss  # then a smaller scale may help
+            if self._step(totals, overflow=overflow):
                 steps.append(totals)
+            elif overflow:
+                overflowed += 1
             elif totals.finite:
                 empty += 1
             else:
@@ -110,6 +116,8 @@ class Updater:
             raise NonFiniteError(stop)
         metrics = metrics_of(steps, parity, lr=lr, skipped=len(skipped), empty=empty)
         metrics |= {"actor/response_tokens": sum(response_tokens.values())}
+        if self.scale.enabled:
+            metrics |= {"actor/loss_scale": self.scale.value, "actor/overflowed_steps": float(overflowed)}
         return Updated(metrics=metrics, skipped=tuple(dict.fromkeys(skipped)), stop=stop)
 
     def reference_logprobs(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> list[list[Tensor]]:
@@ -167,11 +175,12 @@ class Updater:
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss and each the gradient through its own tokens.
             broken = math.nan if fault_point("actor.loss") == "nan" else 1.0
-            (result.loss * self._mesh.world_size * broken).backward()
+            self.scale.scaled(result.loss * self._mesh.world_size * broken).backward()
             rows.append(row_of(correction, batch.staleness, result))
         grads = [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
         if fault_point("actor.gradient") == "nan":
             grads[0].fill_(math.nan)
+        self.scale.unscale(self._optimizer)
         return self._gather(rows, torch.nn.utils.get_total_norm(grads).double().square())
 
     def _gather(self, rows: Sequence[Tensor], grad_norm_squared: Tensor | None = None) -> Totals:
@@ -211,10 +220,11 @@ class Updater:
         elif self._mesh.num_copies > 1 and self._cfg.actor.offload != "host":
             self._policy.set_requires_all_reduce(last)
 
-    def _step(self, totals: Totals) -> bool:
+    def _step(self, totals: Totals, *, overflow: bool) -> bool:
         """Clips and steps; or, where some number is not finite, drops the gradient and returns False.
 
         Without a token to train on there is no gradient either, and the optimizer's momentum must not act alone.
+        overflow: of the scaled gradient alone, for which no number of the policy is to blame.
         """
         if totals.finite and totals.trained_tokens > 0:
             self._skipped_in_a_row = 0
@@ -225,7 +235,7 @@ class Updater:
                 )
             fault_point("actor.step")
             self._optimizer.step()
-        elif not totals.finite:
+        elif not totals.finite and not overflow:
             self._skipped_in_a_row += 1
         self._optimizer.zero_grad()
         return totals.finite and totals.trained_tokens > 0

@@ -41,6 +41,7 @@ from workers.training.forward.policy import PackedPolicy
 from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
 from workers.training.lora import has_adapters
 from workers.training.mesh import Mesh
+from workers.training.scaling import LossScale
 from workers.training.unanimous import OwnWork, files_error
 
 EXPORT_FILE_BYTES = 4 << 30
@@ -59,24 +60,32 @@ class Snapshot:
     export: tuple[list[ExportFile], StateDictSplit] | None
 
 
-def save_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh, directory: str) -> None:
-    """Writes model and optimizer as a distributed checkpoint (DCP), each rank its shards; of the model what trains.
+def save_state(
+    policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh, directory: str
+) -> None:
+    """Writes model, optimizer and loss scale as a distributed checkpoint (DCP), each rank its shards; of the model what
+    trains.
 
     Raises:
         RuntimeError: copies of the parameters have drifted apart; nothing is written then.
         FilesError: some rank could not write.
     """
-    _write_state(*_state_of(policy, optimizer, mesh), mesh, directory)
+    _write_state(*_state_of(policy, optimizer, scale, mesh), mesh, directory)
 
 
 def take_snapshot(
-    policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh, *, export: torch.dtype | None
+    policy: PackedPolicy,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    mesh: Mesh,
+    *,
+    export: torch.dtype | None,
 ) -> Snapshot:
     """Returns copies of what `save_state` and, where `export` gives a type, `export_hf` write; no update changes them.
 
     Raises RuntimeError as `save_state` does.
     """
-    state, adapters = _state_of(policy, optimizer, mesh)
+    state, adapters = _state_of(policy, optimizer, scale, mesh)
     # Its copy is one also where the tensors lie in host memory already. Nothing is kept for the next snapshot.
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copied = stager.stage(state)
@@ -104,13 +113,13 @@ def write_snapshot(
 
 
 def _state_of(
-    policy: PackedPolicy, optimizer: torch.optim.Optimizer, mesh: Mesh
+    policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the state of now for DCP, which shares its memory, and the identity of adapters."""
     check_copies(policy, mesh)
     reshard(policy)
     model_state, optimizer_state = _states(policy, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}, identity(policy.model)
+    return {"model": model_state, "optimizer": optimizer_state, **scale.state()}, identity(policy.model)
 
 
 def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, directory: str) -> None:
@@ -146,24 +155,31 @@ def missing_shards(directory: str) -> list[str]:
     )
 
 
-def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, directory: str) -> None:
+def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, directory: str) -> None:
     """Reads what `save_state` wrote, on any number of ranks and copies.
 
-    Of the optimizer only its moments and steps: `actor.optim` may have changed since. Raises FilesError if it is of
-    other adapters, or cannot be read.
+    Of the optimizer only its moments and steps: `actor.optim` may have changed since. A checkpoint of another
+    `model.dtype`, without a loss scale, leaves it as it is. Raises FilesError if it is of other adapters, or cannot be
+    read.
     """
     reshard(policy)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     check_identity(policy.model, Path(directory))
     model_state, optimizer_state = _states(policy, optimizer)
+    scale_state = scale.state()
     try:
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+        if scale_state:
+            saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+            scale_state = {key: value for key, value in scale_state.items() if key in saved}
+        dcp.load({"model": model_state, "optimizer": optimizer_state, **scale_state}, checkpoint_id=directory)
     except CheckpointException as error:
         raise files_error(f"{directory} could not be loaded", error) from None
     options = StateDictOptions(strict=False)  # DCP has already missed what is not there
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+    if scale_state:
+        scale.load(scale_state)
 
 
 def _states(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -137,7 +137,9 @@ def _over_all_tokens(
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     """Runs one variable-length kernel for all sequences (bfloat16 or float16)."""
     if query.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"`model.dtype` ({query.dtype}) must be bfloat16 on GPU, or set `trainer.device=cpu`")
+        raise ValueError(
+            f"`model.dtype` ({query.dtype}) must be bfloat16 or float16 on GPU, or set `trainer.device=cpu`"
+        )
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     if groups > 1 and _VARLEN_TAKES_GROUPED_HEADS:

@@ -1,0 +1,85 @@
+"""A real vLLM engine in FP8 on a CPU: each weight sync is quantized as the files were, and none of it is left out."""
+
+import asyncio
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo.config.compose import compose
+from dapo.config.decoding_checks import FP8_LOGPROB_DIFF
+from dapo.config.paths import resolve_path
+from dapo.types import Response, Sampling
+from tests.support.local_actors import local_sync
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+
+PROMPT = np.array([3, 25, 29, 17, 27, 17, 23, 30, 35, 1, 4], dtype=np.int32)
+
+
+@torch.no_grad()
+def mean_difference(model, responses: list[Response]) -> float:
+    """Mean over all tokens of |log-probability of transformers in float32 - of the engine|."""
+    found = []
+    for response in responses:
+        ids = torch.from_numpy(np.concatenate([PROMPT, response.token_ids]).astype(np.int64))[None]
+        logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)[len(PROMPT) - 1 : -1]
+        found.append(np.abs(logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy() - response.rollout_logprobs))
+    return float(np.concatenate(found).mean())
+
+
+def test_a_sync_quantizes_what_it_brings(ray_cluster: None, tmp_path: Path) -> None:
+    """It gives the bits of an engine that has loaded the same weights from files, there and back."""
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
+    from workers.rollout import RolloutPool
+
+    cfg = compose(
+        [
+            "rollout.vllm={max_num_seqs: 64, quantization: fp8_per_channel}",
+            "model.dtype=bfloat16",
+            "algorithm.rollout_correction.mode=truncate",
+            f"weight_sync.max_mean_logprob_diff={FP8_LOGPROB_DIFF}",
+        ],
+        "dapo_tiny",
+    )
+    path = resolve_path(cfg.model.path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    other = deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+    async def respond(pool: RolloutPool, key: str) -> list[Response]:
+        sampling = Sampling(n=64, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64)
+        found = {number: response async for number, response in pool.generate(key, PROMPT, sampling, range(64))}
+        return [found[number] for number in range(64)]
+
+    async def scenario(files: str, *syncs: Any) -> list[list[Response]]:
+        """Responses of an engine that loads `files`, and after each sync."""
+        pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
+        await pool.start(files, engine_args(cfg, "cpu"))
+        try:
+            found = [await respond(pool, "loaded")]
+            for version, weights in enumerate(syncs, start=1):
+                await local_sync(pool, weights, bucket_bytes=100_000)(version)
+                found.append(await respond(pool, f"version{version}"))
+            return found
+        finally:
+            await pool.stop(3.0)
+
+    shutil.copytree(path, tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    loaded, changed, back = asyncio.run(scenario(path, other, model))
+    [wanted] = asyncio.run(scenario(str(tmp_path / "other")))
+    assert 1e-3 < mean_difference(model, loaded) <= FP8_LOGPROB_DIFF, "it rounds, and the bound leaves room for it"
+    assert mean_difference(other, changed) < 0.3 < mean_difference(model, changed)
+    for first, second in (*zip(loaded, back, strict=True), *zip(changed, wanted, strict=True)):
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)

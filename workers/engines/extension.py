@@ -1,0 +1,30 @@
+"""Stands in vLLM's worker processes, which import it as `worker_extension_cls`: the receiver of weights, and on a CPU a
+kernel of speculation.
+
+Without Triton vLLM 0.32 has kernels of its own for the rejection sampler. The one that repeats a request's temperature
+for each of its drafted tokens fills a copy, and the sampler divides logits by memory that nobody has written.
+"""
+
+import torch
+from torch import Tensor
+
+from workers.vllm_surface import HAS_TRITON, current_platform, register_kernels
+from workers.weights.receiver import WeightReceiverExtension
+
+EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+class EngineExtension(WeightReceiverExtension):
+    """Adds to vLLM's worker class, which it is mixed into; its name makes vLLM import this module there."""
+
+
+def expand(
+    output: Tensor, values: Tensor, ends: Tensor, replace_from: float, replace_to: float, max_num_tokens: int = 0
+) -> None:
+    """Writes values [B] into output [T], value b where ends[b - 1] <= t < ends[b]; ends: [B], the last one is T."""
+    replaced = torch.where(values == replace_from, replace_to, values)
+    output.copy_(replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+
+if current_platform.is_cpu() and not HAS_TRITON:
+    register_kernels({EXPAND: expand})
