@@ -102,8 +102,6 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.model_executor.model_loader:LoadFormats", holds="safetensors"),
     ),
     "workers/engines/extension.py": (
-        Name(path="vllm.platforms:current_platform"),
-        Name(path="vllm.platforms:current_platform.is_cpu", call=""),
         Name(path="vllm.triton_utils:HAS_TRITON"),
         Name(path="vllm.triton_utils.dispatcher:register_kernels", call="kernels"),
         Name(path="vllm.v1.sample.rejection_sampler:expand_kernel"),

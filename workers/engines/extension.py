@@ -8,7 +8,7 @@ for each of its drafted tokens fills a copy, and the sampler divides logits by m
 import torch
 from torch import Tensor
 
-from workers.vllm_surface import HAS_TRITON, current_platform, register_kernels
+from workers.vllm_surface import HAS_TRITON, register_kernels
 from workers.weights.receiver import WeightReceiverExtension
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -26,5 +26,5 @@ def expand(
     output.copy_(replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
-if current_platform.is_cpu() and not HAS_TRITON:
+if not HAS_TRITON:  # on a CPU, that is
     register_kernels({EXPAND: expand})
