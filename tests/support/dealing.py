@@ -15,7 +15,11 @@ GROUPS = {
         "tests/replay/test_again.py",
         "tests/end_to_end/test_lora.py",
     ),
-    "faults": ("tests/end_to_end/test_faults.py", "tests/end_to_end/test_saves.py"),
+    "faults": (
+        "tests/end_to_end/test_faults.py",
+        "tests/end_to_end/test_turns.py",
+        "tests/end_to_end/test_saves.py",
+    ),
     "ranks that fail": (
         "tests/workers/actor_faults/test_restarts.py",
         "tests/workers/actor_faults/test_refusals.py",
@@ -32,7 +36,9 @@ GROUPS = {
     ),
 }
 LONGEST = (  # beside the groups
-    "tests/workers/test_lost_engines.py",
+    "tests/workers/engines/test_lost_engines.py",
+    "tests/workers/engines/test_speculation.py",
+    "tests/workers/engines/test_put_down.py",
     "tests/workers/test_rollout.py",
     "tests/bench/test_commands.py",
     "tests/end_to_end/test_endings.py",

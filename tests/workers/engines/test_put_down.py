@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.tiny.random_model import make_random_model
 from tests.support.local_actors import local_sync
-from tests.workers.test_lost_engines import BACK_S, pids, serving, until
+from tests.workers.engines.test_lost_engines import BACK_S, pids, serving, until
 from tests.workers.test_rollout import LONG, change, differences, group_of, make_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
