@@ -66,7 +66,7 @@ def test_an_update_that_the_driver_gave_up_on_is_not_saved_as_if_it_had_not_happ
     with pytest.raises(ActorsLost, match=r"cannot be used for saving .* the update from policy version 0 \(Cancelled"):
         asyncio.run(pool.save(str(tmp_path / "state"), 0))
     # Another driver's calls queue behind the update that is still running.
-    refs = [worker.save.remote(str(tmp_path / "state"), 0) for worker in pool._workers]
+    refs = [worker.save.remote(str(tmp_path / "state"), 0) for worker in pool._ranks.workers]
     with pytest.raises(RemoteError, match="a checkpoint of policy version 0: they are at version 1"):
         asyncio.run(wait(refs, 600, "saving", "none"))
     assert on_all(pool, version_of) == [1, 1] and not (tmp_path / "state").exists()

@@ -65,7 +65,7 @@ def scale_state(worker: Any) -> list[float]:
 
 
 def everywhere(pool: ActorPool, value: float) -> None:
-    on_all(pool, set_scale, [value] * len(pool._workers))
+    on_all(pool, set_scale, [value] * len(pool._ranks.workers))
 
 
 def states(pool: ActorPool) -> list[float]:
