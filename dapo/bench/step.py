@@ -25,6 +25,7 @@ from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
 from dapo.types import Float32Array, Int32Array, Response, Sampling, TrainBatch, TrainSequence
 from workers.actor import split_batch
+from workers.engines.unfinished import Unfinished
 from workers.remote import wait
 from workers.rollout import RolloutPool as Engines
 
@@ -123,7 +124,7 @@ def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
     async def generate() -> float:
         began = time.monotonic()
         responses = [
-            worker._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, seed)
+            worker._generate_one(f"alone-{i}-{sample}", prompt.tolist(), sampling, Unfinished(seed=seed).start())
             for i, (prompt, sampling, seeds) in enumerate(requests)
             for sample, seed in enumerate(seeds)
         ]

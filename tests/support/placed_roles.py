@@ -26,7 +26,7 @@ def started(options: list[dict[str, Any]]) -> list[Any]:
 
 def gpus_of_roles(cfg: Config, num_gpus: int) -> dict[str, list[list[str]]]:
     """Returns the GPUs that Ray has given to each worker of each role; `owned`: those of the ranks of each engine."""
-    ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=16, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     try:
         placement = Placement(cfg, "cuda")
         roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}

@@ -272,10 +272,11 @@ def test_roles_that_take_turns_see_the_same_gpus():
     """An engine of two GPUs owns those that Ray gave to two ranks."""
     cfg = make_config(2, 2, 4)
     cfg.trainer.colocate = "time"
+    cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        gpus = process.submit(gpus_of_roles, cfg, num_gpus=4).result(timeout=300)
+        gpus = process.submit(gpus_of_roles, cfg, num_gpus=5).result(timeout=300)
     assert gpus["owned"] == [sum(gpus["actors"][:2], []), sum(gpus["actors"][2:], [])]
-    assert sorted(sum(gpus["owned"], [])) == ["0", "1", "2", "3"] and gpus["engines"] == [[], []]
+    assert sorted(sum(gpus["owned"] + gpus["scorer"], [])) == list("01234") and gpus["engines"] == [[], []]
 
 
 @pytest.mark.ray

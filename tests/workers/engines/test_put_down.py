@@ -96,8 +96,8 @@ def test_put_down_at_random_points_each_span_has_the_logprobs_of_its_version(eng
             left = {key: len(group.left) for key, group in pool._groups.items()}
             await asyncio.sleep(0.1)
             assert {key: len(group.left) for key, group in pool._groups.items()} == left, "nothing runs"
-            if rng.random() < 0.5:
-                if rng.random() < 0.5:
+            if len(took) % 2:
+                if len(took) % 4 == 3:
                     await pool.sleep()
                     slept.append(version)
                 for parameter in model.parameters():
