@@ -13,7 +13,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo.config.decoding_checks import on_device
+from dapo.config.rules.decoding import on_device
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
 from dapo.faults.points import fault_environment

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
-from dapo.config.decoding_checks import decoding, quantized_training
-from dapo.config.model_checks import actor, model_directory
 from dapo.config.names import engine_arguments, nearest
-from dapo.config.placement_checks import placement
-from dapo.config.reward_model_checks import reward_model
+from dapo.config.rules.decoding import decoding, quantized_training
+from dapo.config.rules.model import actor, model_directory
+from dapo.config.rules.placement import placement
+from dapo.config.rules.reward_model import reward_model
 from dapo.config.schema import Config
 
 MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens

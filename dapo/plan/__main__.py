@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from dapo.config.compose import compose
-from dapo.config.model_checks import architecture_problems, heads_problems
 from dapo.config.model_shape import ModelShape, read_config, shape_of
 from dapo.config.plan import PlannedConfig
+from dapo.config.rules.model import architecture_problems, heads_problems
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dapo.config import decoding_checks
 from dapo.config.checks import validate
 from dapo.config.compose import compose
-from dapo.config.decoding_checks import SPECULATION
+from dapo.config.rules import decoding as decoding_checks
+from dapo.config.rules.decoding import SPECULATION
 
 NGRAM = "method: ngram, num_speculative_tokens: 4, prompt_lookup_min: 2, prompt_lookup_max: 4"
 SCHEDULE = "num_speculative_tokens_per_batch_size: [[1, 16, 4], [17, 256, 0]]"

@@ -8,7 +8,7 @@ import pytest
 
 from dapo.config import fields
 from dapo.config.actor import LoraConfig
-from dapo.config.model_checks import actor
+from dapo.config.rules.model import actor
 from dapo.config.schema import Config
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dapo.config.placement_checks import placement
+from dapo.config.rules.placement import placement
 from dapo.config.schema import Config
 
 SHARED = {"colocate": "memory", "engines": 2, "ranks": 2, "vllm": {"gpu_memory_utilization": 0.5}}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dapo.config import fields
-from dapo.config.reward_model_checks import reward_model
+from dapo.config.rules.reward_model import reward_model
 from dapo.config.schema import Config
 
 GOOD = {

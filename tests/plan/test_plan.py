@@ -12,7 +12,7 @@ from dapo.packing import pack
 from dapo.plan.actor import ActorMemory, adapter_parameters
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
-from dapo.plan.fit import changed, problems, room_for_actors
+from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
 from dapo.plan.report import report
 from dapo.plan.step import Step, response_lengths
@@ -204,24 +204,6 @@ def test_the_utilization_it_names_is_enough():
     cfg, shape = planned("rollout.vllm.gpu_memory_utilization=0.28")
     assert problems(cfg, shape) == []
     assert EngineMemory(cfg, shape).at_full_length < 2
-
-
-def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
-    cfg, shape = planned(experiment="dapo_qwen7b_hybrid")
-    memory, engine = ActorMemory(cfg, shape), EngineMemory(cfg, shape)
-    assert problems(cfg, shape) == []
-    whole, resting = sum(t.amount for t in memory.resident()), sum(t.amount for t in memory.resting())
-    assert whole - resting == pytest.approx(12 * shape.parameters / 8), "gradients, and the moments"
-    assert room_for_actors(cfg, shape) == cfg.plan.gpu_memory_bytes - cfg.plan.engine_overhead_bytes
-    told = report(cfg, shape)
-    assert "8, in turn" in told and "while an engine has the GPU:" in told and "in host memory meanwhile:" in told
-    step, moved = Step(cfg, shape), 8 * shape.parameters / 8
-    assert step.switch_s == pytest.approx(cfg.plan.switch_s + 2 * moved / cfg.plan.host_bandwidth)
-    kept = changed(cfg, {"actor.offload": "none"})
-    [problem] = problems(kept, shape)
-    assert "`rollout.vllm.gpu_memory_utilization` (0.85)" in problem and "actor.offload=phase" in problem
-    assert engine.utilization * cfg.plan.gpu_memory_bytes + resting <= cfg.plan.gpu_memory_bytes
-    assert Step(*planned(experiment="dapo_qwen7b")).switch_s == 0.0
 
 
 def test_colocated_roles_share_a_gpu():

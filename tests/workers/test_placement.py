@@ -13,7 +13,6 @@ from dapo import fleet
 from dapo.config.schema import Config
 from tests.support.placed_roles import gpus_of_roles, places_of_roles
 from workers import placement
-from workers.engines.arguments import engine_args
 from workers.placement import Placement
 from workers.placing import joining
 from workers.placing.fit import Node
@@ -301,25 +300,6 @@ def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels():
     assert (
         "`actor.node_labels` (pool=tarin)" in found["refused"] and "pool=serve (1), pool=train (2)" in found["refused"]
     )
-
-
-def test_engine_arguments_of_a_person_win():
-    cfg = make_config(1, 1, 1)
-    cfg.rollout.vllm |= {"max_num_seqs": 7, "enforce_eager": False}
-    args = engine_args(cfg, "cpu")
-    assert args["max_num_seqs"] == 7 and args["enforce_eager"] is False
-    assert args["enable_chunked_prefill"] is False
-    assert args["max_model_len"] == cfg.data.max_prompt_length + cfg.data.max_response_length
-    assert "enforce_eager" not in engine_args(make_config(1, 1, 1), "cuda")
-
-
-def test_an_engine_of_several_gpus_does_not_take_rays_executor():
-    """vLLM's own choice inside a placement group, which ends at "bundle cannot have more than 1 GPU"."""
-    assert engine_args(make_config(16, 4, 64), "cuda")["distributed_executor_backend"] == "mp"
-    assert "distributed_executor_backend" not in engine_args(make_config(1, 1, 1), "cuda")
-    cfg = make_config(1, 4, 4)
-    cfg.rollout.vllm["distributed_executor_backend"] = "external"
-    assert engine_args(cfg, "cuda")["distributed_executor_backend"] == "external"
 
 
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils.logging import disable_progress_bar
 
 from dapo.config.reward import RewardModelConfig
-from dapo.config.reward_model_checks import head_problems
+from dapo.config.rules.reward_model import head_problems
 from dapo.types import Messages
 
 

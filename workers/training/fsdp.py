@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dapo.config.model_checks import architecture_problems, heads_problems
+from dapo.config.rules.model import architecture_problems, heads_problems
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus
 from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model

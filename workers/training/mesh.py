@@ -65,7 +65,7 @@ def arrange(
     `files_timeout_s` those about files.
 
     fsdp_size: `actor.fsdp_size`. sequence_parallel_size: `actor.ulysses_sequence_parallel_size`. Both divide the number
-    of ranks (`dapo.config.model_checks` has checked).
+    of ranks (`dapo.config.rules.model` has checked).
     """
     timeout = timedelta(seconds=timeout_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -28,28 +28,17 @@ MANY = 100_000  # bytes of a bucket: the model takes many
 
 
 @pytest.fixture(scope="module")
-def loop():
-    runner = asyncio.Runner()
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="module")
 def engines(ray_cluster, tmp_path_factory, loop):
     """(pool of two engines, what it said, the same model in transformers)."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
+    from tests.support.engines.started import started
 
     path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
     cfg = make_config(path, 2)
     cfg.rollout.stall_timeout_s = 10
     cfg.rollout.max_restarts = 100  # the last test says what comes of fewer
     said: list[str] = []
-    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout, warn=said.append)
-    loop.run(pool.start(path, engine_args(cfg, "cpu")))
-    yield pool, said, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    loop.run(pool.stop(3.0))
+    with started(loop, cfg, said.append) as pool:
+        yield pool, said, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def pids(pool, number: int) -> tuple[int, int]:

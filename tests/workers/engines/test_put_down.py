@@ -23,31 +23,16 @@ GROUPS = 6
 
 
 @pytest.fixture(scope="module")
-def loop():
-    runner = asyncio.Runner()
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="module")
 def engines(ray_cluster, tmp_path_factory, loop):
     """(pool of two engines, what it said, the same model in transformers, its tokenizer)."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
+    from tests.support.engines.started import started
 
     path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
     cfg = make_config(path, 2)
     said: list[str] = []
-    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout, warn=said.append)
-    loop.run(pool.start(path, engine_args(cfg, "cpu")))
-    yield (
-        pool,
-        said,
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(path),
-    )
-    loop.run(pool.stop(3.0))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with started(loop, cfg, said.append) as pool:
+        yield pool, said, model, AutoTokenizer.from_pretrained(path)
 
 
 def some_groups(pool, seed: int, ended=lambda: None):

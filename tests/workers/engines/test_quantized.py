@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.config.compose import compose
-from dapo.config.decoding_checks import FP8_LOGPROB_DIFF
 from dapo.config.paths import resolve_path
+from dapo.config.rules.decoding import FP8_LOGPROB_DIFF
 from dapo.types import Response, Sampling
 from tests.support.local_actors import local_sync
 

@@ -22,25 +22,14 @@ LIKE = 1e-4  # float32 on both sides; see workers/README.md
 
 
 @pytest.fixture(scope="module")
-def loop():
-    runner = asyncio.Runner()
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="module")
 def engine(ray_cluster, tmp_path_factory, loop):
     """(pool of one engine, the same model in transformers)."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
+    from tests.support.engines.started import started
 
     path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
     cfg = make_config(path, 1)
-    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
-    loop.run(pool.start(path, engine_args(cfg, "cpu")))
-    yield pool, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    loop.run(pool.stop(3.0))
+    with started(loop, cfg) as pool:
+        yield pool, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def resident(pool) -> int:

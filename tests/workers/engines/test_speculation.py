@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 
 import numpy as np
@@ -41,28 +42,12 @@ def config(schedule: str | None):
 
 
 @pytest.fixture(scope="module")
-def loop():
-    runner = asyncio.Runner()
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="module")
 def pools(ray_cluster, loop):
     """One engine each: that drafts always, that drafts while at most 4 requests run, and that never does."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
+    from tests.support.engines.started import started
 
-    made = []
-    for schedule in (ALWAYS, FEW, None):
-        cfg = config(schedule)
-        pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
-        loop.run(pool.start(resolve_path(cfg.model.path), engine_args(cfg, "cpu")))
-        made.append(pool)
-    yield made
-    for pool in made:
-        loop.run(pool.stop(3.0))
+    with ExitStack() as stack:
+        yield [stack.enter_context(started(loop, config(schedule))) for schedule in (ALWAYS, FEW, None)]
 
 
 @pytest.fixture(scope="module")

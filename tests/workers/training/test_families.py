@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dapo.config.model_checks import actor
+from dapo.config.rules.model import actor
 from dapo.config.schema import Config
 from tests.support.training.model_families import FAMILIES, save_config, save_model
 from tests.support.training.plain_reference import (

@@ -1,0 +1,28 @@
+"""The planner on GPUs that engines and actors take in turn: memory of each turn, and the seconds between them."""
+
+import pytest
+
+from dapo.plan.actor import ActorMemory
+from dapo.plan.engine import EngineMemory
+from dapo.plan.fit import changed, problems, room_for_actors
+from dapo.plan.report import report
+from dapo.plan.step import Step
+from tests.support.plans import planned
+
+
+def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
+    cfg, shape = planned(experiment="dapo_qwen7b_hybrid")
+    memory, engine = ActorMemory(cfg, shape), EngineMemory(cfg, shape)
+    assert problems(cfg, shape) == []
+    whole, resting = sum(t.amount for t in memory.resident()), sum(t.amount for t in memory.resting())
+    assert whole - resting == pytest.approx(12 * shape.parameters / 8), "gradients, and the moments"
+    assert room_for_actors(cfg, shape) == cfg.plan.gpu_memory_bytes - cfg.plan.engine_overhead_bytes
+    told = report(cfg, shape)
+    assert "8, in turn" in told and "while an engine has the GPU:" in told and "in host memory meanwhile:" in told
+    step, moved = Step(cfg, shape), 8 * shape.parameters / 8
+    assert step.switch_s == pytest.approx(cfg.plan.switch_s + 2 * moved / cfg.plan.host_bandwidth)
+    kept = changed(cfg, {"actor.offload": "none"})
+    [problem] = problems(kept, shape)
+    assert "`rollout.vllm.gpu_memory_utilization` (0.85)" in problem and "actor.offload=phase" in problem
+    assert engine.utilization * cfg.plan.gpu_memory_bytes + resting <= cfg.plan.gpu_memory_bytes
+    assert Step(*planned(experiment="dapo_qwen7b")).switch_s == 0.0
