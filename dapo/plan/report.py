@@ -25,10 +25,8 @@ def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
     roles = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
     same = f"both on the same {max(gpus, cfg.actor.num_workers)}"
-    layout = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn"}[
-        cfg.trainer.colocate
-    ]
-    where = "GPUs" if device_of(cfg) == "cuda" else "CPU processes"
+    shared = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn"}
+    where, layout = ("GPUs", shared[cfg.trainer.colocate]) if device_of(cfg) == "cuda" else ("CPU processes", roles)
     return [
         f"model {cfg.model.path}: {shape.parameters:,} parameters = {shape.num_layers} layers x "
         f"{shape.layer_parameters:,} + embedding{'' if shape.tie_word_embeddings else ' and head'} "
