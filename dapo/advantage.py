@@ -1,6 +1,7 @@
-"""Computes the group-relative baseline of DAPO Eq. 9 and its Dr. GRPO variant: rewards of groups in, advantages out.
+"""Computes the group-relative baseline of DAPO Eq. 9, its Dr. GRPO variant, and others: rewards in, advantages out.
 
-Pure arithmetic on one tensor, done on the driver; every token of a response gets the advantage of its response.
+Pure arithmetic on a few tensors, done on the driver; every token of a response gets the advantage of its response.
+rewards: [G, n], floating; NaN = unscorable, or padding of a short group, whose advantage is 0.
 """
 
 import torch
@@ -15,6 +16,47 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool = True, eps: flo
     scored, or whose scored rewards are all equal. normalize_by_std false leaves out the division (Dr. GRPO, arXiv
     2503.20783).
     """
+    deviation, count = _deviation(rewards)
+    if not normalize_by_std:
+        return deviation
+    variance = deviation.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+    return deviation / (variance.sqrt() + eps)
+
+
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """Returns r - mean of the others of the group that are scored (leave-one-out, arXiv 2402.14740); [G, n]."""
+    deviation, count = _deviation(rewards)
+    return deviation * count / (count - 1).clamp(min=1)
+
+
+def reinforce_plus_plus_advantages(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Returns (r - mean) / (std + eps) over all tokens of the batch (REINFORCE++, arXiv 2501.03262, without baseline).
+
+    lengths: [G, n], tokens of each response; std is of ddof 1. Where all rewards are equal, all are 0. The paper's
+    penalty per token is here, where `algorithm.kl.reward_coeff` is set, one of the response.
+    """
+    scored = ~rewards.isnan()
+    tokens = torch.where(scored, lengths, 0).to(rewards.dtype)
+    total = tokens.sum().clamp(min=1.0)
+    deviation = torch.where(scored, rewards - (tokens * rewards.nan_to_num()).sum() / total, 0.0)
+    if not scored.any() or bool((rewards[scored] == rewards[scored][0]).all()):
+        return torch.zeros_like(rewards)
+    variance = (tokens * deviation.square()).sum() / (total - 1.0).clamp(min=1.0)
+    return deviation / (variance.sqrt() + eps)
+
+
+def decoupled_advantages(parts: Tensor, part_weights: Tensor, *, normalize_by_std: bool = True) -> Tensor:
+    """Returns the weighted sum over the parts of the reward of `group_advantages` of each (GDPO, arXiv 2601.05242).
+
+    parts: [G, n, K], NaN where a response has none; part_weights: [K], a part's factor in the reward. The paper then
+    scales over the batch: `algorithm.advantage.whiten`. Returns [G, n].
+    """
+    each = [group_advantages(part, normalize_by_std=normalize_by_std) for part in parts.unbind(dim=2)]
+    return (torch.stack(each, dim=2) * part_weights).sum(dim=2)
+
+
+def _deviation(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns r - mean of the group, [G, n], and the scored responses of each group, [G, 1]."""
     scored = ~rewards.isnan()
     count = scored.sum(dim=1, keepdim=True)
     total = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True)
@@ -22,8 +64,4 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool = True, eps: flo
     # Equality is decided on the rewards: the mean of equal numbers may differ from them in the last bit.
     lowest = torch.where(scored, rewards, torch.inf).amin(dim=1, keepdim=True)
     highest = torch.where(scored, rewards, -torch.inf).amax(dim=1, keepdim=True)
-    deviation = torch.where(lowest < highest, deviation, 0.0)
-    if not normalize_by_std:
-        return deviation
-    variance = deviation.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
-    return deviation / (variance.sqrt() + eps)
+    return torch.where(lowest < highest, deviation, 0.0), count

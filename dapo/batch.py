@@ -1,7 +1,8 @@
 """Turns groups into what the actors train on: advantages, token weights and mini-batches (DAPO Eqs. 9 and 12).
 
 In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_batch_size` mini-batches; the weights
-are computed over each mini-batch, because that is what one optimizer step sums over.
+are computed over each mini-batch, because that is what one optimizer step sums over. Of a response that holds tokens
+which the policy did not sample (`Response.token_mask`), |o_i| counts those that it did.
 """
 
 import dataclasses
@@ -10,10 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dapo.advantage import group_advantages
+from dapo.advantage import (
+    decoupled_advantages,
+    group_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+)
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
+from dapo.own.calls import own_advantages, own_token_weights
+from dapo.own.loading import own_function
+from dapo.rewards.calling.loading import labels
 from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
 
 
@@ -56,19 +66,69 @@ def advantages_of(groups: Sequence[Group], cfg: Config) -> list[list[float]]:
         row[~row.float().isfinite()] = torch.nan
         if not cfg.reward.overlong_filtering.in_baseline:
             row[: len(group.scores)][torch.tensor(filtered(group, cfg))] = torch.nan
-    advantages = group_advantages(rewards, normalize_by_std=cfg.algorithm.advantage.normalize_by_std)
+    advantages = _advantages(rewards, groups, cfg)
     if cfg.algorithm.advantage.whiten:
         mean_square = advantages.square().sum() / (~rewards.isnan()).sum().clamp(min=1)
-        advantages = advantages / (mean_square.sqrt() + 1e-6)  # their mean is 0, as in every group
+        advantages = advantages / (mean_square.sqrt() + 1e-6)
     return [row[: len(group.responses)].tolist() for row, group in zip(advantages, groups, strict=True)]
 
 
+def _advantages(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> Tensor:
+    """Returns [G, n]. rewards: [G, n], NaN for an unscorable response and where a group has no further one."""
+    function, by_std = cfg.algorithm.advantage.function, cfg.algorithm.advantage.normalize_by_std
+    match function:
+        case "group":
+            return group_advantages(rewards, normalize_by_std=by_std)
+        case "rloo":
+            return rloo_advantages(rewards)
+        case "reinforce_plus_plus":
+            return reinforce_plus_plus_advantages(rewards, _lengths(rewards, groups))
+        case "gdpo":
+            return decoupled_advantages(*_parts(rewards, groups, cfg), normalize_by_std=by_std)
+    parts, part_weights = _parts(rewards, groups, cfg)
+    return own_advantages(
+        own_function("algorithm.advantage.function", function),
+        rewards=rewards,
+        lengths=_lengths(rewards, groups),
+        parts=parts,
+        part_weights=part_weights,
+        normalize_by_std=by_std,
+    )
+
+
+def _lengths(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Returns the sampled tokens of each response, int64 [G, n]."""
+    lengths = torch.zeros(rewards.shape, dtype=torch.int64)
+    for row, group in zip(lengths, groups, strict=True):
+        row[: len(group.responses)] = torch.tensor(group.lengths)
+    return lengths
+
+
+def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tensor, Tensor]:
+    """Returns the parts of the rewards, [G, n, K] in the order of their names, NaN where a reward is, or where a
+    response lacks one; and the factor of each in the reward, [K]."""
+    functions = cfg.reward.functions
+    factors = dict(zip(labels(functions), (spec.weight for spec in functions), strict=True))
+    factors["reward_model"] = cfg.reward.model.weight
+    names = sorted({name for group in groups for score in group.scores for name in score.parts})
+    parts = torch.full((*rewards.shape, len(names)), torch.nan, dtype=rewards.dtype)
+    for row, group in zip(parts, groups, strict=True):
+        for values, score in zip(row, group.scores, strict=False):
+            values[:] = torch.tensor([score.parts.get(name, math.nan) for name in names], dtype=rewards.dtype)
+    parts[rewards.isnan()] = torch.nan
+    return parts, torch.tensor([factors.get(name, 1.0) for name in names], dtype=rewards.dtype)
+
+
 def has_signal(group: Group, cfg: Config) -> bool:
-    """Returns whether overlong filtering leaves a response in the loss that has an advantage other than 0."""
+    """Returns whether overlong filtering leaves a response in the loss that has an advantage other than 0: one that is
+    scored, where the advantage is not of the group alone."""
     if not cfg.reward.overlong_filtering.enable:
         return True
-    (advantages,) = advantages_of([group], cfg)
-    return any(advantage and not out for advantage, out in zip(advantages, filtered(group, cfg), strict=True))
+    if cfg.algorithm.advantage.function in ("group", "rloo", "gdpo"):
+        (values,) = advantages_of([group], cfg)
+    else:
+        values = [float(not math.isnan(score.reward)) for score in group.scores]
+    return any(value and not out for value, out in zip(values, filtered(group, cfg), strict=True))
 
 
 def filtered(group: Group, cfg: Config) -> list[bool]:
@@ -89,9 +149,9 @@ def reference_batch(groups: Sequence[Group], *, version: int) -> tuple[TrainSequ
 def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], cfg: Config) -> tuple[Group, ...]:
     """Returns the groups with `algorithm.kl.reward_coeff` x KL taken off every reward, as the part "kl_penalty".
 
-    ref_logprobs: one [R] per response, in the order of `reference_batch`. KL is the sum over a response's tokens of the
-    estimate for the policy that sampled them; accuracies stay as they are. Where a log-probability is not finite, so
-    that the estimate means nothing, the response is unscorable ("kl") and its part is left out.
+    ref_logprobs: one [S] per response, in the order of `reference_batch`. KL is the sum over a response's sampled
+    tokens of the estimate for the policy that sampled them; accuracies stay as they are. Where a log-probability is not
+    finite, so that the estimate means nothing, the response is unscorable ("kl") and its part is left out.
     """
     kl, remaining = cfg.algorithm.kl, iter(ref_logprobs)
     penalized = []
@@ -99,7 +159,7 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
         scores = []
         for response, score in zip(group.responses, group.scores, strict=True):
             # Copies: arrays from Ray's object store cannot be written to, which torch warns about.
-            own = torch.tensor(response.rollout_logprobs, dtype=torch.float64)
+            own = torch.tensor(response.sampled_logprobs, dtype=torch.float64)
             reference = torch.tensor(next(remaining), dtype=torch.float64)
             penalty = -kl.reward_coeff * float(kl_penalty(own, reference, kl.estimator).sum())
             if not bool(own.isfinite().all() and reference.isfinite().all()):
@@ -116,13 +176,8 @@ def _minibatch(
 ) -> tuple[TrainSequence, ...]:
     responses = [(group.draw.prompt, response) for group in groups for response in group.responses]
     masked = [is_filtered for group in groups for is_filtered in filtered(group, cfg)]
-    lengths = [0 if m else len(response.token_ids) for (_, response), m in zip(responses, masked, strict=True)]
-    weights = token_weights(
-        torch.tensor(lengths),
-        cfg.algorithm.loss_agg_mode,
-        group_sizes=[len(group.responses) for group in groups],
-        max_response_length=cfg.data.max_response_length,
-    ).tolist()
+    lengths = [0 if m else response.num_sampled for (_, response), m in zip(responses, masked, strict=True)]
+    weights = _token_weights(torch.tensor(lengths), [len(group.responses) for group in groups], cfg).tolist()
     flat = [advantage for row in advantages for advantage in row]
     return tuple(
         _sequence(prompt, response, version, advantage=advantage, token_weight=weight)
@@ -131,16 +186,25 @@ def _minibatch(
     )
 
 
+def _token_weights(lengths: Tensor, group_sizes: Sequence[int], cfg: Config) -> Tensor:
+    mode, longest, own = cfg.algorithm.loss_agg_mode, cfg.data.max_response_length, cfg.algorithm.token_weights
+    if own:
+        function = own_function("algorithm.token_weights", own)
+        return own_token_weights(function, lengths, mode, group_sizes=group_sizes, max_response_length=longest)
+    return token_weights(lengths, mode, group_sizes=group_sizes, max_response_length=longest)
+
+
 def _sequence(
     prompt: Prompt, response: Response, version: int, *, advantage: float, token_weight: float
 ) -> TrainSequence:
     return TrainSequence(
         token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
         num_prompt_tokens=len(prompt.token_ids),
-        rollout_logprobs=response.rollout_logprobs,
+        rollout_logprobs=response.sampled_logprobs,
         advantage=advantage,
         token_weight=token_weight,
         staleness=_staleness(response, version),
+        token_mask=response.token_mask,
     )
 
 
@@ -148,4 +212,4 @@ def _staleness(response: Response, version: int) -> Int32Array:
     staleness = np.zeros(len(response.token_ids), dtype=np.int32)
     for span in response.policy_versions:
         staleness[span.start : span.end] = version - span.version
-    return staleness
+    return staleness if response.token_mask is None else staleness[response.token_mask]

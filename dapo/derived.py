@@ -4,10 +4,13 @@ In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
+
+LENT_TRANSPORT = "ipc"  # of the weights for engines that are lent GPUs: from the rank on the same one
 
 
 def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
@@ -16,10 +19,10 @@ def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
 
 
 def resolve_transport(cfg: Config) -> str:
-    """Returns `weight_sync.transport` with `auto` decided."""
+    """Returns `weight_sync.transport` with `auto` decided; engines that are lent GPUs take `LENT_TRANSPORT`."""
     if cfg.weight_sync.transport != "auto":
         return cfg.weight_sync.transport
-    return "ipc" if shares_gpus(cfg) else "broadcast"
+    return "ipc" if shares_gpus(cfg) and not lends(cfg) else "broadcast"
 
 
 def shares_gpus(cfg: Config) -> bool:
@@ -28,8 +31,18 @@ def shares_gpus(cfg: Config) -> bool:
 
 
 def takes_turns(cfg: Config) -> bool:
-    """Returns whether the engines sleep while the actors train, and each has all of its GPUs meanwhile."""
-    return cfg.trainer.colocate == "time"
+    """Returns whether the engines on the actors' GPUs sleep while these train, and each has all of a GPU meanwhile."""
+    return cfg.trainer.colocate in ("time", "lend")
+
+
+def lends(cfg: Config) -> bool:
+    """Returns whether engines wake on the actors' GPUs when that pays, beside engines with GPUs of their own."""
+    return cfg.trainer.colocate == "lend"
+
+
+def lent_engines(cfg: Config) -> int:
+    """Counts the engines on the actors' GPUs that help those with GPUs of their own, whose numbers they follow."""
+    return cfg.actor.num_workers // gpus_per_engine(cfg.rollout.vllm) if lends(cfg) else 0
 
 
 def ranks_of_a_piece(cfg: Config) -> int:
@@ -43,6 +56,12 @@ def transfer_timeout_s(cfg: Config) -> float:
     """Returns how long one transfer of a weight sync may take in seconds: an engine that stands still may not hold up
     the actors longer than it may hold up a group."""
     return min(cfg.weight_sync.timeout_s, cfg.rollout.stall_timeout_s)
+
+
+def response_caps(sources: Sequence[SourceConfig]) -> dict[str, int]:
+    """Returns the longest response in tokens of each entry of `data.sources` that does not have
+    `data.max_response_length`, by name."""
+    return {source.name: source.max_response_length for source in sources if source.max_response_length}
 
 
 def optimizer_steps(cfg: Config) -> int:

@@ -15,20 +15,25 @@ from typing import Any
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.derived import shares_gpus, takes_turns
+from dapo.derived import lends, lent_engines, shares_gpus, takes_turns
 from dapo.faults.signals import finish
 from dapo.pools import Pools
+from dapo.pools import RolloutPool as Rollouts
 from dapo.replay.fixed import FixedPolicy
 from dapo.report.console import say, warn
 from dapo.report.watchdog import waiting
+from dapo.sampling.lender import Lender
 from workers.actor import ActorPool
 from workers.cluster import connect, leave, resolve_device
 from workers.engines.arguments import engine_args
+from workers.judge import JudgePool
 from workers.placement import Placement
-from workers.placing.asked import count_gpus, reward_model_device
+from workers.placing.asked import count_gpus, judge_device, reward_model_device
 from workers.reward import RewardPool
 from workers.reward_model import RewardModelPool
 from workers.rollout import RolloutPool
+from workers.trajectories import TrajectoryPool
+from workers.turns.fleet import TurnFleet
 from workers.weight_sync import WeightSync
 
 STOP_GRACE_S = 3.0
@@ -69,6 +74,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
     rewards = create_rewards(cfg, placement, device)
+    functions = create_functions(cfg, placement) if half != "train" else None
 
     async def start_engines() -> None:
         if rollouts is None and half != "train":
@@ -83,7 +89,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             say(await rewards.start(cfg.rollout.start_timeout_s))
 
     async def start_others() -> None:
-        await asyncio.gather(start_rewards(), actors.start())
+        await asyncio.gather(start_rewards(), start_functions(cfg, functions), actors.start())
 
     async def keep_weights(version: int) -> None:
         engines.admit(engines.members())
@@ -101,21 +107,22 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        work = engines.work() | {"reward workers": rewards.unscored}
-        pools = partial(
-            Pools, rollouts=engines, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device), work=work
-        )
+        work, makers = engines.work() | {"reward workers": rewards.unscored}, in_turns(cfg, engines, functions)
+        pools = partial(Pools, rollouts=makers, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device), work=work)
         if isinstance(actors, FixedPolicy) or half == "train":  # there is one version of the weights, or none to serve
             engines.keeper.rejoin = keep_weights_of
             yield pools(sync_weights=keep_weights)
         else:
             sync = WeightSync(actors, engines, cfg)
             engines.keeper.rejoin = sync.rejoin
-            actors.before_restart = leave_gpus = sync.rest if takes_turns(cfg) else None
-            yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus)
+            actors.before_restart = sync.rest if takes_turns(cfg) else None
+            lender = Lender(engines.slots, sync.lend, sync.rest) if lends(cfg) else None
+            leave_gpus = actors.before_restart if lender is None else lender.leave
+            yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus, lender=lender)
     finally:
         actors.close()
         rewards.stop()
+        stop_functions(functions)
         if rollouts is None:
             await engines.stop(STOP_GRACE_S)
 
@@ -149,20 +156,58 @@ def engine_needs(cfg: Config) -> dict[str, Any]:
     keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
     rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
     arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
-    return {"model.path": resolve_path(cfg.model.path), **rollout, **arguments}
+    lent = {"engines on the actors' GPUs": lent_engines(cfg)}
+    return {"model.path": resolve_path(cfg.model.path), **rollout, **lent, **arguments}
 
 
 def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
     """Makes the engines' actors; `start` loads their model."""
-    return RolloutPool(placement.rollout(), cfg.rollout, warn=warn, release=placement.release_engine)
+    options, lent = placement.rollout(), lent_engines(cfg)
+    return RolloutPool(options, cfg.rollout, warn=warn, release=placement.release_engine, lent=lent)
+
+
+def create_functions(cfg: Config, placement: Placement) -> TurnFleet | None:
+    """Makes the workers of the rollout function, where there is one; `start_functions` loads it."""
+    function = cfg.rollout.function
+    return TurnFleet(placement.rewards(), function, limits=cfg.reward.limits, warn=warn) if function.path else None
+
+
+async def start_functions(cfg: Config, functions: TurnFleet | None) -> None:
+    """Waits until all workers have the function."""
+    if functions is not None:
+        model, limit_s = cfg.model, cfg.rollout.start_timeout_s
+        if confined := await functions.start(model.path, model.trust_remote_code, limit_s):
+            say(f"rollout function: programs of the model: {confined}")
+
+
+def stop_functions(functions: TurnFleet | None) -> None:
+    """Ends the workers of the rollout function, where there is one."""
+    if functions is not None:
+        functions.stop()
+
+
+def in_turns(cfg: Config, engines: RolloutPool, functions: TurnFleet | None) -> Rollouts:
+    """Returns what makes the responses: the engines alone, or the rollout function with them."""
+    if functions is None:
+        return engines
+    return TrajectoryPool(engines, functions, retries=cfg.rollout.function.retries, warn=warn)
 
 
 def create_rewards(cfg: Config, placement: Placement, device: str) -> RewardPool:
-    """Makes the reward workers and the reward model; `start` loads them."""
+    """Makes the reward workers, the reward model and the run's own judges; `start` loads them."""
     model = None
     if cfg.reward.model.path:
         where = reward_model_device(cfg, device)
         model = RewardModelPool(cfg.reward.model, placement.reward_model(), device=where, warn=warn)
+    judges = None
+    if cfg.reward.judge.engine.path:
+        judges = JudgePool(cfg.reward.judge.engine, placement.judges(), device=judge_device(cfg, device), warn=warn)
     return RewardPool(
-        placement.rewards(), cfg.reward, max_response_length=cfg.data.max_response_length, model=model, warn=warn
+        placement.rewards(),
+        cfg.reward,
+        max_response_length=cfg.data.max_response_length,
+        sources=cfg.data.sources,
+        model=model,
+        judges=judges,
+        warn=warn,
     )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dapo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo.loss import MAX_LOG_RATIO, cispo_loss, gspo_loss, kl_penalty, policy_loss, segment_sum
+from dapo.own.calls import own_policy_loss
+from dapo.own.loading import OwnFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,9 @@ class Constants:
     """Holds what the gradient does not flow through, per response token, [R].
 
     old_logprobs: the policy's before the update. ref_logprobs: the reference policy's; None without a KL term.
-    correction: factor of the policy loss (`rollout_correction`). weights: `dapo.loss.token_weights`; a token of weight
-    0 is masked: whatever else it holds, NaN included, reaches neither loss nor gradient nor metrics.
-    segment_ids: int, the response of each token, counted from 0.
+    correction: factor of the policy loss (`rollout_correction`; 0 where `algorithm.entropy_top_share` leaves a token
+    out). weights: `dapo.loss.token_weights`; a token of weight 0 is masked: whatever else it holds, NaN included,
+    reaches neither loss nor gradient nor metrics. segment_ids: int, the response of each token, counted from 0.
     """
 
     old_logprobs: Tensor
@@ -52,16 +54,28 @@ class Objective:
     entropy: Tensor
 
 
-def objective(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig) -> Objective:
+def objective(
+    logprobs: Tensor,
+    entropy: Tensor,
+    constants: Constants,
+    cfg: AlgorithmConfig,
+    own_loss: OwnFunction | None = None,
+) -> Objective:
     """Returns the loss of the policy whose logprobs and entropy these are, [R], with gradient (entropy: if
-    `entropy_coeff` is not 0), and what it is made of."""
+    `entropy_coeff` is not 0), and what it is made of. own_loss: in place of `policy_loss` (`algorithm.policy_loss`)."""
     masked = constants.weights == 0
 
     def keep(values: Tensor) -> Tensor:
         return values.masked_fill(masked, 0.0)  # also stops the gradient, which 0 x NaN would not
 
     logprobs, entropy = keep(logprobs), keep(entropy)
-    per_token, stats = _policy_loss(logprobs, keep(constants.old_logprobs), keep(constants.advantages), constants, cfg)
+    old_logprobs, advantages = keep(constants.old_logprobs), keep(constants.advantages)
+    # Masked tokens form a segment of their own: they are no part of any |o_i|.
+    segments = (constants.segment_ids + 1).masked_fill(masked, 0)
+    if own_loss is None:
+        per_token, stats = _policy_loss(logprobs, old_logprobs, advantages, segments, cfg)
+    else:
+        per_token, stats = own_policy_loss(own_loss, logprobs, old_logprobs, advantages, segments, cfg)
     per_token = per_token * keep(constants.correction)
     kl = logprobs.new_zeros(logprobs.shape)
     if constants.ref_logprobs is not None:
@@ -85,13 +99,11 @@ def objective(logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: Algo
 
 
 def _policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, constants: Constants, cfg: AlgorithmConfig
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segments: Tensor, cfg: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     low, high = cfg.clip_ratio_low, cfg.clip_ratio_high
     match cfg.policy_loss:
         case "gspo":
-            # Masked tokens form a segment of their own: they are no part of any |o_i|.
-            segments = (constants.segment_ids + 1).masked_fill(constants.weights == 0, 0)
             return gspo_loss(logprobs, old_logprobs, advantages, segments, clip_ratio_low=low, clip_ratio_high=high)
         case "cispo":
             return cispo_loss(logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high)
@@ -129,10 +141,13 @@ def rollout_correction(
 
     old_logprobs: by the actors before the first optimizer step; rollout_logprobs: by the engines; segment_ids: the
     response of each token, counted from 0; all [R]. Exponents are clamped to +-20. `level: sequence` takes the product
-    of a response's ratios. A masked token keeps its place in the denominators.
+    of a response's ratios, `geometric` their geometric mean, the ratio of GSPO (arXiv 2507.18071, Eq. 7). A masked
+    token keeps its place in the denominators.
     """
     difference = old_logprobs - rollout_logprobs
-    log_ratio = segment_sum(difference, segment_ids) if cfg.level == "sequence" else difference
+    log_ratio = difference if cfg.level == "token" else segment_sum(difference, segment_ids)
+    if cfg.level == "geometric":
+        log_ratio = log_ratio / segment_sum(torch.ones_like(difference), segment_ids)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     match cfg.mode:
         case "truncate":

@@ -11,6 +11,7 @@ from typing import Protocol
 import psutil
 
 from dapo.measure.usage import Course, RankUse, resident_bytes
+from dapo.sampling.lender import Lender
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
 
 
@@ -38,9 +39,19 @@ class RolloutPool(Protocol):
         ...
 
     def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
+        self,
+        key: str,
+        prompt: Int32Array,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        background: bool = False,
+        problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
-        """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`."""
+        """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`.
+
+        problem: that the prompt is of, for the rollout function where there is one.
+        """
         ...
 
     def lap(self) -> dict[str, float]:
@@ -155,7 +166,8 @@ class Pools:
 
     sync_weights(version): the engines serve `version`. weights: held while the actors' weights are not those that the
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
-    leave_gpus: lets the engines sleep until the next sync; None where they have GPUs of their own.
+    leave_gpus: lets the engines sleep that share the actors' GPUs; None where none does, or not in turns. lender: wakes
+    some on the actors' GPUs while a batch is collected; None where none is lent any.
     gpus: of all of them. work: what they have to do, by lane of a step's timeline: requests of each engine, responses
     without a verdict.
     """
@@ -166,6 +178,7 @@ class Pools:
     sync_weights: Callable[[int], Awaitable[None]]
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     leave_gpus: Callable[[], Awaitable[None]] | None = None
+    lender: Lender | None = None
     gpus: int = 0
     work: Mapping[str, Course] = field(default_factory=dict)
 
@@ -173,4 +186,5 @@ class Pools:
         """Returns what the pools did since the last lap, what memory this process takes, and how many processes of each
         kind were replaced so far, as metrics."""
         own = {"perf/driver_resident_bytes": float(resident_bytes([psutil.Process()]))}
-        return own | self.rollouts.lap() | self.rewards.lap() | self.actors.restarts()
+        lent = {} if self.lender is None else self.lender.lap()
+        return own | lent | self.rollouts.lap() | self.rewards.lap() | self.actors.restarts()

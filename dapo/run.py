@@ -22,14 +22,27 @@ from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
-from dapo.data.prompts import DataReport, fingerprint, load_prompts
+from dapo.data.prompts import DataReport, fingerprint
+from dapo.data.sources import load_train
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
 from dapo.faults.limit import TimeLimit
 from dapo.faults.recovery import run_to_end
 from dapo.faults.signals import Stop
-from dapo.fleet import STOP_GRACE_S, build_pools, create_rewards, create_rollouts, place, ray_cluster
+from dapo.fleet import (
+    STOP_GRACE_S,
+    build_pools,
+    create_functions,
+    create_rewards,
+    create_rollouts,
+    in_turns,
+    place,
+    ray_cluster,
+    start_functions,
+    stop_functions,
+)
+from dapo.own.loading import digests, make_absolute
 from dapo.replay.batches import steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
@@ -40,6 +53,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory
 from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
+from dapo.turns.loading import file_of_function
 from dapo.types import HeldOut, Prompt
 from workers.cluster import head, resolve_device
 from workers.engines.arguments import engine_args
@@ -87,6 +101,8 @@ async def train(
     began = time.monotonic()
     make_paths_absolute(cfg)
     preflight(cfg)
+    own = digests(cfg) | file_of_function(cfg.rollout.function)
+    run_dir.check_own(own)
     if cfg.trainer.only != "both":
         until = _halve(cfg, until)
     # Both take seconds; those of Ray are spent waiting.
@@ -98,7 +114,7 @@ async def train(
             stop.install()  # once more: Ray has put a handler of its own in place
         with waiting("the prompts to be read and tokenized"):
             prompts, held_out, data_fingerprint = await loading
-            inputs = await asyncio.to_thread(origins, cfg)
+            inputs = await asyncio.to_thread(origins, cfg) | own
         run_dir.check_data(data_fingerprint)
         for line in run_dir.record_inputs(inputs):
             warn(line)
@@ -129,6 +145,8 @@ async def train(
 def _halve(cfg: Config, until: int | None) -> int | None:
     """Leaves out of a run what its half does not need; returns the step that it can get to."""
     cfg.data.val_files = []
+    for source in cfg.data.sources:
+        source.val_files = []
     cfg.trainer.colocate = "none"
     if cfg.trainer.only == "rollout":
         cfg.actor.num_workers = 0
@@ -143,9 +161,14 @@ def _halve(cfg: Config, until: int | None) -> int | None:
 def make_paths_absolute(cfg: Config) -> None:
     """Makes paths absolute: remote workers run in a directory of Ray's, where a relative path means nothing."""
     cfg.model.path = resolve_path(cfg.model.path)
-    for spec in cfg.reward.functions:
+    own = [spec for source in cfg.data.sources for spec in source.functions]
+    for spec in (*cfg.reward.functions, *own):
         if spec.path.endswith(".py"):
             spec.path = str(Path(spec.path).expanduser().absolute())
+    function = cfg.rollout.function
+    if function.path.endswith(".py"):
+        function.path = str(Path(function.path).expanduser().absolute())
+    make_absolute(cfg)
 
 
 def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[HeldOut], str]:
@@ -155,15 +178,7 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     `dapo.data.prompts.load_prompts`.
     """
     tokenizer = _tokenizer(cfg)
-    prompts, report = load_prompts(
-        cfg.data.train_files,
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        max_contradictory=cfg.data.max_contradictory,
-        key="data.train_files",
-        today=today,
-    )
-    _tell("data.train_files", report)
+    prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
     held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
     return prompts, held_out, fingerprint(prompts, tokenizer)
 
@@ -192,7 +207,7 @@ async def evaluate(
     task = asyncio.current_task()
     assert task is not None
     make_paths_absolute(cfg)
-    preflight(cfg)
+    preflight(cfg, trains=False)
     held_out = load_held_out(cfg, _tokenizer(cfg), told=_tell)
     cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
@@ -205,10 +220,14 @@ async def evaluate(
             engines.admit((number,))
 
         engines.keeper.rejoin = rejoin
-        evaluation = Evaluation(held_out, engines, rewards, cfg, version=0, answered=answered)
+        functions = create_functions(cfg, placement)
+        rollouts = in_turns(cfg, engines, functions)
+        evaluation = Evaluation(held_out, rollouts, rewards, cfg, version=0, answered=answered)
         try:
             start = engines.start(cfg.model.path, engine_args(cfg, device))
-            ready, _ = await asyncio.gather(rewards.start(cfg.rollout.start_timeout_s), start)
+            ready, *_ = await asyncio.gather(
+                rewards.start(cfg.rollout.start_timeout_s), start_functions(cfg, functions), start
+            )
             say(ready)
             begun(sum(sum(one.samples) for one in held_out))
             evaluation.hurry()
@@ -216,4 +235,5 @@ async def evaluate(
         finally:
             await evaluation.close()
             rewards.stop()
+            stop_functions(functions)
             await engines.stop(STOP_GRACE_S)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from dapo.batch import build_batch, has_signal
 from dapo.config.schema import Config
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.driver.saving import Saver
 from dapo.evaluate.aside import Evaluations
 from dapo.faults.limit import TimeLimit
@@ -58,11 +58,11 @@ class Trainer:
         self._say = say
         self._limit = limit or TimeLimit()
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
-        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, logger, self._limit)
+        self._order = PromptOrder.of(cfg, prompts)
+        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, self._order, logger, self._limit)
         self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
-        self._order = PromptOrder(prompts, seed=cfg.trainer.seed, shuffle=cfg.data.shuffle)
         self.stream = stream_of(cfg, self._order, self._buffer, pools, self.clock)
-        self._batches = Batches.of(cfg, logger.output_dir)
+        self._batches = Batches.of(cfg, logger.output_dir, self._order.visits_of)
         self._until = cfg.trainer.total_steps if until is None else until
         self.evaluations = Evaluations(
             held_out, pools, cfg, self.saver, logger, clock=self.clock, limit=self._limit, say=say
@@ -119,13 +119,14 @@ class Trainer:
             fault_point("driver.updated")
             self.version += 1
             self._buffer.trained()
+            self._order.learn(collected.drawn, self._buffer.draws, version=self.version)
             try:
                 await self.evaluations.trained(self.version)
                 with self.clock("sync"):
                     await self._pools.sync_weights(self.version)
                 self._buffer.serving(self.version)
             finally:  # the step is trained and will be saved: it has its line also where the sync failed
-                metrics = self._report(collected, batch, updated.metrics | self._pools.lap())
+                metrics = self._report(collected, batch, updated.metrics | self._order.metrics() | self._pools.lap())
         fault_point("driver.synced")
         self._refusals.updated(collected, updated, self.version - 1)
         return metrics
@@ -151,7 +152,7 @@ class Trainer:
 
     async def _resume(self) -> None:
         async with self._pools.weights:
-            found = await self.saver.resume(self._order.draw, self._pools.rewards)
+            found = await self.saver.resume(self._pools.rewards)
             self.version = found.version
             if found.where:
                 self._say(f"resuming from {found.where}")

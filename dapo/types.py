@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 
@@ -25,6 +26,7 @@ class Prompt:
     source: `data_source` of the row, handed to the reward function.
     messages: the conversation before the policy's chat template; a reward model has a template of its own.
     text: the prompt after the chat template. token_ids: [P], what the engine sees.
+    entry: name of the entry of `data.sources` that the row came with; "" without entries.
     """
 
     id: int
@@ -34,6 +36,7 @@ class Prompt:
     token_ids: Int32Array
     ground_truth: str
     extra_info: dict[str, Any]
+    entry: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,7 @@ class Sampling:
     """Says how the engine samples one group. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`,
     which is also given a seed per response.
 
-    n: responses per prompt. max_tokens: cap of a response.
+    n: responses per prompt. max_tokens: cap of a response. stop: strings that end it, as its last characters.
     """
 
     n: int
@@ -70,6 +73,7 @@ class Sampling:
     top_p: float
     top_k: int
     max_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +90,13 @@ class Response:
     """Holds one sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
 
     token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
-    finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off.
+    finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off; "error" where
+    `rollout.function` failed.
     engine: number of the one that ended it. seconds: from the request to the last token, waits in an engine included,
     the time in which it was put down not. Of a response that was read from a checkpoint or journal they are -1 and NaN:
-    another fleet made it. text: empty where it was cut off.
+    another fleet made it. text: empty where it was cut off. token_mask: [R], true where the policy sampled the token;
+    the others were given to it between turns (a tool's answer, feedback), their log-probability means nothing, and no
+    span names them. None: it sampled them all.
     """
 
     token_ids: Int32Array
@@ -99,6 +106,23 @@ class Response:
     policy_versions: tuple[VersionSpan, ...]
     engine: int
     seconds: float
+    token_mask: Mask | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Counts the tokens that the policy sampled: the length of the response wherever lengths count."""
+        return len(self.token_ids) if self.token_mask is None else int(self.token_mask.sum())
+
+    @property
+    def num_turns(self) -> int:
+        """Counts the runs of sampled tokens; between two of them are others."""
+        mask = self.token_mask
+        return 1 if mask is None else int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())
+
+    @property
+    def sampled_logprobs(self) -> Float32Array:
+        """Returns the log-probabilities of the sampled tokens, [S]."""
+        return self.rollout_logprobs if self.token_mask is None else self.rollout_logprobs[self.token_mask]
 
     @property
     def truncated(self) -> bool:
@@ -110,6 +134,11 @@ class Response:
         """Returns whether the engine was asked to end the response, or ended."""
         return self.finish_reason == "abort"
 
+    @property
+    def failed(self) -> bool:
+        """Returns whether the rollout function failed, so that there is nothing to score."""
+        return self.finish_reason == "error"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
@@ -119,8 +148,8 @@ class Score:
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
     metrics: other numbers that a reward function gave, as LABEL/KEY. prediction: the extracted answer, as it gave it.
     failure: "" for a verdict of the functions; "cpu" or "memory", the limit that made the response wrong; "error",
-    "wall", "crash", "model" (the reward model has none) or "kl" (log-probabilities are not finite), why it is
-    unscorable.
+    "wall", "crash", "remote" (a server did not answer an async function), "model" (the reward model has none), "kl"
+    (log-probabilities are not finite) or "rollout" (its rollout function failed), why it is unscorable.
     """
 
     accuracy: float
@@ -129,6 +158,11 @@ class Score:
     metrics: dict[str, float]
     prediction: str
     failure: str
+
+
+def unscorable(failure: str) -> Score:
+    """Returns a score of NaN, with the reason."""
+    return Score(accuracy=math.nan, reward=math.nan, parts={}, metrics={}, prediction="", failure=failure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +176,8 @@ class Group:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Counts the tokens of each response."""
-        return tuple(len(response.token_ids) for response in self.responses)
+        """Counts the sampled tokens of each response."""
+        return tuple(response.num_sampled for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
@@ -195,9 +229,11 @@ class Collected:
 class TrainSequence:
     """Holds one prompt and response as the actor trains on it. Made by `dapo.batch`, consumed by `workers.actor`.
 
-    token_ids: [P + R]. rollout_logprobs: [R]. advantage: one number for the whole response. token_weight: weight of
-    each response token in the loss of its mini-batch (`dapo.loss.token_weights`). staleness: [R], updates between the
-    policy that sampled a token and the one that the update starts from.
+    token_ids: [P + R]. token_mask: [R], true at the S response tokens that the policy sampled; None: at all, S = R.
+    The others are read and never predicted: there is nothing else about them here. rollout_logprobs: [S]. advantage:
+    one number for the whole response. token_weight: weight of each sampled token in the loss of its mini-batch
+    (`dapo.loss.token_weights`). staleness: [S], updates between the policy that sampled a token and the one that the
+    update starts from.
     """
 
     token_ids: Int32Array
@@ -206,6 +242,7 @@ class TrainSequence:
     advantage: float
     token_weight: float
     staleness: Int32Array
+    token_mask: Mask | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

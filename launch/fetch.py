@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
 from dapo.report.console import end, say
 
 NOT_SAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "original/*")
@@ -39,9 +41,25 @@ def local_overrides(cfg: Config, copy: Callable[[str, str], Path]) -> list[str]:
         names = [value] if isinstance(value, str) else value
         return "[" + ",".join(f"'{data(name)}'" for name in names) + "]"
 
+    def source(one: SourceConfig) -> str:
+        return _written(asdict(one) | {key: list(map(data, getattr(one, key))) for key in ("files", "val_files")})
+
     model = str(copy("model", cfg.model.path)) if _on_hub(cfg.model.path) else resolve_path(cfg.model.path)
     found = [f"model.path={model}", f"data.train_files={files(cfg.data.train_files)}"]
+    if cfg.data.sources:
+        found.append(f"data.sources=[{','.join(map(source, cfg.data.sources))}]")
     return [*found, f"data.val_files={files(cfg.data.val_files)}"] if cfg.data.val_files else found
+
+
+def _written(value: Any) -> str:
+    """Returns a value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_written(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "\\'") + "'"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def _on_hub(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Advantages against golden values (computed with verl 0.9.1), hand-worked groups and a brute-force recomputation."""
 
+import math
 import statistics
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.advantage import group_advantages
+from dapo.advantage import (
+    decoupled_advantages,
+    group_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+)
 
 NAN = float("nan")
 F64 = torch.float64
@@ -69,3 +75,57 @@ def test_equals_brute_force_whatever_the_padding(rewards: list[float], padding: 
         expected = [(reward - mean) / (std + 1e-6) if reward == reward else 0.0 for reward in rewards]
     result = group_advantages(torch.tensor([rewards + [NAN] * padding], dtype=F64))
     torch.testing.assert_close(result, torch.tensor([expected + [0.0] * padding], dtype=F64), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1.0, -1.0, -1.0, 0.5], [1.0, NAN, -1.0, 0.2], [0.1, 0.1, 0.1, NAN], [NAN, 1.0, NAN, NAN]]
+)
+def test_leave_one_out_compares_with_the_mean_of_the_others(rewards):
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    expected = []
+    for reward in rewards:
+        others = (sum(scored) - reward) / (len(scored) - 1) if len(scored) > 1 else reward
+        expected.append(0.0 if math.isnan(reward) else reward - others)
+    found = rloo_advantages(torch.tensor([rewards], dtype=F64))[0]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    if len(set(scored)) == 1:
+        assert not found.any(), "exactly 0"
+
+
+def test_reinforce_plus_plus_normalizes_over_all_tokens_of_the_batch():
+    """Each response counts as often as it has tokens: mean and std of a list with an entry per token."""
+    rewards, lengths = [[1.0, -1.0, NAN], [0.5, -1.0, -0.2]], [[3, 5, 4], [1, 2, 7]]
+    tokens = [
+        r
+        for row, sizes in zip(rewards, lengths, strict=True)
+        for r, n in zip(row, sizes, strict=True)
+        for _ in range(n)
+    ]
+    tokens = [reward for reward in tokens if not math.isnan(reward)]
+    expected = [
+        [
+            0.0 if math.isnan(reward) else (reward - statistics.mean(tokens)) / (statistics.stdev(tokens) + 1e-6)
+            for reward in row
+        ]
+        for row in rewards
+    ]
+    found = reinforce_plus_plus_advantages(torch.tensor(rewards, dtype=F64), torch.tensor(lengths))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=F64))
+
+
+@pytest.mark.parametrize("reward", [0.1, NAN])
+def test_reinforce_plus_plus_makes_nothing_of_equal_rewards(reward):
+    found = reinforce_plus_plus_advantages(torch.full((2, 3), reward, dtype=F64), torch.full((2, 3), 7))
+    assert found.tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_decoupled_advantages_normalize_each_part_by_itself(normalize_by_std):
+    first, second = [[1.0, 0.0, 1.0, NAN]], [[10.0, 0.0, 0.0, NAN]]
+    parts = torch.tensor([list(zip(*pair, strict=True)) for pair in zip(first, second, strict=True)], dtype=F64)
+    found = decoupled_advantages(parts, torch.tensor([2.0, 0.5], dtype=F64), normalize_by_std=normalize_by_std)
+    one, other = (
+        group_advantages(torch.tensor(part, dtype=F64), normalize_by_std=normalize_by_std) for part in (first, second)
+    )
+    torch.testing.assert_close(found, 2.0 * one + 0.5 * other)
+    assert found[0, 3] == 0.0

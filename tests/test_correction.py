@@ -1,6 +1,7 @@
 """Rollout correction: weights of every mode and level against loops by hand, bounds, clamp, no gradient."""
 
 import math
+from statistics import fmean
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ def by_hand(responses: list[list[float]], cfg: RolloutCorrectionConfig) -> list[
     expected = []
     for differences in responses:
         for difference in differences:
-            log_ratio = sum(differences) if cfg.level == "sequence" else difference
+            levels = {"token": difference, "sequence": sum(differences), "geometric": fmean(differences)}
+            log_ratio = levels[cfg.level]
             ratio = math.exp(max(-20.0, min(20.0, log_ratio)))
             above, below = ratio > cfg.upper, ratio < cfg.lower
             weight, affected = {
@@ -60,6 +62,8 @@ def test_equals_loops_by_hand_in_any_order(mode, level, responses, random):
         pytest.param("truncate", "sequence", [1.0, 1.0, 1.5], id="tis-sequence"),
         pytest.param("mask", "token", [0.0, 0.0, 1.5], id="mask-token"),
         pytest.param("mask", "sequence", [1.0, 1.0, 1.5], id="mask-sequence"),
+        pytest.param("truncate", "geometric", [1.0, 1.0, 1.5], id="tis-geometric"),
+        pytest.param("mask", "geometric", [1.0, 1.0, 1.5], id="mask-geometric"),
     ],
 )
 def test_by_example(mode, level, weights):

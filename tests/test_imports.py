@@ -19,8 +19,16 @@ from dapo.state.run_dir import claim_output_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
-ROLES = ("workers.rollout", "workers.reward", "workers.reward_model", "workers.actor", "workers.weight_sync")
-PARTS = ("workers.placing", "workers.scoring", "workers.training", "workers.weights")
+ROLES = (
+    "workers.rollout",
+    "workers.trajectories",
+    "workers.reward",
+    "workers.reward_model",
+    "workers.judge",
+    "workers.actor",
+    "workers.weight_sync",
+)
+PARTS = tuple(f"workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
 TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
 ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and the package that may ask it
 TENSORS = (
@@ -29,6 +37,10 @@ TENSORS = (
     "dapo.objective",
     "dapo.batch",
     "dapo.schedule",
+    "dapo.own.calls",
+    "dapo.own.check",
+    "dapo.own.on_driver",
+    "dapo.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",
     "dapo.doctor.allreduce",
@@ -87,7 +99,8 @@ def violations(name: str, source: str) -> list[str]:
         "workers do not know their conductor": within(name, "workers")
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
-        not in ("workers.engines.worker", "workers.engines.extension", "workers.weights.receiver")
+        not in ("workers.engines.worker", "workers.engines.extension", "workers.judging.process")
+        and name != "workers.weights.receiver"
         and {module for module in imported if within(module, "vllm", "workers.vllm_surface")},
         "vLLM only by the names in workers.vllm_surface": {module for module in imported if within(module, "vllm")},
     }
@@ -283,7 +296,7 @@ def test_an_answer_that_needs_no_worker_loads_nothing_heavy(command, code, says,
 def test_the_fork_server_is_a_clean_process():
     """Neither Ray nor torch nor a thread, which a fork would break."""
     program = (
-        "import sys, threading; import dapo.rewards.fork_server, dapo.rewards.math_verify; "
+        "import sys, threading; import dapo.rewards.calling.fork_server, dapo.rewards.math_verify; "
         "print(sorted({'ray', 'torch', 'transformers', 'asyncio'} & set(sys.modules)), threading.active_count())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -42,6 +42,8 @@ TIMELINE = "tests/inspect/test_timeline.py::test_the_terminal_and_the_page_show_
 RAY_UP = "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes"
 CLOUD = "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes"
 SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
+OWN_LOSS = "tests/end_to_end/test_own_loss.py::test_the_example_of_the_readme_trains"
+TURNS = "tests/end_to_end/test_turns_of_functions.py::test_two_turns_train"
 LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
@@ -65,6 +67,9 @@ RUN_BY = {
     r"docker (build|run) ": HAND + "needs Docker, which test machines have not",
     r"\.venv/bin/pip install ": HAND + "installs packages for a GPU",
     r"python -m dapo\.main_ppo .*--(rollout|train)-only": REPLAY + "test_one_half_generates_and_the_other_trains_on_it",
+    r"python -m dapo\.main_ppo .*soft_gate\b": OWN_LOSS,
+    r"python -m dapo\.main_ppo .*rollout\.function\b": TURNS,
+    r"python -m dapo\.main_ppo .*tool_tiny\b": "tests/end_to_end/test_tool.py::test_a_short_run",
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
     r"python -m dapo\.config\b": "tests/config/test_compose.py::test_the_reference_of_all_keys_is_current",
     r"python -m dapo\.report\b": "tests/report/test_names.py::test_the_readme_is_what_the_command_prints",
@@ -74,16 +79,19 @@ RUN_BY = {
     r"python -m dapo\.plan\b": "tests/plan/test_plan.py::test_refusal_ends_with_1_and_one_message_and_needs_no_worker",
     r"python -m dapo\.plot\b": "tests/test_plot.py::test_a_picture_is_written",
     r"python -m dapo\.rewards\.selfcheck\b": "tests/rewards/test_selfcheck.py::test_question_and_answer",
+    r"python -m dapo\.simulate .*--table curricula\b": "tests/simulate/test_curricula.py::test_the_smallest_table",
     r"python -m dapo\.simulate .*--table\b": "tests/simulate/test_command.py::test_the_smallest_run_of_a_table",
     r"python -m dapo\.simulate\b": "tests/simulate/test_command.py::test_the_smallest_run_prints_its_table",
-    r"python -m dapo\.ablation\b": "tests/ablation/test_ablation.py::test_two_rungs_on_one_engine",
+    r"python -m dapo\.ablation\b": "tests/ablation/test_ablation.py::test_all_rungs_on_one_engine",
     r"python -m dapo\.bench[. ]rewards\b": "tests/bench/test_rewards.py::test_a_short_run_prints_a_table",
+    r"python -m dapo\.bench[. ]code\b": "tests/bench/test_code.py::test_a_short_run_prints_a_table",
     r"python -m dapo\.bench[. ](actor )?(logprobs|actor)\b": LOGPROBS,
     r"python -m dapo\.bench[. ](actor )?device\b": "tests/bench/test_actor.py::test_the_part_for_a_gpu_runs_on_a_cpu",
     r"python -m dapo\.bench[. ](actor )?update\b": "tests/bench/test_commands.py::test_update",
     r"python -m dapo\.bench[. ]sync\b": "tests/bench/test_commands.py::test_sync",
     r"python -m dapo\.bench[. ]decode\b": "tests/bench/test_commands.py::test_decode",
     r"python -m dapo\.bench[. ]overlap\b": "tests/bench/test_commands.py::test_overlap",
+    r"python -m dapo\.bench[. ]lend\b": "tests/bench/test_commands.py::test_lend",
     r"python -m dapo\.bench[. ]save\b": "tests/bench/test_commands.py::test_save",
     r"python -m dapo\.bench[. ]driver\b": "tests/bench/test_commands.py::test_driver",
     r"python -m dapo\.bench[. ]store\b": "tests/bench/test_commands.py::test_store",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.faults.recovery import run_to_end
 from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted

@@ -14,6 +14,7 @@ import torch
 from dapo.config.schema import Config
 from dapo.derived import transfer_timeout_s
 from dapo.faults.points import fault_point
+from dapo.own.loading import Source, load, source_of
 from dapo.pools import BatchRefused, Updated
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
@@ -39,9 +40,8 @@ class ActorWorker:
     It knows the policy version that its weights are of, and whether they are of one at all.
     """
 
-    def __init__(self, cfg: Config, device: str) -> None:
-        self._cfg = cfg
-        self._device = device
+    def __init__(self, cfg: Config, device: str, own_loss: Source | None = None) -> None:
+        self._cfg, self._device, self._own_loss = cfg, device, own_loss
 
     def process(self) -> RankProcess:
         """Returns which process this is."""
@@ -83,12 +83,12 @@ class ActorWorker:
         self._policy = fsdp.load_policy(cfg, self._mesh)
         self._optimizer = fsdp.build_optimizer(self._policy, cfg)
         self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
-        kl, reference = cfg.algorithm.kl, None
-        if kl.loss_coeff or kl.reward_coeff:
-            reference = fsdp.load_reference(cfg, self._mesh, self._policy)
-        self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh)
-        self._has_reference = reference is not None
-        self._standing = Standing()
+        kl = cfg.algorithm.kl
+        reference = fsdp.load_reference(cfg, self._mesh, self._policy) if kl.loss_coeff or kl.reward_coeff else None
+        own_loss = None if self._own_loss is None else load(self._own_loss)
+        self._updater = Updater(self._policy, reference, self._optimizer, cfg, self._mesh, own_loss)
+        self._has_reference, self._standing = reference is not None, Standing()
+        self._senders: dict[str, WeightSender] = {}  # by transport
 
     def update(self, work: RankWork) -> Updated:
         """Trains on this rank's share, and is then of the next policy version; the metrics are those of all ranks.
@@ -116,27 +116,26 @@ class ActorWorker:
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
-        dtype = getattr(torch, self._cfg.model.dtype)
-        self._sender = WeightSender(
-            lambda: fsdp.full_parameters(self._policy, self._mesh, dtype),
+        sender = self._senders[transport] = WeightSender(
+            lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
             fsdp.full_shapes(self._policy.model),
             dtype=self._cfg.model.dtype,
             bucket_bytes=self._cfg.weight_sync.bucket_bytes,
             rank=self._rank,
             device=torch.device(self._device, 0),
         )
-        endpoint = self._sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
-        return self._sender.num_buckets, endpoint
+        endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
+        return sender.num_buckets, endpoint
 
-    def join_weights(self, num_receivers: int) -> None:
+    def join_weights(self, transport: str, num_receivers: int) -> None:
         """Meets the engines' processes; returns when all have come."""
-        self._sender.join(num_receivers)
+        self._senders[transport].join(num_receivers)
 
-    def gather_bucket(self, index: int) -> Bucket | None:
+    def gather_bucket(self, transport: str, index: int) -> Bucket | None:
         """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
         self._standing.check("a weight sync")
-        return self._sender.gather(index)
+        return self._senders[transport].gather(index)
 
     def save(self, directory: str, version: int) -> None:
         """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
@@ -153,9 +152,8 @@ class ActorWorker:
         """Copies to host memory what `save` and, where it is wanted, `export_hf` write; raises as `save` does."""
         fault_point("actor.save")
         self._standing.check("a checkpoint", version)
-        dtype = getattr(torch, self._cfg.model.dtype) if export else None
+        scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
-        scale = self._updater.scale
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
 
     def write_staged(self, directory: str, export: str) -> None:
@@ -191,7 +189,8 @@ class ActorPool(Checkpoints):
         """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.placement.Placement`)."""
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
-        super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device) for option in place()]))
+        own = source_of(cfg, "algorithm.policy_loss")  # its text: the ranks' nodes need not have the file
+        super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
         self.gpus = self._ranks.gpus
         self.before_restart: Callable[[], Awaitable[None]] | None = None  # leaves the GPUs to new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
@@ -280,14 +279,15 @@ class ActorPool(Checkpoints):
         opened = await self._weights(lambda _, worker: worker.open_weights.remote(transport), "opening the weight sync")
         return opened[0][0], [endpoint for _, endpoint in opened]
 
-    async def join_weights(self, num_receivers: int) -> None:
+    async def join_weights(self, transport: str, num_receivers: int) -> None:
         """Lets the ranks meet the engines' processes."""
-        what = "meeting the engines for the weight sync"
-        await self._weights(lambda _, worker: worker.join_weights.remote(num_receivers), what)
+        join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
+        await self._weights(join, "meeting the engines for the weight sync")
 
-    async def gather_bucket(self, index: int, what: str) -> Bucket:
+    async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket:
         """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
-        return (await self._weights(lambda _, worker: worker.gather_bucket.remote(index), f"gathering {what}"))[0]
+        gather: Submit = lambda _, worker: worker.gather_bucket.remote(transport, index)  # noqa: E731
+        return (await self._weights(gather, f"gathering {what}"))[0]
 
     def close(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""

@@ -30,11 +30,18 @@ class FleetCapacity:
         # Before the first response ended: all of them fill the window.
         window = max((engine.window for engine in engines), default=0)
         self._time, self._area = float(window), window * window / 2
+        self._count = self._seconds = 0.0
 
-    def observe(self, prompt: int, response: int) -> None:
-        """Records the lengths, in tokens, of a response that ended."""
+    def observe(self, prompt: int, response: int, seconds: float = 0.0) -> None:
+        """Records the lengths, in tokens, of a response that ended, and the seconds that its engine had it."""
         self._time = self.KEEP * self._time + response
         self._area = self.KEEP * self._area + response * (prompt + response / 2)
+        self._count, self._seconds = self.KEEP * self._count + 1, self.KEEP * self._seconds + seconds
+
+    @property
+    def response_s(self) -> float:
+        """Returns the mean seconds that an engine has a response; 0 before the first has ended."""
+        return self._seconds / self._count if self._count else 0.0
 
     @property
     def responses(self) -> int:

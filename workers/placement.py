@@ -15,11 +15,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.rules.decoding import on_device
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
+from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
 from dapo.faults.points import fault_environment
 from dapo.report.watchdog import waiting
 from workers.cluster import nodes
-from workers.placing.asked import CPUS_COLOCATED, ENGINES, RANKS, REWARD_MODEL, Pool, pools, reward_model_device
+from workers.placing.asked import (
+    CPUS_COLOCATED,
+    ENGINES,
+    JUDGES,
+    RANKS,
+    REWARD_MODEL,
+    Pool,
+    judge_device,
+    pools,
+    reward_model_device,
+)
 from workers.placing.fit import in_order, lines, placed, problems
 from workers.placing.joining import POLL_S, nodes_with_room
 
@@ -28,8 +38,8 @@ PLACED_S = 10.0  # in which Ray gives bundles of a lost node another place where
 
 
 def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
-    """Returns the bundles of each placement group of a pool, by its name: one group per engine, one of all actor ranks,
-    one of all copies of the reward model.
+    """Returns the bundles of each placement group of a pool, by its name: one group per engine, one per judge, one of
+    all actor ranks, one of all copies of the reward model.
 
     A bundle lies on one node: that of the ranks holds all that share a sequence or an engine. Where the GPUs' memory is
     divided, it is one GPU, or Ray would give halves of one to two engines, and of another to two ranks; engine i shares
@@ -38,6 +48,8 @@ def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
     whole: dict[str, float] = {"GPU": pool.gpus, "CPU": pool.cpus}
     if pool.name == ENGINES:
         return {_engine(number): [whole] for number in range(pool.count)}
+    if pool.name == JUDGES:
+        return {_judge(number): [whole] for number in range(pool.count)}
     if pool.name == REWARD_MODEL:
         return {pool.name: [{"GPU": cfg.reward.model.num_gpus, "CPU": 1}] * cfg.reward.model.num_workers}
     if cfg.trainer.colocate == "memory":
@@ -47,6 +59,10 @@ def _bundles(cfg: Config, pool: Pool) -> dict[str, list[dict[str, float]]]:
 
 def _engine(number: int) -> str:
     return f"engine {number}"
+
+
+def _judge(number: int) -> str:
+    return f"judge {number}"
 
 
 class Placement:
@@ -122,29 +138,19 @@ class Placement:
                 )
 
     def rollout(self) -> list[dict[str, Any]]:
-        """Returns one entry per engine."""
-        env = {
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self._device == "cpu":
-            env |= {
-                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(self._cfg.rollout.cpu_threads),
-                "NUMBA_NUM_THREADS": "1",  # vLLM drafts in one, and more of them wait for it by computing
-                "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
-                # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            }
+        """Returns one entry per engine: those with GPUs of their own, then those on the ranks'."""
+        env = vllm_environment(self._device, self._cfg.rollout.cpu_threads)
         count, labels = self._cfg.rollout.num_engines, self._cfg.rollout.node_labels
         gpus = gpus_per_engine(self._cfg.rollout.vllm)
-        if shares_gpus(self._cfg):
-            share, labels = self._share, self._cfg.actor.node_labels
-            bundles = [i * gpus // self._per_bundle for i in range(count)]
-            return [self._options(self._device, RANKS, bundle, 1 - share, env, labels) for bundle in bundles]
-        return [self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(count)]
+        own, sharing = (
+            (count, lent_engines(self._cfg)) if lends(self._cfg) or not shares_gpus(self._cfg) else (0, count)
+        )
+        share, labels_there = self._share, self._cfg.actor.node_labels
+        bundles = [i * gpus // self._per_bundle for i in range(sharing)]
+        return [
+            *(self._options(self._device, _engine(i), 0, gpus, env, labels) for i in range(own)),
+            *(self._options(self._device, RANKS, bundle, 1 - share, env, labels_there) for bundle in bundles),
+        ]
 
     @property
     def _share(self) -> float:
@@ -158,11 +164,12 @@ class Placement:
         return 1 if self._cfg.trainer.colocate == "memory" else ranks_of_a_piece(self._cfg)
 
     def ranks_of_engine(self, number: int) -> list[int]:
-        """Returns the ranks whose GPUs an engine owns, with `trainer.colocate=time`; none on CPUs."""
-        if self._device == "cpu" or not takes_turns(self._cfg):
+        """Returns the ranks whose GPUs an engine has in its turn; none on CPUs, or where it has GPUs of its own."""
+        place = number - self._cfg.rollout.num_engines if lends(self._cfg) else number
+        if self._device == "cpu" or not takes_turns(self._cfg) or place < 0:
             return []
         gpus, bundles = gpus_per_engine(self._cfg.rollout.vllm), self._bundles_of_ranks()
-        bundle, first = divmod(number * gpus, self._per_bundle)
+        bundle, first = divmod(place * gpus, self._per_bundle)
         return [rank for rank, of in enumerate(bundles) if of == bundle][first : first + gpus]
 
     def release_engine(self, number: int) -> None:
@@ -236,6 +243,13 @@ class Placement:
         labels = model.node_labels
         return [self._options(device, REWARD_MODEL, i, model.num_gpus, env, labels) for i in range(model.num_workers)]
 
+    def judges(self) -> list[dict[str, Any]]:
+        """Returns one entry per judge of the run's own."""
+        engine, device = self._cfg.reward.judge.engine, judge_device(self._cfg, self._device)
+        env, gpus = vllm_environment(device, engine.cpu_threads), gpus_per_engine(engine.vllm)
+        places = range(engine.num_engines)
+        return [self._options(device, _judge(i), 0, gpus, env, engine.node_labels) for i in places]
+
     def rewards(self) -> dict[str, Any]:
         """Returns the options of every reward worker: no GPU, and no CPU reserved, because verdicts are short."""
         return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
@@ -255,3 +269,23 @@ class Placement:
         elif labels:
             options["label_selector"] = dict(labels)
         return options
+
+
+def vllm_environment(device: str, threads: int) -> dict[str, str]:
+    """Returns the variables of a process that runs vLLM. threads: on a CPU."""
+    env = {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+            "NUMBA_NUM_THREADS": "1",  # vLLM drafts in one, and more of them wait for it by computing
+            "TORCHDYNAMO_DISABLE": "1",  # spares the inductor compile at start
+            # AsyncLLM ignores this, but a CPU engine honours `uni` only under it: one process and one hop less.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    return env

@@ -11,26 +11,30 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
-from dapo.config.reward import LimitsConfig, RewardConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RemoteConfig, RewardConfig
+from dapo.config.sources import SourceConfig
+from dapo.derived import response_caps
 from dapo.measure.usage import Course, resident_bytes
 from dapo.report.watchdog import Member
-from dapo.rewards.fork_server import Item
-from dapo.rewards.loading import tail
+from dapo.rewards.calling.by_entry import Own, Specs, source_functions
+from dapo.rewards.calling.fork_server import Item
+from dapo.rewards.calling.loading import tail, with_judge
 from dapo.rewards.overlong import overlong_penalty
-from dapo.types import Prompt, Response, Score
+from dapo.types import Prompt, Response, Score, unscorable
 from workers.remote import RemoteError, wait
+from workers.scoring.beside import Judges, RewardModel
 from workers.scoring.children import Children
+from workers.scoring.describe import describe
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, Verdict, unscorable, verdict_of_failure
+from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, verdict_of_failure
 
 BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
-MAX_METRICS = 128
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
@@ -44,11 +48,11 @@ class RewardWorker:
     """Scores in child processes of its own; `start` comes first, because Ray hides a constructor's error."""
 
     async def start(
-        self, functions: Sequence[RewardFunctionConfig], limits: LimitsConfig, children: int
+        self, functions: Specs, limits: LimitsConfig, children: int, remote: RemoteConfig, concurrency: int, own: Own
     ) -> dict[str, Any]:
-        """Returns what the fork server says of the functions, with `granted`. Raises ValueError, CanaryError: see
-        `Children.start`."""
-        self._children = Children(functions, limits, children)
+        """Returns what the fork server says of the functions, with `granted`. own: by entry of `data.sources`. Raises
+        ValueError, CanaryError: see `Children.start`."""
+        self._children = Children(functions, limits, children, remote, concurrency, own=own)
         self._respawned_before = 0
         await self._children.start()
         return {**self._children.about, "granted": self._children.granted}
@@ -75,21 +79,6 @@ class RewardWorker:
         return self._respawned_before - before, resident_bytes(self._children.processes())
 
 
-class RewardModel(Protocol):
-    """Stands for a model that scores, such as `workers.reward_model.RewardModelPool`; NaN where it cannot.
-
-    fleet: its workers.
-    """
-
-    fleet: Fleet
-
-    async def start(self, timeout_s: float) -> None: ...
-
-    async def score(self, prompt: Prompt, response: Response) -> float: ...
-
-    def stop(self) -> None: ...
-
-
 class RewardPool:
     """Holds all reward workers. failures: responses by the kind of failure, over the whole run."""
 
@@ -99,10 +88,13 @@ class RewardPool:
         cfg: RewardConfig,
         *,
         max_response_length: int,
+        sources: Sequence[SourceConfig] = (),
         model: RewardModel | None = None,
+        judges: Judges | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Creates the workers. options: Ray options of each, from `workers.placement`. max_response_length: tokens."""
+        """Creates the workers. options: Ray options of each, from `workers.placement`. max_response_length: tokens.
+        sources: those of `data`, which may have other functions and caps."""
         self._cfg = cfg
         self._options = options
         self.fleet = Fleet(
@@ -110,7 +102,7 @@ class RewardPool:
             self._start_worker,
             name="reward worker",
             count=cfg.num_workers,
-            window=ITEMS_PER_CHILD * cfg.children_per_worker,
+            window=max(ITEMS_PER_CHILD * cfg.children_per_worker, 2 * cfg.concurrency),
             timeout_s=cfg.timeout_s,
             timeout_key="reward.timeout_s",
             warn=warn,
@@ -121,11 +113,13 @@ class RewardPool:
         self._scoring_s, self._lapped = 0.0, time.monotonic()
         self._digest = ""
         self._max_response_length = max_response_length
-        self._model = model
+        self._caps, self._own = response_caps(sources), source_functions(sources)
+        self._model, self._judges = model, judges
         self._warn = warn
         self._reads_last: int | None = None
+        self._asynchronous = False
         self._failed_in_a_row = 0
-        self._metrics: set[str] = set()
+        self._metrics = KnownMetrics()
 
     async def start(self, start_timeout_s: float) -> str:
         """Waits until every worker has scored the known answers; returns a line about what guards the run.
@@ -136,9 +130,11 @@ class RewardPool:
         starts: list[Awaitable[Any]] = [self.fleet.start(start_timeout_s)]
         if self._model is not None:
             starts.append(self._model.start(start_timeout_s))
+        if self._judges is not None:
+            starts.append(self._judges.start(start_timeout_s))
         about = (await asyncio.gather(*starts))[0]
-        self._reads_last = about["reads_last"]
-        return _describe(self._cfg, about)
+        self._reads_last, self._asynchronous = about["reads_last"], bool(about["asynchronous"])
+        return describe(self._cfg, about)
 
     async def check(self) -> None:
         """Lets every child that scored since its last check score the known answers again, before an optimizer step.
@@ -156,12 +152,14 @@ class RewardPool:
         Raises:
             RemoteError: the pool failed its known answers, or no response gets a verdict any more.
         """
+        if self._judges is not None and self._judges.failure:
+            raise RemoteError(self._judges.failure)
         model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
         self.unscored.add(1)
         try:
             verdict = await self._verdict(prompt, response)
             self._watch(verdict, f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}")
-            score = self._with_penalty(self._with_known_metrics(verdict.score), len(response.token_ids))
+            score = self._with_penalty(self._metrics.keep(verdict.score), prompt, response.num_sampled)
             return score if model is None else self._with_model(score, await model)
         finally:
             self.unscored.add(-1)
@@ -178,6 +176,7 @@ class RewardPool:
         metrics = {
             "perf/restarted_reward_workers": sum(fleet.respawned for fleet in fleets),
             "perf/restarted_reward_children": self._respawned_children,
+            **({} if self._judges is None else {"perf/restarted_judges": self._judges.restarts}),
             "perf/reward/queue_mean": (area - self._unscored_before) / seconds,
             "perf/reward/queue_max": self.unscored.peak(),
             "perf/reward/idle": max(0.0, 1.0 - self._scoring_s / children_s),
@@ -187,17 +186,21 @@ class RewardPool:
         return metrics
 
     def stop(self) -> None:
-        """Ends all workers, the model's too."""
+        """Ends all workers, the model's and the judges too."""
         self.fleet.stop()
-        if self._model is not None:
-            self._model.stop()
+        for beside in (self._model, self._judges):
+            if beside is not None:
+                beside.stop()
 
     async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:
         item = Item(
             source=prompt.source,
             text=tail(response.text, self._reads_last),  # Ray need not carry the rest
             ground_truth=prompt.ground_truth,
-            extra_info={**prompt.extra_info, "num_response_tokens": len(response.token_ids)},
+            extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
+            | ({"prompt": _last_turn(prompt)} if self._asynchronous else {}),
+            entry=prompt.entry,
+            servers=[] if self._judges is None else self._judges.servers(),
         )
         verdict, worker = await self._try(item)
         # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
@@ -226,7 +229,11 @@ class RewardPool:
 
     async def _start_worker(self, worker: Any, index: int, timeout_s: float) -> dict[str, Any]:
         """Returns what the worker says of the functions, whose files must be the same for all and for the whole run."""
-        ref = worker.start.remote(self._cfg.functions, self._cfg.limits, self._cfg.children_per_worker)
+        cfg, judge = self._cfg, self._cfg.judge
+        remote = replace(cfg.remote, calls_per_minute=cfg.remote.calls_per_minute / cfg.num_workers)
+        own = {name: with_judge(specs, judge) for name, specs in self._own.items()}
+        functions = with_judge(cfg.functions, judge)
+        ref = worker.start.remote(functions, cfg.limits, cfg.children_per_worker, remote, cfg.concurrency, own)
         member = Member(role="reward worker", number=index, count=self._cfg.num_workers, act="to start")
         [about] = await wait([ref], timeout_s, member, "rollout.start_timeout_s")
         self._digest = self._digest or about["digest"]
@@ -252,23 +259,13 @@ class RewardPool:
                 f"{where}: {verdict.detail}; fix the function or raise its `reward.limits`"
             )
 
-    def _with_known_metrics(self, score: Score) -> Score:
-        """Keeps the first `MAX_METRICS` names of the run alone: every name becomes a curve, and a function may make
-        them of the model's text."""
-        for name in score.metrics:
-            if name not in self._metrics and len(self._metrics) < MAX_METRICS:
-                self._metrics.add(name)
-        if self._metrics.issuperset(score.metrics):
-            return score
-        return replace(score, metrics={name: v for name, v in score.metrics.items() if name in self._metrics})
-
-    def _with_penalty(self, score: Score, tokens: int) -> Score:
+    def _with_penalty(self, score: Score, prompt: Prompt, tokens: int) -> Score:
         overlong = self._cfg.overlong_buffer
         if not overlong.enable:
             return score
         penalty = overlong_penalty(
             tokens,
-            max_response_length=self._max_response_length,
+            max_response_length=self._caps.get(prompt.entry, self._max_response_length),
             buffer_length=overlong.len,
             penalty_factor=overlong.penalty_factor,
         )
@@ -281,19 +278,6 @@ class RewardPool:
         return replace(score, reward=reward, parts={**score.parts, "reward_model": value})
 
 
-def _describe(cfg: RewardConfig, about: dict[str, Any]) -> str:
-    limits, granted = cfg.limits, about["granted"]
-    switches = {"processes": limits.allow_processes, "network": limits.allow_network}
-    refused = [name for name, allowed in switches.items() if not allowed and name not in granted]
-    line = (
-        f"reward: {cfg.num_workers} x {cfg.children_per_worker} processes, each limited to {limits.cpu_s:g} s "
-        f"CPU and {limits.wall_s:g} s a response, {limits.memory_bytes >> 20} MiB above its imports, files of "
-        f"{limits.file_bytes >> 10} KiB"
-    )
-    if granted:
-        line += f", no {' and no '.join(granted)}"
-    if refused:
-        line += f"; this kernel grants no limit of {' and '.join(refused)} (seccomp)"
-    if about["without_canary"]:
-        line += f"; no known answers for {', '.join(about['without_canary'])} (no `canaries` in its module)"
-    return line
+def _last_turn(prompt: Prompt) -> str:
+    """Returns what the response answers: the last message, before any chat template."""
+    return prompt.messages[-1][1] if prompt.messages else prompt.text

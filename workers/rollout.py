@@ -1,6 +1,6 @@
 """Speaks for all vLLM engines on the driver: deals groups out, replaces engines that are lost, hands weights on.
 
-In: groups to generate, aborts, weight buckets. Out: responses. What an engine that dies or stands still was computing,
+In: groups to generate, aborts. Out: responses. What an engine that dies or stands still was computing,
 another one computes again from the same seeds: it comes out alike. What is put down goes on from its tokens.
 """
 
@@ -16,20 +16,21 @@ from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
 from dapo.measure.usage import Course
 from dapo.report.watchdog import waiting
-from dapo.types import Int32Array, Response, Sampling, TrainSequence
+from dapo.sampling.lending import Slots
+from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.canary import CANARY, canary_sequence
-from workers.engines.group import RunningGroup, cut_off
+from workers.engines.group import Prefix, RunningGroup, cut_off
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.turns import Turns
 from workers.engines.unfinished import Unfinished
-from workers.remote import RemoteError, WorkerLost, wait, wait_for_all, wait_for_stream
-from workers.weights.bucket import Bucket
+from workers.engines.updates import WeightUpdates
+from workers.remote import RemoteError, WorkerLost, wait_for_stream
 
 
-class RolloutPool:
-    """Holds the engines. A group goes to the one with the fewest running responses."""
+class RolloutPool(WeightUpdates):
+    """Holds the engines. A group goes to the one with the fewest running responses, the turns of its responses too."""
 
     def __init__(
         self,
@@ -38,11 +39,12 @@ class RolloutPool:
         *,
         warn: Callable[[str], None] = lambda line: None,
         release: Callable[[int], None] = lambda number: None,
+        lent: int = 0,
     ) -> None:
         """Makes the engines' actors. options: Ray options of each engine, from `workers.placement`. release: told which
-        engine is given up."""
+        engine is given up. lent: how many of them, the last ones, are lent the actors' GPUs now and then."""
         self._cfg = cfg
-        self.keeper = Keeper(options, cfg, warn, release)
+        self.keeper = Keeper(options, cfg, warn, release, lent)
         self._slots = self.keeper.slots
         self._turns = Turns(self.keeper, warn)
         self._on_gpus = any("num_gpus" in each for each in options)
@@ -72,8 +74,26 @@ class RolloutPool:
 
     @property
     def capacity(self) -> int:
-        """Counts the responses that all engines together run at once; those that start again included."""
-        return self._fleet.responses
+        """Counts the responses that all engines together run at once; those that start again included, and not those
+        that sleep on GPUs that they are lent."""
+        return self._slots_of(sum(self.has_turn(slot.number) for slot in self._slots) if self.keeper.lends else None)
+
+    def _slots_of(self, engines: int | None) -> int:
+        """Counts the responses that so many engines run at once, None: all."""
+        there = self._fleet.responses
+        return there if engines is None else there * engines // len(self._slots)
+
+    def slots(self) -> Slots:
+        """Returns what the engines with GPUs of their own can run, what those that are lent some could, and what waits
+        for either."""
+        lent = sum(slot.lent for slot in self._slots)
+        load, there = sum(slot.load for slot in self._slots), self.capacity
+        return Slots(
+            own=self._slots_of(len(self._slots) - lent),
+            lent=self._slots_of(lent),
+            queued=max(0, load - there),
+            response_s=self._fleet.response_s * there / max(there, load, 1),  # without the time in an engine's queue
+        )
 
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
@@ -82,14 +102,14 @@ class RolloutPool:
             return 0
         there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
         load = sum(len(group.left) for group in self._groups.values() if not group.background)
-        return max(0, (self.capacity * there // len(self._slots) + there * n - load) // n)
+        return max(0, (self._slots_of(there) + there * n - load) // n)
 
     @property
     def spare(self) -> int:
         """Counts the responses that may start in the background, in slots that nothing takes now."""
         there = sum(slot.serving for slot in self._slots)
         load = sum(len(group.left) for group in self._groups.values())
-        return max(0, self.capacity * there // len(self._slots) - load)
+        return max(0, self._slots_of(there) - load)
 
     @property
     def serving(self) -> bool:
@@ -97,14 +117,23 @@ class RolloutPool:
         return any(slot.serving for slot in self._slots)
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
+        self,
+        key: str,
+        prompt: Int32Array,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        background: bool = False,
+        problem: Prompt | None = None,
+        prefix: Prefix | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; `key` names the group for `abort`.
 
         What an engine that is lost had not ended, another one generates again; what was put down goes on from there.
+        prefix: of requests that begin alike; they go to one engine for as long as it serves.
         """
         left = {number: Unfinished(seed=seed) for number, seed in enumerate(seeds)}
-        group = self._groups[key] = RunningGroup(left=left, background=background)
+        group = self._groups[key] = RunningGroup(left=left, background=background, prefix=prefix or Prefix())
         self._prompt = prompt
         try:
             while left and (slot := await self._slot(group)) is not None:
@@ -113,7 +142,7 @@ class RolloutPool:
                     async with aclosing(self._from(slot, key, prompt, sampling, left)) as parts:
                         async for number, part in parts:
                             if (response := group.take(number, part)) is not None:
-                                self._fleet.observe(len(prompt), len(response.token_ids))
+                                self._fleet.observe(len(prompt), len(response.token_ids), response.seconds)
                                 yield number, response
                 except WorkerLost:
                     slot.serving = False  # its watch will find out
@@ -124,12 +153,17 @@ class RolloutPool:
             del self._groups[key]
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
-        """Returns the engine with the fewest responses, as soon as one serves; None when the group is not wanted."""
+        """Returns the engine that has the prefix, else the one with the fewest responses, as soon as one serves; None
+        when the group is not wanted.
+
+        What runs in the background stays off engines that will sleep before it has ended, where others serve.
+        """
+        prefers = lambda slot: (slot.lent and group.background, slot.number != group.prefix.engine, slot.load)  # noqa: E731
         while not group.aborted:
             if reason := self.keeper.exhausted or self._refused:
                 raise RemoteError(reason)
             if serving := [slot for slot in self._slots if slot.serving]:
-                return min(serving, key=lambda slot: slot.load)
+                return min(serving, key=prefers)
             if not self.awake:  # for as long as the driver wants
                 await self.keeper.changed.wait()
                 continue
@@ -172,26 +206,40 @@ class RolloutPool:
         await cut_off(self._groups, lambda: self._groups.keys() & set(keys), self._cfg.timeout_s)
 
     async def put_down(self) -> None:
-        """Takes all responses off the engines; returns when none runs any. What they had is kept on the driver. None
-        serves until `admit`, and then each group goes on where it was, on whichever engine: its responses have tokens
-        of more than one version where the weights have changed meanwhile.
+        """Takes all responses off the engines that share GPUs; returns when none runs any. What they had is kept on the
+        driver. None of them serves until `admit`, and each group goes on where it was, on whichever engine serves: its
+        responses have tokens of more than one version where the weights have changed meanwhile.
         """
         self.keeper.turn.clear()
-        for slot in self._slots:
+        resting = {slot for slot in self._slots if self.keeper.takes_turns(slot)}
+        for slot in resting:
             slot.serving = False
-        for group in self._groups.values():
+        there = lambda group: group.home is not None and group.home[0] in resting  # noqa: E731
+        for group in filter(there, self._groups.values()):
             group.put_down = True
         await cut_off(
-            self._groups, lambda: {key for key, each in self._groups.items() if each.home}, self._cfg.timeout_s
+            self._groups, lambda: {key for key, each in self._groups.items() if there(each)}, self._cfg.timeout_s
         )
 
     @property
     def awake(self) -> bool:
-        """Returns whether the engines, and not the actors, have the GPUs that both share."""
-        return self.keeper.turn.is_set()
+        """Returns whether some engines, and not the actors, have the GPUs that they serve on."""
+        return self.keeper.lends or self.keeper.turn.is_set()
+
+    def has_turn(self, number: int) -> bool:
+        """Returns whether the GPUs of this engine are its own or, where it shares them, not the actors' now."""
+        return self.keeper.turn.is_set() or not self.keeper.takes_turns(self._slots[number])
+
+    def is_lent(self, number: int) -> bool:
+        """Returns whether this engine has GPUs only while the actors lend it theirs."""
+        return self._slots[number].lent
+
+    def lend(self) -> None:
+        """Lets engines that were lost on GPUs which the actors lend start again, until these take them back."""
+        self.keeper.turn.set()
 
     async def sleep(self) -> None:
-        """Lets the engines sleep until the next weight sync; they put down what they run."""
+        """Lets the engines that share GPUs sleep until a weight sync wakes them; they put down what they run."""
         await self.put_down()
         await self._turns.sleep()
 
@@ -199,13 +247,9 @@ class RolloutPool:
         """Lets them sleep again, less deep; see `Turns.sleep_lighter`."""
         return await self._turns.sleep_lighter(why)
 
-    def members(self) -> tuple[int, ...]:
-        """Returns the engines that run, and can take part in a weight sync."""
-        return self.keeper.members()
-
-    def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (number, restarts) of these engines: one that started again is not connected any more."""
-        return tuple((number, self._slots[number].restarts) for number in members)
+    def members(self, *, lent: bool = False) -> tuple[int, ...]:
+        """Returns the engines that run, and can take part in a weight sync: see `Keeper.members`."""
+        return self.keeper.members(lent=lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
         """Replaces those of these engines that answer nothing; see `Keeper.lose_silent`."""
@@ -222,39 +266,6 @@ class RolloutPool:
         [response] = [response async for _, response in responses]
         return canary_sequence(self._prompt, response)
 
-    def num_receivers(self, members: Sequence[int]) -> int:
-        """Counts the processes of these engines, each of which holds a part of the weights."""
-        return len(members) * self._processes
-
-    async def leave_weights(self, members: Sequence[int], timeout_s: float) -> None:
-        """Closes these engines' ends of the weight sync."""
-        calls = [self._slots[k].worker.leave_weights.remote() for k in members]
-        await self._all(calls, members, timeout_s, "to leave the weight sync")
-
-    async def connect_weights(self, info: dict[str, Any], members: Sequence[int], timeout_s: float) -> None:
-        """Opens these engines' ends, while the actors open theirs. info: fields of `BucketInitInfo` but first_rank."""
-        ranks = range(1, 1 + self.num_receivers(members), self._processes)
-        infos = [info | {"first_rank": first} for first in ranks]
-        calls = [self._slots[k].worker.connect_weights.remote(each) for k, each in zip(members, infos, strict=True)]
-        await self._all(calls, members, timeout_s, "to open the weight sync")
-
-    async def start_update(self, members: Sequence[int], timeout_s: float) -> None:
-        """Holds all requests of these engines until `finish_update`."""
-        calls = [self._slots[k].worker.start_update.remote() for k in members]
-        await self._all(calls, members, timeout_s, "to pause")
-
-    async def load_bucket(self, bucket: Bucket, what: str, members: Sequence[int], timeout_s: float) -> None:
-        """Loads the next bucket. what: which one of which sync, for errors."""
-        calls = [self._slots[k].worker.load_bucket.remote(bucket) for k in members]
-        await self._all(calls, members, timeout_s, f"to load {what}")
-
-    async def finish_update(self, version: int, members: Sequence[int], timeout_s: float) -> None:
-        """Lets these engines go on with `version`, unless a parameter is missing."""
-        calls = [self._slots[k].worker.finish_update.remote(version) for k in members]
-        await self._all(calls, members, timeout_s, f"to serve version {version}")
-        for number in members:
-            self._slots[number].version = version
-
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines: they hold the weights that all serve."""
         self._refused = ""
@@ -264,15 +275,15 @@ class RolloutPool:
             slot.serving = slot.proven = slot.started
         self.keeper.notify()
 
+    def drop(self, members: Sequence[int]) -> None:
+        """Gives these engines up; others take their places when they may."""
+        for number in members:
+            self._slots[number].drop()
+
     def refuse(self, reason: str) -> None:
         """Generates nothing until the next sync: an engine may hold a mixture of two versions, and stays paused."""
         self._refused = reason
         self.keeper.notify()
-
-    async def _all(self, refs: Sequence[Any], members: Sequence[int], timeout_s: float, what: str) -> None:
-        key = "weight_sync.timeout_s"
-        engines = zip(members, refs, strict=True)
-        await wait_for_all(wait([ref], timeout_s, self._slots[k].member(what), key) for k, ref in engines)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

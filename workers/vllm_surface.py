@@ -16,7 +16,7 @@ from workers.contract import Name, broken, find
 
 KNOWN = ">=0.32,<0.34"  # the extras of pyproject.toml say the same
 # Loading these takes seconds. The processes that use them have loaded them by themselves; elsewhere they are left out.
-SLOW = ("vllm.v1.worker.", "vllm.model_executor.models.")
+SLOW = ("vllm.v1.worker.", "vllm.model_executor.models.", "vllm.entrypoints.")
 
 
 def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name:
@@ -56,7 +56,8 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.v1.engine.exceptions:EngineDeadError"),
         Name(
             path="vllm.sampling_params:SamplingParams",
-            call="temperature= top_p= top_k= max_tokens= seed= logprobs= flat_logprobs= detokenize= output_kind=",
+            call="temperature= top_p= top_k= max_tokens= seed= logprobs= flat_logprobs= detokenize= output_kind= stop= "
+            "include_stop_str_in_output=",
         ),
         Name(path="vllm.sampling_params:RequestOutputKind", has="FINAL_ONLY"),
         Name(path="vllm.outputs:RequestOutput", has="outputs"),
@@ -106,6 +107,8 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.triton_utils.dispatcher:register_kernels", call="kernels"),
         Name(path="vllm.v1.sample.rejection_sampler:expand_kernel"),
     ),
+    "workers/judging/process.py": (Name(path="vllm.entrypoints.launchers.api_server.entry:main", call=""),),
+    "workers/judging/server.py": (Name(path="vllm.envs:environment_variables", holds="VLLM_API_KEY"),),
     "workers/placement.py": (
         Name(
             path="vllm.envs:environment_variables",

@@ -4,7 +4,9 @@
     engines   pause    | load 0   | load 1   | ... finish   two buckets exist at a time
 
 In: a policy version. Out: all engines that run serve it, or RemoteError, and then they serve nothing until a later
-sync. An engine that is lost on the way is left out, and joins by itself when another one has taken its place.
+sync. An engine that is lost on the way is left out, and joins by itself when another one has taken its place. Engines
+that are lent the actors' GPUs sleep meanwhile; they get the version that the others serve when they wake, from the rank
+on their GPU, by a connection of their own.
 
 vLLM ships a sending half too (`TrainerWeightTransferEngine`). It is not used: its Ray client waits without a deadline,
 nothing checks a digest, a missing parameter is no error, it has no way on a CPU, and the actor ranks would import vLLM.
@@ -12,13 +14,15 @@ Its `nccl_m2n` engine (from shards to shards, without gathering a tensor) is wor
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from dapo.config.schema import Config
-from dapo.derived import resolve_transport, transfer_timeout_s
+from dapo.derived import LENT_TRANSPORT, resolve_transport, transfer_timeout_s
 from dapo.types import Float32Array, TrainSequence
 from workers.remote import RemoteError, wait_for_all
 from workers.weights.bucket import Bucket, Endpoint
@@ -38,9 +42,9 @@ class WeightSource(Protocol):
 
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
 
-    async def join_weights(self, num_receivers: int) -> None: ...
+    async def join_weights(self, transport: str, num_receivers: int) -> None: ...
 
-    async def gather_bucket(self, index: int, what: str) -> Bucket: ...
+    async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket: ...
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
 
@@ -48,12 +52,17 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """Names what the sync needs of `workers.rollout.RolloutPool`; members: the engines that take part, by number."""
 
-    @property
-    def awake(self) -> bool: ...
+    def has_turn(self, number: int) -> bool: ...
 
-    def members(self) -> tuple[int, ...]: ...
+    def is_lent(self, number: int) -> bool: ...
+
+    def members(self, *, lent: bool = False) -> tuple[int, ...]: ...
 
     async def sleep(self) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def drop(self, members: Sequence[int]) -> None: ...
 
     def identities(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]: ...
 
@@ -80,6 +89,15 @@ class WeightSink(Protocol):
     def refuse(self, reason: str) -> None: ...
 
 
+@dataclass(kw_only=True, slots=True)
+class _Link:
+    """Holds a connection. connected: which starts of which processes have met; None: none. num_buckets: of a sync."""
+
+    transport: str
+    connected: object = None
+    num_buckets: int = 0
+
+
 class WeightSync:
     """Brings the actors' weights to the engines after each update. Where the engines that take part are not those of
     the sync before, both ends connect anew first.
@@ -95,9 +113,7 @@ class WeightSync:
         self._engines = rollouts
         self._cfg = cfg.weight_sync
         self._transfer_s = transfer_timeout_s(cfg)
-        self._transport = resolve_transport(cfg)
-        self._connected: object = None  # which starts of which processes
-        self._num_buckets = 0
+        self._link, self._lent = _Link(transport=resolve_transport(cfg)), _Link(transport=LENT_TRANSPORT)
         self._version: int | None = None  # that all engines serve
         self._stage = ""
 
@@ -109,21 +125,8 @@ class WeightSync:
                 while no engine was lost; or a failure of the actors.
         """
         self._version = None
-        before: RemoteError | None = None
         try:
-            while members := self._engines.members():
-                try:
-                    await self._bring(version, members)
-                    break
-                except RemoteError as error:
-                    if await self._engines.lose_silent(members, ANSWER_S):
-                        continue
-                    if isinstance(error, Disproved) and await self._engines.sleep_lighter(str(error)):
-                        continue
-                    if before is not None:
-                        raise RemoteError(f"{before}; and once more: {error}") from error
-                    before = error
-            else:
+            if await self._bring_to_all(version, lent=False) is None:
                 self._engines.admit(())
             self._version = version
         finally:
@@ -132,30 +135,68 @@ class WeightSync:
                     f"the weight sync to version {version} failed, and the engines may hold a mixture of two versions"
                 )
 
+    async def _bring_to_all(self, version: int, *, lent: bool) -> float | None:
+        """Lets all of these engines that run serve `version`. Returns the seconds of the transfer; None without any."""
+        before: RemoteError | None = None
+        while members := self._engines.members(lent=lent):
+            try:
+                return await self._bring(version, members)
+            except RemoteError as error:
+                if await self._engines.lose_silent(members, ANSWER_S):
+                    continue
+                if isinstance(error, Disproved) and await self._engines.sleep_lighter(str(error)):
+                    continue
+                if before is not None:
+                    raise RemoteError(f"{before}; and once more: {error}") from error
+                before = error
+        return None
+
     async def rest(self) -> None:
-        """Lets the engines sleep until the next sync."""
+        """Lets the engines that share the actors' GPUs sleep until a sync wakes them."""
         async with self.lock:
             await self._engines.sleep()
+
+    async def lend(self) -> float | None:
+        """Lets engines that sleep on the actors' GPUs serve what the others do, until `rest`.
+
+        Returns the seconds that it takes once both ends are connected; None where no engine came to serve. Raises
+        RemoteError where they cannot take the weights, and then they are given up: others take their places.
+        """
+        async with self.lock:
+            if self._version is None:
+                return None
+            try:
+                return await self._bring_to_all(self._version, lent=True)
+            except RemoteError:
+                self._engines.drop(self._engines.members(lent=True))
+                raise
+            finally:
+                self._engines.lend()
 
     async def rejoin(self, number: int) -> None:
         """Gives an engine that has started again the weights that the others serve, without holding them up.
 
-        Before the first sync, after one that failed, and while the others sleep, this is left to the next one.
+        Before the first sync, after one that failed, and while the actors have its GPUs, this is left to the next one.
         """
         async with self.lock:
-            if self._version is not None and self._engines.awake and number in self._engines.members():
+            running = self._engines.members(lent=self._engines.is_lent(number))
+            if self._version is not None and self._engines.has_turn(number) and number in running:
                 await self._bring(self._version, (number,))
 
-    async def _bring(self, version: int, members: tuple[int, ...]) -> None:
-        """Lets these engines serve `version`. Raises RemoteError as `__call__` does, at the first failure."""
+    async def _bring(self, version: int, members: tuple[int, ...]) -> float:
+        """Lets these engines serve `version`; returns the seconds of the transfer. Raises RemoteError as `__call__`
+        does, at the first failure."""
         whole = False
+        link = self._lent if self._engines.is_lent(members[0]) else self._link
         try:
             async with asyncio.timeout(self._cfg.timeout_s):
                 processes = (self._actors.restarts(), self._engines.identities(members))
-                if self._connected != processes:
-                    await self._connect(members)
-                    self._connected = processes
-                await self._transfer(version, members)
+                if link.connected != processes:
+                    await self._connect(link, members)
+                    link.connected = processes
+                began = time.monotonic()
+                await self._transfer(link, version, members)
+                seconds = time.monotonic() - began
                 await self._prove(members)
             whole = True
         except TimeoutError:
@@ -165,18 +206,19 @@ class WeightSync:
             ) from None
         finally:
             if not whole:
-                self._connected = None
+                link.connected = None
         self._engines.admit(members)
+        return seconds
 
-    async def _connect(self, members: tuple[int, ...]) -> None:
-        self._stage = f"connecting actors and engines ({self._transport})"
+    async def _connect(self, link: _Link, members: tuple[int, ...]) -> None:
+        self._stage = f"connecting actors and engines ({link.transport})"
         await self._engines.leave_weights(members, self._transfer_s + LATER_S)
-        self._num_buckets, endpoints = await self._actors.open_weights(self._transport)
+        link.num_buckets, endpoints = await self._actors.open_weights(link.transport)
         first = endpoints[0]
         assert first is not None
         num_receivers = self._engines.num_receivers(members)
         info: dict[str, Any] = {
-            "transport": self._transport,
+            "transport": link.transport,
             "capacity": first.capacity,
             "address": first.address,
             "port": first.port,
@@ -185,27 +227,27 @@ class WeightSync:
             "memory": {end.place: end.handles for end in endpoints if end is not None and end.handles},
         }
         waits = [
-            self._actors.join_weights(num_receivers),
+            self._actors.join_weights(link.transport, num_receivers),
             self._engines.connect_weights(info, members, self._transfer_s + LATER_S),
         ]
         await wait_for_all(waits)
 
-    async def _transfer(self, version: int, members: tuple[int, ...]) -> None:
+    async def _transfer(self, link: _Link, version: int, members: tuple[int, ...]) -> None:
         deadline = self._transfer_s + LATER_S
-        names = [f"weight bucket {i} of {self._num_buckets}, version {version}" for i in range(self._num_buckets)]
+        names = [f"weight bucket {i} of {link.num_buckets}, version {version}" for i in range(link.num_buckets)]
         self._stage = f"pausing the engines and gathering {names[0]}"
-        _, bucket = await wait_for_all([self._engines.start_update(members, deadline), self._gather(0, names[0])])
+        _, bucket = await wait_for_all([self._engines.start_update(members, deadline), self._gather(link, 0, names[0])])
         for index, name in enumerate(names):
             self._stage = f"loading {name}"
             steps: list[Awaitable[Any]] = [self._engines.load_bucket(bucket, name, members, deadline)]
             if index + 1 < len(names):
-                steps.append(self._gather(index + 1, names[index + 1]))
+                steps.append(self._gather(link, index + 1, names[index + 1]))
             bucket = (await wait_for_all(steps))[-1]
         self._stage = "taking the engines up again"
         await self._engines.finish_update(version, members, deadline)
 
-    async def _gather(self, index: int, name: str) -> Bucket:
-        bucket = await self._actors.gather_bucket(index, name)
+    async def _gather(self, link: _Link, index: int, name: str) -> Bucket:
+        bucket = await self._actors.gather_bucket(link.transport, index, name)
         if bucket.failure:
             raise RemoteError(f"while sending {name}: {bucket.failure}")
         return bucket

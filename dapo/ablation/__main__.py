@@ -1,6 +1,7 @@
 """Climbs the ablation ladder of the paper's Table 1 (arXiv 2503.14476, section 4.2) on the tiny task.
 
     python -m dapo.ablation --seeds 0 1 2 --out outputs/ablation [--rungs grpo ...] [--report] [key=value ...]
+    python -m dapo.ablation --smoke
 
 In: the experiments `ablation/RUNG`, each one change away from the one before. Out: a run directory OUT/RUNG-seedS each,
 and the table and picture of `dapo.ablation.report`. One Ray and one engine serve all runs. The same command continues
@@ -34,6 +35,11 @@ OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladd
 # What a continued or finished run may have had otherwise: nothing of it moves a number of the report.
 FREE_SECTIONS = ("checkpoint", "logging")
 FREE_KEYS = ("trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
+OUT, SMOKE_OUT = Path("outputs/ablation"), Path("outputs/ablation-smoke")
+SMOKE = (  # every rung as it is, but for its size
+    *("trainer.total_steps=2", "data.train_batch_size=4", "data.gen_batch_size=12", "actor.ppo_mini_batch_size=2"),
+    *("rollout.n=4", "eval.n=1", "eval.every=2", "eval.before_train=false"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,16 +175,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options, and the overrides among the arguments: those with an equals sign that are no option."""
     parser = argparse.ArgumentParser(
         prog="python -m dapo.ablation",
-        usage="%(prog)s [--seeds S ...] [--rungs RUNG ...] [--out DIR] [--report] [key=value ...]",
-        description="Runs the ablation ladder on the tiny task and writes a table and a picture.",
+        usage="%(prog)s [--seeds S ...] [--rungs RUNG ...] [--out DIR] [--report] [--smoke] [key=value ...]",
+        description="Runs the ablation ladder on the tiny task and writes tables and a picture.",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds, one whole ladder each")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds, one whole ladder each (default: 0 1 2)")
     parser.add_argument("--rungs", nargs="+", default=[], help=f"of {', '.join(RUNGS)} (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="folder of all runs")
-    parser.add_argument("--report", action="store_true", help="only table and picture, from the runs that are there")
+    parser.add_argument("--out", type=Path, help=f"folder of all runs (default: {OUT}, or {SMOKE_OUT} with --smoke)")
+    parser.add_argument("--report", action="store_true", help="only tables and picture, from the runs that are there")
+    parser.add_argument("--smoke", action="store_true", help="two small steps of every rung with seed 0: does it run?")
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("--")]
     given = parser.parse_args([argument for argument in arguments if argument not in overrides])
-    return given, overrides
+    given.seeds = given.seeds or ([0] if given.smoke else [0, 1, 2])
+    given.out = given.out or (SMOKE_OUT if given.smoke else OUT)
+    return given, [*SMOKE, *overrides] if given.smoke else overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,8 +6,9 @@ counts when all its rungs are finished; what is left out is named. Intervals are
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,35 @@ from dapo.plot import series
 from dapo.report.log import METRICS, read_metrics
 from dapo.state.run_dir import CONFIG
 
-# Rungs in order: what the row is called, and accuracy in percent in the paper's Table 1 (AIME 2024, avg@32).
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """Describes a row of the table. against: the rung that it is compared with. paper: accuracy in per cent in the
+    paper's Table 1 (AIME 2024, avg@32)."""
+
+    label: str
+    against: str = ""
+    paper: int | None = None
+
+
+# In order: the paper's ladder, and beside it the other filter that verl's recipe for DAPO compares (arXiv 2503.14476).
 RUNGS = {
-    "grpo": ("naive GRPO", 30),
-    "overlong_filtering": ("+ overlong filtering", 36),
-    "clip_higher": ("+ clip-higher", 38),
-    "soft_overlong": ("+ soft overlong punishment", 41),
-    "token_mean": ("+ token-level loss", 42),
-    "dynamic_sampling": ("+ dynamic sampling (DAPO)", 50),
+    "grpo": Rung("naive GRPO", "", 30),
+    "overlong_filtering": Rung("+ overlong filtering", "grpo", 36),
+    "clip_higher": Rung("+ clip-higher", "overlong_filtering", 38),
+    "soft_overlong": Rung("+ soft overlong punishment", "clip_higher", 41),
+    "token_mean": Rung("+ token-level loss", "soft_overlong", 42),
+    "dynamic_sampling": Rung("+ dynamic sampling (DAPO)", "token_mean", 50),
+    "filter_by_reward": Rung("filter on shaped reward instead", "dynamic_sampling"),
+}
+# What is read of every step, beside the totals.
+MEASURED: dict[str, Callable[[dict[str, Any]], float]] = {
+    "entropy": lambda record: record.get("actor/entropy", math.nan),
+    "length": lambda record: record["rollout/response_length_mean"],
+    "truncated": lambda record: record["rollout/truncated"],
+    "clipped": lambda record: record.get("actor/clip_fraction", math.nan),
+    "all_correct": lambda record: record["buffer/all_correct"] / record["buffer/drawn"],
+    "all_wrong": lambda record: record["buffer/all_wrong"] / record["buffer/drawn"],
 }
 # t_{0.975} of Student's t for 1 to 30 degrees of freedom, as in any statistical table.
 T_975 = (
@@ -38,21 +60,30 @@ T_975 = (
 class Curve:
     """Holds one finished run. Made by `read_run`, consumed by `dapo.ablation.report`.
 
-    accuracy: (step, held-out accuracy) of each evaluation. optimizer_steps, tokens: totals after each step, [0] = 0;
-    tokens are all generated ones: trained, dropped and aborted. seconds: of all steps together.
+    accuracy: (step, held-out accuracy) of each evaluation. optimizer_steps, tokens, seconds: totals after each step,
+    [0] = 0; tokens are all generated ones: trained, dropped and aborted. of_steps: by name of `MEASURED`, one value per
+    step.
     """
 
     accuracy: tuple[tuple[int, float], ...]
     optimizer_steps: tuple[float, ...]
     tokens: tuple[float, ...]
-    truncated: tuple[float, float]
-    last_length: float
-    seconds: float
+    seconds: tuple[float, ...]
+    of_steps: dict[str, tuple[float, ...]]
 
     @property
     def final(self) -> float:
         """Returns the held-out accuracy at the last evaluation."""
         return self.accuracy[-1][1]
+
+    def first(self, name: str) -> float:
+        """Returns what a name of `MEASURED` had in the first step."""
+        return self.of_steps[name][0]
+
+    def late(self, name: str) -> float:
+        """Returns the mean over the last quarter of the steps, one at least."""
+        values = self.of_steps[name]
+        return statistics.fmean(values[-max(1, len(values) // 4) :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +97,11 @@ class Estimate:
     def resolved(self) -> bool:
         """Says whether the interval leaves out 0."""
         return abs(self.mean) > self.half_width  # False for NaN
+
+    def shown(self, form: str) -> str:
+        """Returns mean ± half width, in the form that the mean is given in, without its sign for the latter."""
+        half_width = "-" if math.isnan(self.half_width) else format(self.half_width, form.removeprefix("+"))
+        return f"{self.mean:{form}} ± {half_width}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -96,18 +132,18 @@ def read_run(folder: Path) -> Curve | str:
         return f"{len(steps)} of {total} steps"
     if not accuracy or accuracy[-1][0] != total:
         return f"no evaluation at step {total}"
-    optimizer_steps, tokens = [0.0], [0.0]
-    for step in range(1, total + 1):
-        optimizer_steps.append(optimizer_steps[-1] + steps[step].get("actor/optimizer_steps", 1.0))
-        tokens.append(tokens[-1] + generated_tokens(steps[step]))
+    ordered = [steps[step] for step in range(1, total + 1)]
     return Curve(
         accuracy=accuracy,
-        optimizer_steps=tuple(optimizer_steps),
-        tokens=tuple(tokens),
-        truncated=(steps[1]["rollout/truncated"], steps[total]["rollout/truncated"]),
-        last_length=steps[total]["rollout/response_length_mean"],
-        seconds=sum(record["perf/step_s"] for record in steps.values()),
+        optimizer_steps=_totals([record.get("actor/optimizer_steps", 1.0) for record in ordered]),
+        tokens=_totals([generated_tokens(record) for record in ordered]),
+        seconds=_totals([record["perf/step_s"] for record in ordered]),
+        of_steps={name: tuple(measure(record) for record in ordered) for name, measure in MEASURED.items()},
     )
+
+
+def _totals(values: Sequence[float]) -> tuple[float, ...]:
+    return (0.0, *accumulate(values))
 
 
 def generated_tokens(record: dict[str, Any]) -> float:

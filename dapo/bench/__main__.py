@@ -36,10 +36,8 @@ def parser() -> argparse.ArgumentParser:
     step = command("step", "step", "run", "whole steps against the engines alone and a bare update")
     step.add_argument("shape", nargs="?", choices=(*LENGTHS, "both"), default="both", help="lengths of the responses")
     step.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of each shape")
-    overlap = command("overlap", "overlap", "run", "groups trained per second at staleness 0 and 1")
-    overlap.add_argument("shape", nargs="?", choices=LENGTHS, default="long", help="lengths of the responses")
-    overlap.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of a round")
-    overlap.add_argument("rounds", nargs="?", type=positive, default=3, help="rounds at either staleness")
+    _rounds(command("overlap", "overlap", "run", "groups trained per second at staleness 0 and 1"))
+    _rounds(command("lend", "overlap", "run_lend", "groups trained per second without and with lent devices"))
     save = command("save", "save", "run", "what journal and checkpoints cost the steps")
     save.add_argument("rounds", nargs="?", type=positive, default=25, help="measured steps of each kind")
     driver = command("driver", "driver", "run", "the driver's own work in one step", overrides=False)
@@ -54,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
     rewards.add_argument("--responses", type=positive, default=20_000)
+    code = command("code", "code", "run", "programs of the model through the sandbox", overrides=False)
+    code.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
+    code.add_argument("--programs", type=positive, default=1000)
     update = command("update", "actor", "update", "updates against a loop written by hand")
     update.add_argument("--shapes", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     update.add_argument("--repeats", type=positive, default=10, help="measured rounds")
@@ -67,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     _decode(command("decode", "decode", "run", "decoding with and without speculation"))
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
+
+
+def _rounds(rounds: argparse.ArgumentParser) -> None:
+    rounds.add_argument("shape", nargs="?", choices=LENGTHS, default="long", help="lengths of the responses")
+    rounds.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of a round")
+    rounds.add_argument("rounds", nargs="?", type=positive, default=3, help="rounds either way")
 
 
 def _device(device: argparse.ArgumentParser) -> None:

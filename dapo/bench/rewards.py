@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.report.table import table
-from dapo.rewards.fork_server import Item
-from dapo.rewards.functions import RewardFunctions
+from dapo.rewards.calling.fork_server import Item
+from dapo.rewards.calling.functions import RewardFunctions
 from workers.scoring.children import Children
 from workers.scoring.process import state_and_cpu
 

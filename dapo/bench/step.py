@@ -23,7 +23,7 @@ from dapo.bench.shapes import LENGTHS
 from dapo.config.schema import Config
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
-from dapo.types import Float32Array, Int32Array, Response, Sampling, TrainBatch, TrainSequence
+from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, TrainBatch, TrainSequence
 from workers.actor import split_batch
 from workers.engines.unfinished import Unfinished
 from workers.remote import wait
@@ -61,10 +61,17 @@ class RecordingRollouts:
         return self._pool.serving
 
     def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
+        self,
+        key: str,
+        prompt: Int32Array,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        background: bool = False,
+        problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
         self.requests[key] = (prompt, sampling, seeds)
-        return self._pool.generate(key, prompt, sampling, seeds, background=background)
+        return self._pool.generate(key, prompt, sampling, seeds, background=background, problem=problem)
 
     def lap(self) -> dict[str, float]:
         return self._pool.lap()

@@ -182,7 +182,7 @@ class ActorConfig:
         OFFLOADS,
         "none",
         "what lives in host memory: `host`, parameters, gradients and optimizer state, with the optimizer's step; "
-        "`phase`, the optimizer state while engines generate, with `trainer.colocate=time`; true: host; false: none",
+        "`phase`, the optimizer state between updates, with `trainer.colocate=time` or lend; true: host; false: none",
         verl=f"{ACTOR}.fsdp_config.param_offload, {ACTOR}.fsdp_config.optimizer_offload",
     )
     cpu_threads: int = at_least(
@@ -205,7 +205,7 @@ class WeightSyncConfig:
         TRANSPORTS,
         "auto",
         "`broadcast`: one process group of actor rank 0 and all engines, NCCL on GPU, gloo on CPU; `ipc`: CUDA memory "
-        "that both roles see, where they share GPUs; `auto`: ipc where `trainer.colocate` shares GPUs, else broadcast",
+        "that both roles see, on the same GPUs; `auto`: ipc with `trainer.colocate` memory or time, else broadcast",
     )
     bucket_bytes: int = at_least(
         1, 1 << 30, "bytes of one transfer", verl="actor_rollout_ref.rollout.update_weights_bucket_megabytes"

@@ -5,7 +5,7 @@ Every default is the paper's (arXiv 2503.14476); what the paper does without is 
 
 from dataclasses import dataclass
 
-from dapo.config.fields import at_least, key, one_of, positive, section, share
+from dapo.config.fields import at_least, key, one_of, one_of_or_own, own, positive, section, share
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -15,9 +15,10 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 POLICY_LOSSES = ("clip", "gspo", "cispo")
+ADVANTAGES = ("group", "rloo", "reinforce_plus_plus", "gdpo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTION_MODES = ("none", "truncate", "mask")
-CORRECTION_LEVELS = ("token", "sequence")
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
 ACTOR = "actor_rollout_ref.actor"  # of verl's names
 
 
@@ -25,14 +26,27 @@ ACTOR = "actor_rollout_ref.actor"  # of verl's names
 class AdvantageConfig:
     """Group-relative advantages (Eq. 9) compare a response with the others of its prompt."""
 
+    function: str = one_of_or_own(
+        ADVANTAGES,
+        "group",
+        "what a response is compared with: `group`, the mean of its group (Eq. 9); `rloo`, the mean of the others in "
+        "it (arXiv 2402.14740); `reinforce_plus_plus`, the mean over all tokens of the batch, in their standard "
+        "deviations (arXiv 2501.03262; its version with a baseline per prompt is `group` with "
+        "`normalize_by_std=false` and `whiten=true`); `gdpo`, the mean of its group in every part of the reward by "
+        "itself (arXiv 2601.05242, with `whiten=true`); or a function of your own (dapo/own/README.md)",
+        verl="algorithm.adv_estimator",
+        trl="multi_objective_aggregation",
+    )
     normalize_by_std: bool = key(
         True,
-        "divide by the standard deviation of the group (Eq. 9); false is Dr. GRPO",
+        "`group` and `gdpo` divide by the standard deviation of the group (Eq. 9); false is Dr. GRPO",
         verl="algorithm.norm_adv_by_std_in_grpo",
         trl="scale_rewards",
     )
     whiten: bool = key(
-        False, "scale the advantages of the whole batch, whose mean is 0, to standard deviation 1 (ddof 0)"
+        False,
+        "scale the advantages of the whole batch to root mean square 1: where their mean is 0, as with `group`, `rloo` "
+        "and `gdpo`, to standard deviation 1 (ddof 0)",
     )
 
 
@@ -75,7 +89,8 @@ class RolloutCorrectionConfig:
     level: str = one_of(
         CORRECTION_LEVELS,
         "token",
-        "one weight per token, or the product over the whole response",
+        "one weight per token; or of a whole response: the product over its tokens, or their geometric mean, "
+        "which does not grow with the length, with bounds near 1 (1.001 and 0.999, say)",
         verl="algorithm.rollout_correction.rollout_is",
         trl="vllm_importance_sampling_mode",
     )
@@ -105,11 +120,12 @@ class AlgorithmConfig:
     """The objective turns rewards into advantages and advantages into a loss (Eqs. 8-12)."""
 
     advantage: AdvantageConfig = section(AdvantageConfig)
-    policy_loss: str = one_of(
+    policy_loss: str = one_of_or_own(
         POLICY_LOSSES,
         "clip",
         "`clip`: clip-higher with dual clip (Eqs. 8-10); `gspo`: one ratio per response (arXiv 2507.18071, bounds 3e-4 "
-        "and 4e-4); `cispo`: the detached clipped ratio as a weight (arXiv 2506.13585)",
+        "and 4e-4); `cispo`: the detached clipped ratio as a weight (arXiv 2506.13585); or a function of your own "
+        "(dapo/own/README.md)",
         verl=f"{ACTOR}.policy_loss.loss_mode",
         trl="importance_sampling_level, loss_type",
     )
@@ -141,6 +157,18 @@ class AlgorithmConfig:
         "sum, or its sum over a fixed length",
         verl=f"{ACTOR}.loss_agg_mode",
         trl="loss_type",
+    )
+    token_weights: str = own(
+        "a function of your own that gives the weights of tokens in place of `loss_agg_mode`, which it is told "
+        "(dapo/own/README.md)",
+    )
+    entropy_top_share: float = share(
+        1.0,
+        "part of the tokens of a mini-batch, those of the highest entropy before the update, that carry the policy "
+        "loss; the others stay in the denominators; below 1 an update with one optimizer step needs one more forward "
+        "pass",
+        "; 0.2 is the published value (arXiv 2506.01939)",
+        trl="top_entropy_quantile",
     )
     kl: KLConfig = section(KLConfig)
     entropy_coeff: float = at_least(0, 0.0, "factor of the entropy bonus", verl=f"{ACTOR}.entropy_coeff")

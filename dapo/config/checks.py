@@ -8,13 +8,16 @@ from pathlib import Path
 
 from dapo.config import fields
 from dapo.config.names import engine_arguments, nearest
+from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
+from dapo.config.rules.judge import judge
 from dapo.config.rules.model import actor, model_directory
+from dapo.config.rules.objective import correction, objective
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward_model import reward_model
+from dapo.config.rules.sources import sources
 from dapo.config.schema import Config
 
-MAX_GSPO_CLIP = 0.05  # a hundred times the published bounds; what is above was meant for single tokens
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -30,14 +33,16 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
-        *([_sampling, _batch_shapes, _halves] if trains else []),
+        *([sources, _sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
-        *([_objective, quantized_training] if trains else []),
+        *([objective, correction, quantized_training] if trains else []),
         _engine_args,
         decoding,
         *([actor, placement] if trains else [model_directory]),
         _reward_waits,
+        code,
         reward_model,
+        judge,
     ]
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
@@ -107,40 +112,6 @@ def _lengths(cfg: Config) -> Iterator[str]:
         )
 
 
-def _objective(cfg: Config) -> Iterator[str]:
-    """Reports choices of the objective that do not go together."""
-    algorithm, kl, correction = cfg.algorithm, cfg.algorithm.kl, cfg.algorithm.rollout_correction
-    if algorithm.policy_loss == "gspo" and max(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > MAX_GSPO_CLIP:
-        yield (
-            f"`algorithm.clip_ratio_low` ({algorithm.clip_ratio_low}) and `algorithm.clip_ratio_high` "
-            f"({algorithm.clip_ratio_high}) bound a single token's ratio, but `algorithm.policy_loss` is gspo, whose "
-            "ratio is a mean over the response; the published values are 0.0003 and 0.0004"
-        )
-    if kl.loss_coeff and kl.reward_coeff:
-        yield (
-            f"`algorithm.kl.loss_coeff` ({kl.loss_coeff}) and `algorithm.kl.reward_coeff` ({kl.reward_coeff}) would "
-            "count the same distance twice; set one of them to 0"
-        )
-    if correction.use_rollout_logprobs and correction.mode != "none":
-        yield (
-            f"`algorithm.rollout_correction.mode` ({correction.mode}) corrects log-probabilities of the actors, and "
-            "`algorithm.rollout_correction.use_rollout_logprobs` takes the engine's instead; the ratio to the engine "
-            "would count twice: set mode to none or use_rollout_logprobs to false"
-        )
-    staleness = cfg.filter_groups.max_staleness
-    if staleness and correction.mode == "none":
-        yield (
-            f"`filter_groups.max_staleness` ({staleness}) trains on tokens of older policies, and "
-            "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
-            "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
-        )
-    if correction.mode == "mask" and not correction.lower < 1 < correction.upper:
-        yield (
-            f"`algorithm.rollout_correction.lower` ({correction.lower}) and `upper` ({correction.upper}) must enclose "
-            "1, the weight of a token on which both policies agree"
-        )
-
-
 def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
@@ -158,6 +129,15 @@ def _reward_waits(cfg: Config) -> Iterator[str]:
             f"`reward.limits.wall_s` ({limits.wall_s:g}) must be at least twice `reward.limits.cpu_s` "
             f"({limits.cpu_s:g}), or a response that computes without end never reaches its CPU limit; raise the one "
             "or lower the other"
+        )
+    remote = cfg.reward.remote
+    turn_s = 60 * cfg.reward.num_workers / remote.calls_per_minute if remote.calls_per_minute else 0.0
+    if cfg.reward.timeout_s <= remote.timeout_s + turn_s:
+        rate = f" and the {turn_s:g} s between a worker's calls at `reward.remote.calls_per_minute`" if turn_s else ""
+        yield (
+            f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be longer than `reward.remote.timeout_s` "
+            f"({remote.timeout_s:g}){rate}, or a worker passes for lost while it waits for others; raise the one or "
+            "lower the other"
         )
     if cfg.reward.timeout_s <= 2 * limits.wall_s:
         yield (

@@ -71,6 +71,8 @@ def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> C
 
     Raises ValueError where a value is missing, has the wrong type, or is one that `dapo.config.checks` refuses.
     """
+    if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
+        tree.data.train_files = []
     missing = sorted(OmegaConf.missing_keys(tree))
     if missing:
         raise ValueError(

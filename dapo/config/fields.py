@@ -16,6 +16,7 @@ from typing import Any
 ABOUT = "about"  # in a field's metadata, which OmegaConf leaves alone
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 ITEM = "[]"  # in a name: any item of a list
+OWN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")  # a function in a file of a person's own
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 LABEL, VALUE = re.compile(rf"(?:{_WORD}/)?{_WORD}"), re.compile(_WORD)
 
@@ -69,6 +70,28 @@ def share(default: float, text: str, also: str = "", **names: str) -> Any:
 def one_of(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
     """Returns a field for one of `choices`."""
     return key(default, text, values=f"one of {', '.join(choices)}", holds=lambda value: value in choices, **names)
+
+
+def one_of_or_own(choices: Sequence[str], default: str, text: str, **names: str) -> Any:
+    """Returns a field for one of `choices`, or for a function in a person's own file (`dapo.own`)."""
+    return key(
+        default,
+        text,
+        values=f"one of {', '.join(choices)}, or FILE.py:FUNCTION",
+        holds=lambda value: value in choices or OWN.fullmatch(value) is not None,
+        **names,
+    )
+
+
+def own(text: str, **names: str) -> Any:
+    """Returns a field for a function in a person's own file; empty: the built-in one."""
+    return key(
+        "",
+        text,
+        values="empty, or FILE.py:FUNCTION",
+        holds=lambda value: not value or OWN.fullmatch(value) is not None,
+        **names,
+    )
 
 
 def node_labels(what: str) -> Any:

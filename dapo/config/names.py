@@ -19,9 +19,10 @@ from dapo.config.schema import Config
 
 ENGINE = "rollout.vllm"
 PLAN = "plan"  # the section of `dapo.plan` alone
-LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels")
+JUDGE = "reward.judge.engine.vllm"
+LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels", "reward.judge.engine.node_labels")
 # Below these any key is taken.
-OPEN = ("rollout.vllm", "actor.optim.lr_scheduler_kwargs", "logging.wandb", "logging.mlflow", *LABELS)
+OPEN = (ENGINE, JUDGE, "actor.optim.lr_scheduler_kwargs", "logging.wandb", "logging.mlflow", *LABELS)
 VLLM_SOURCE, VLLM_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 
 

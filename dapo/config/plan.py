@@ -31,7 +31,7 @@ class PlanConfig:
     )
     host_bandwidth: float = positive(25e9, "byte/s between one GPU and its host's memory")
     switch_s: float = at_least(
-        0, 3.0, "seconds that an engine takes to fall asleep and to wake again, with `trainer.colocate=time`"
+        0, 3.0, "seconds that an engine takes to fall asleep and to wake again, where they share GPUs in turns"
     )
     sync_bandwidth: float = positive(20e9, "byte/s at which weights reach the engines")
     storage_bandwidth: float = positive(2e9, "byte/s at which all ranks together write a checkpoint")

@@ -3,18 +3,18 @@
 Lengths are in tokens of the model's tokenizer. The defaults are those of the paper's run (arXiv 2503.14476, section 4).
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, positive, share
+from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, own, positive, section, share
+from dapo.config.sources import FORMATS, SET_NAME, SourceConfig
 
 ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
+CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
 MAX_SAMPLES = 1000  # per held-out problem: there are more subsets of more samples than a float can count
-SET_NAME = re.compile(r"[\w.-]+")  # it becomes a part of names of metrics
 
 
 def _are_files(value: Any) -> bool:
@@ -31,16 +31,26 @@ def _are_sets(value: Any) -> bool:
 
 @dataclass(slots=True)
 class DataConfig:
-    """Prompts come from .parquet, .json or .jsonl files, `pkg://PACKAGE/FILE`, or a hub data set, in the schema of
-    DAPO-Math-17k."""
+    """Prompts come from .parquet, .json or .jsonl files, `pkg://PACKAGE/FILE`, or a hub data set."""
 
     train_files: list[str] = key(
         [MISSING],
-        "files of training prompts",
-        values="at least one file or hub data set, as in data.train_files=[a.parquet]",
-        holds=bool,
+        "files of training prompts, all of one source; empty where `data.sources` has several",
+        values="at least one file or hub data set, as in data.train_files=[a.parquet], or data.sources=[...]",
         verl="data.train_files",
         trl="dataset_name",
+    )
+    sources: list[SourceConfig] = key(
+        [],
+        "several sources in place of `data.train_files`: data.sources=[{name: sums, files: [a.parquet], weight: 2}, "
+        "{name: words, files: [b.jsonl]}]",
+    )
+    format: str = one_of(
+        FORMATS,
+        "auto",
+        "columns of the files: `verl` (data_source, prompt, reward_model, as DAPO-Math-17k), `trl` (prompt as text or "
+        "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `math` (problem; answer, "
+        "or the last box of solution); `auto` tells by their names",
     )
     val_files: Any = key(
         None,  # a list would not give way to a mapping
@@ -87,6 +97,21 @@ class DataConfig:
         verl="data.shuffle",
         trl="shuffle_dataset",
     )
+    curriculum: str = one_of(
+        CURRICULA,
+        "uniform",
+        "which visits are skipped by how a prompt went before: none; `retire`: those to prompts that are solved; "
+        "`weighted`: the more, the further the pass rate is from 1/2",
+    )
+    retire_after: int = at_least(1, 2, "with `retire`: visits in a row with all responses right after which it is")
+    retire_steps: int = at_least(1, 50, "with `retire`: steps after which such a prompt comes back for a visit")
+    max_retired: float = key(
+        0.9,
+        "with `retire`: prompts of a source that may be away at once",
+        values="a share, 0 or more and below 1",
+        holds=lambda value: 0 <= value < 1,
+    )
+    min_weight: float = share(0.1, "with `weighted`: least chance that a visit stands, whatever the pass rate")
 
 
 @dataclass(slots=True)
@@ -107,6 +132,24 @@ class SamplingConfig:
     )
     top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
     top_k: int = key(-1, "most likely tokens sampled from; -1: all", verl=f"{ROLLOUT}.val_kwargs.top_k")
+
+
+@dataclass(slots=True)
+class RolloutFunctionConfig:
+    """A rollout function answers a prompt in several turns: `async def rollout(prompt, generate, sampling)`
+    (dapo/turns/README.md). Lengths, overlong rules and the loss count the tokens that the policy sampled."""
+
+    path: str = key(
+        "",
+        "a Python file, a dotted module, or a ready one: `one_turn`, `retry`, `tool_use`; empty: one turn, without it",
+        verl=f"{ROLLOUT}.multi_turn",
+        trl="rollout_func",
+    )
+    name: str = key("rollout", "the function's name in that file or module")
+    kwargs: dict[str, Any] = key({}, "given to it by keyword, besides prompt, generate and sampling")
+    num_workers: int = at_least(1, 2, "Ray actors that run it")
+    timeout_s: float = positive(60.0, "longest time in seconds that it takes from one turn to the next")
+    retries: int = at_least(0, 1, "new attempts at a response whose function failed; then it is unscorable")
 
 
 @dataclass(slots=True)
@@ -146,6 +189,7 @@ class RolloutConfig(SamplingConfig):
         1, 1, "engines to go on with when others are given up; with fewer the run saves and ends"
     )
     node_labels: dict[str, str] = node_labels("an engine")
+    function: RolloutFunctionConfig = section(RolloutFunctionConfig)
     vllm: dict[str, Any] = key(
         {},
         "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), passed through as they are",
@@ -173,6 +217,9 @@ class FilterGroupsConfig:
         True,
         "keep only groups with 0 < correct < n (Eq. 11); off: every scored group is trained on",
         verl="algorithm.filter_groups.enable",
+    )
+    function: str = own(
+        "a function of your own that says what a group is worth, in place of Eq. 11 (dapo/own/README.md)",
     )
     max_num_gen_batches: int = at_least(
         0,

@@ -16,7 +16,7 @@ from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, Rol
 
 RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
-COLOCATIONS = ("none", "memory", "time")
+COLOCATIONS = ("none", "memory", "time", "lend")
 BY_SWITCH = {"True": "memory", "False": "none"}  # what `true` and `false` mean, which were its values
 # Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches
 # but make slow matrix products: a thread takes 4.9, 4.4, 4.8 s for 440 tokens at hidden size 896, vocabulary 152k and
@@ -176,7 +176,9 @@ class TrainerConfig:
         "none",
         "whether engines and actors share GPUs and take turns: `memory` divides each GPU between an engine and a rank "
         "for good; `time` gives all of it to whose turn it is: an engine owns the GPUs "
-        "of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; true: memory; false: none",
+        "of `rollout.vllm.tensor_parallel_size` ranks, and sleeps while they train; `lend` has `rollout.num_engines` "
+        "with GPUs of their own, and as many more as the ranks' GPUs hold, which wake while the actors wait for a "
+        "batch, where that gains more seconds than it was measured to cost; true: memory; false: none",
         verl="actor_rollout_ref.hybrid_engine",
         trl="vllm_mode",
     )

@@ -1,7 +1,8 @@
-"""Reads rows of data files in the DAPO-Math schema, a few thousand at a time, whatever their format.
+"""Reads rows of data files, a few thousand at a time, whatever their kind and columns.
 
-In: a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library. Out: `Chunk`s whose
-columns exist; what stands in them is checked by `dapo.data.prompts`. What cannot be read is an error naming the file.
+In: a local .parquet, .json or .jsonl file, or a folder or hub name for the `datasets` library. Out: `Chunk`s in the
+columns of DAPO-Math-17k (`dapo.data.layouts`); what stands in them is checked by `dapo.data.prompts`. What cannot be
+read is an error naming the file.
 """
 
 import json
@@ -13,8 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
-COLUMNS = (*REQUIRED_COLUMNS, "extra_info")
+from dapo.data.layouts import VERL, VERL_COLUMNS, Layout, Reading, layout_of
+
+COLUMNS = (*VERL_COLUMNS, "extra_info")
 PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
 CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
 SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
@@ -31,34 +33,34 @@ class Chunk:
     rest: Callable[[int], dict[str, Any]]
 
 
-def read_chunks(name: str, key: str) -> Iterator[Chunk]:
+def read_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_path` gives it.
 
     key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column.
     """
     path = Path(name)
     if not path.is_file():
-        yield from _hub_chunks(name, key)
+        yield from _hub_chunks(name, key, reading)
     elif path.suffix == ".parquet":
-        yield from _parquet_chunks(path, f"`{key}`: {name}")
+        yield from _parquet_chunks(path, f"`{key}`: {name}", reading)
     elif path.suffix in (".json", ".jsonl"):
-        yield from _json_chunks(path, f"`{key}`: {name}")
+        yield from _json_chunks(path, f"`{key}`: {name}", reading)
     else:
         raise ValueError(f"`{key}`: {name} is neither .parquet nor .json nor .jsonl; convert it to one of them")
 
 
-def _parquet_chunks(path: Path, where: str) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
     # pyarrow itself, because `datasets` takes 1.4 s to import and writes a copy of the file into its cache.
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # by default it holds all of it
-            columns = _checked_columns(file.schema_arrow.names, where)
+            layout, columns = _columns(file.schema_arrow.names, where, reading)
             batches = file.iter_batches(batch_size=CHUNK_ROWS, columns=columns)
-            yield from _arrow_chunks(pa.Table.from_batches([batch]) for batch in batches)
+            yield from _arrow_chunks((pa.Table.from_batches([batch]) for batch in batches), layout, where, reading)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{where} cannot be read as Parquet ({error}); write or copy it again") from error
 
 
-def _hub_chunks(name: str, key: str) -> Iterator[Chunk]:
+def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     import datasets  # here, because only this path needs it and it takes 1.4 s
 
     where = f"`{key}`: {name}"
@@ -75,13 +77,19 @@ def _hub_chunks(name: str, key: str) -> Iterator[Chunk]:
             splits = ", ".join(sorted(str(each) for each in found))
             raise ValueError(f"{where} has the splits {splits}; name one, as in {repository}:{min(map(str, found))}")
         found = next(iter(found.values()))
-    columns = _checked_columns(found.column_names, where)
-    yield from _arrow_chunks(found.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS))
+    layout, columns = _columns(found.column_names, where, reading)
+    tables = found.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS)
+    yield from _arrow_chunks(tables, layout, where, reading)
 
 
-def _arrow_chunks(tables: Iterator[pa.Table]) -> Iterator[Chunk]:
+def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str, reading: Reading) -> Iterator[Chunk]:
     first_row = 0
     for table in tables:
+        if layout is not None:
+            for number, row in enumerate(table.to_pylist(), first_row):
+                yield _converted(number, row, layout, _row(where, number), reading)
+            first_row += len(table)
+            continue
         others = table.drop_columns(["prompt", "reward_model"])
 
         def rest(i: int, others: pa.Table = others) -> dict[str, Any]:
@@ -91,18 +99,27 @@ def _arrow_chunks(tables: Iterator[pa.Table]) -> Iterator[Chunk]:
         first_row += len(table)
 
 
-def _json_chunks(path: Path, where: str) -> Iterator[Chunk]:
-    """Yields one chunk per row, because each row of a JSON file has columns of its own."""
+def _converted(number: int, row: dict[str, Any], layout: Layout, where: str, reading: Reading) -> Chunk:
+    """Returns a row of another layout as a chunk."""
+    one = layout.converted(row, where, reading.entry)
+    return Chunk(number, [one["prompt"]], [one["reward_model"]], lambda _: one)
+
+
+def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
+    """Yields one chunk per row, because each row of a JSON file has columns of its own; the first row's say which
+    layout the file has."""
+    format = reading.format
 
     def chunk(number: int, row: dict[str, Any]) -> Chunk:
         return Chunk(number, [row["prompt"]], [row["reward_model"]], lambda _: row)
 
     for number, row in _json_rows(path, where):
-        at = f"{where}, row {number} (counted from 0)"
+        at = _row(where, number)
         if not isinstance(row, dict):
             raise ValueError(f"{at}: must be an object with columns {SCHEMA}, not {shown(row)}")
-        _checked_columns(list(row), at)
-        yield chunk(number, row)
+        layout = layout_of(list(row), format, at, SCHEMA)
+        format = VERL if layout is None else layout.name
+        yield chunk(number, row) if layout is None else _converted(number, row, layout, at, reading)
 
 
 def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
@@ -126,14 +143,14 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{where} cannot be read as UTF-8 text ({error}); write or copy it again") from error
 
 
-def _checked_columns(found: list[str], where: str) -> list[str]:
-    missing = [column for column in REQUIRED_COLUMNS if column not in found]
-    if missing:
-        raise ValueError(
-            f"{where}: column {', '.join(f'`{name}`' for name in missing)} is missing (found: {', '.join(found)}); "
-            f"the schema is {SCHEMA}"
-        )
-    return [column for column in COLUMNS if column in found]
+def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | None, list[str]]:
+    """Returns the layout of a file, and the columns to read: of another layout than verl's all, for `extra_info`."""
+    layout = layout_of(found, reading.format, where, SCHEMA)
+    return layout, found if layout else [column for column in COLUMNS if column in found]
+
+
+def _row(where: str, number: int) -> str:
+    return f"{where}, row {number} (counted from 0)"
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""Loads the held-out sets of `data.val_files`: a list of files is one set, a mapping holds several by name.
+"""Loads the held-out sets: those of `data.val_files`, where a list of files is one set and a mapping holds several by
+name, and the `val_files` of the entries of `data.sources`.
 
 Rows that repeat a problem are its samples, as in the published AIME-2024 file, 30 problems of 32 rows each: a problem
 gets `eval.n` answers, or as many as it has rows where these are more. So the file and its 30 distinct rows ask the same
@@ -12,16 +13,8 @@ from typing import Any
 from dapo.config.sampling import MAX_SAMPLES
 from dapo.config.schema import Config
 from dapo.data.prompts import DataReport, load_counted
+from dapo.data.sources import held_out_files
 from dapo.types import HeldOut
-
-KEY = "data.val_files"
-
-
-def sets_of(files: Any) -> dict[str, list[str]]:
-    """Returns files by the name of their set, "" for a plain list. files: the checked value of `data.val_files`."""
-    if not isinstance(files, dict):
-        return {"": list(files)} if files else {}
-    return {name: [one] if isinstance(one, str) else list(one) for name, one in files.items()}
 
 
 def load_held_out(
@@ -37,14 +30,15 @@ def load_held_out(
     its rows. Raises ValueError: see there.
     """
     loaded = []
-    for name, files in sets_of(cfg.data.val_files).items():
-        key = f"{KEY}.{name}" if name else KEY
+    for one in held_out_files(cfg.data):
+        key = one.key
         counted, report = load_counted(
-            files,
+            one.files,
             tokenizer,
             max_prompt_length=cfg.data.max_prompt_length,
             max_contradictory=cfg.data.max_contradictory,
             key=key,
+            reading=one.reading,
             today=today,
         )
         told(key, report)
@@ -54,5 +48,5 @@ def load_held_out(
                 f"`{key}` holds a problem {max(samples)} times, and each row is one of its samples, of which there may "
                 f"be {MAX_SAMPLES}; remove copies"
             )
-        loaded.append(HeldOut(name=name, prompts=tuple(prompt for prompt, _ in counted), samples=samples))
+        loaded.append(HeldOut(name=one.name, prompts=tuple(prompt for prompt, _ in counted), samples=samples))
     return loaded

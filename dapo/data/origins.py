@@ -8,20 +8,22 @@ from pathlib import Path
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.data.held_out import KEY, sets_of
+from dapo.data.sources import held_out_files, train_files
 
 HUB_S = 10.0
 UNKNOWN = "unknown commit"
 
 
 def origins(cfg: Config) -> dict[str, str]:
-    """Returns what `origin` says of the model, the reward model and each data file."""
-    models = {"model.path": cfg.model.path, "reward.model.path": cfg.reward.model.path}
+    """Returns what `origin` says of the model, the reward model, the judge and each data file."""
+    models = {
+        "model.path": cfg.model.path,
+        "reward.model.path": cfg.reward.model.path,
+        "reward.judge.engine.path": cfg.reward.judge.engine.path,
+    }
     found = {key: origin(name, "model") for key, name in models.items() if name}
-    sets = {"data.train_files": cfg.data.train_files}
-    sets |= {f"{KEY}.{name}" if name else KEY: files for name, files in sets_of(cfg.data.val_files).items()}
-    for key, files in sets.items():
-        found |= {f"{key}[{index}]": origin(name, "dataset") for index, name in enumerate(files)}
+    for one in (*train_files(cfg.data), *held_out_files(cfg.data)):
+        found |= {f"{one.key}[{index}]": origin(name, "dataset") for index, name in enumerate(one.files)}
     return found
 
 

@@ -1,24 +1,23 @@
-"""Makes prompts: from rows in the DAPO-Math schema to tokenized, distinct `Prompt`s, and the order in which they are
-drawn.
+"""Makes prompts: from rows of data files to tokenized, distinct `Prompt`s.
 
-In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s, a `DataReport`, and `Draw`s in
-an order that is computed from their index alone. A bad row is an error that names the file, the row and the column.
+In: data files (`dapo.data.files`) and a tokenizer with a chat template. Out: `Prompt`s and a `DataReport`. A bad row is
+an error that names the file, the row and the column.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dapo.config.paths import checked_path
 from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
-from dapo.rewards.answer import agree, read_truth
-from dapo.types import Draw, Messages, Prompt
+from dapo.data.layouts import AS_IT_IS, Reading
+from dapo.rewards.reading.answer import agree, read_truth
+from dapo.types import Messages, Prompt
 
 DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
 
@@ -28,7 +27,8 @@ class DataReport:
     """Counts what became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct
     prompts.
 
-    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_prompts`.
+    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_prompts`. A sum
+    is the report on the rows of both.
     """
 
     rows: int
@@ -36,6 +36,9 @@ class DataReport:
     contradictory: int
     too_long: int
     kept: int
+
+    def __add__(self, other: "DataReport") -> "DataReport":
+        return DataReport(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ def load_counted(
     max_prompt_length: int,
     max_contradictory: float,
     key: str,
+    reading: Reading = AS_IT_IS,
     today: datetime | None = None,
 ) -> tuple[list[tuple[Prompt, int]], DataReport]:
     """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template, each with the number
@@ -73,7 +77,8 @@ def load_counted(
     files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
     `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
     max_contradictory: the share of distinct prompts that may be left out because their ground truths disagree.
-    key: the configuration key to name in errors. today: the date for templates that write one; None: the real one.
+    key: the configuration key to name in errors. reading: how rows become prompts. today: the date for templates that
+    write one; None: the real one.
     Raises ValueError for bad files, rows, and when no prompt is left.
     """
     if tokenizer.chat_template is None:
@@ -81,7 +86,7 @@ def load_counted(
             "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
             "model or put a `chat_template.jinja` next to its tokenizer.json"
         )
-    rows, distinct = _distinct(files, key)
+    rows, distinct = _distinct(files, key, reading)
     problems = _without_contradictions(distinct, max_contradictory, key)
     texts = [_chat_text(tokenizer, problem, today) for problem in problems]
     # The template has written every special token itself: a second BOS would shift what the model was trained on.
@@ -96,11 +101,11 @@ def load_counted(
     )
     if not fitting:
         raise ValueError(_nothing_left(report, [len(tokens) for tokens in ids], max_prompt_length, key))
-    prompts = [_prompt(number, problems[i], texts[i], ids[i]) for number, i in enumerate(fitting)]
+    prompts = [_prompt(number, problems[i], texts[i], ids[i], reading.entry) for number, i in enumerate(fitting)]
     return [(prompt, problems[i].copies) for prompt, i in zip(prompts, fitting, strict=True)], report
 
 
-def _distinct(files: Sequence[str], key: str) -> tuple[int, list[_Problem]]:
+def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, list[_Problem]]:
     """Returns the number of rows and the distinct prompts, in the order of their first rows."""
     if not files:
         raise ValueError(f"`{key}` is empty; give at least one file or hub data set")
@@ -109,8 +114,8 @@ def _distinct(files: Sequence[str], key: str) -> tuple[int, list[_Problem]]:
     for name in files:
         name = checked_path(name, key=key)
         in_file = 0
-        for chunk in read_chunks(name, key):
-            _add_distinct(chunk, f"`{key}`: {name}", seen)
+        for chunk in read_chunks(name, key, reading):
+            _add_distinct(chunk, f"`{key}`: {name}", seen, reading.system_prompt)
             in_file += len(chunk.prompts)
         if in_file == 0:
             raise ValueError(f"`{key}`: {name} has no rows; give a file with columns {SCHEMA}")
@@ -151,7 +156,8 @@ def fingerprint(prompts: Sequence[Prompt], tokenizer: Any) -> str:
     ids = tokenizer(template, add_special_tokens=False, verbose=False)["input_ids"]
     digest = hashlib.sha256(json.dumps([template, ids]).encode())
     for prompt in prompts:
-        digest.update(json.dumps([prompt.source, prompt.messages, prompt.ground_truth]).encode())
+        entry = [prompt.entry] if prompt.entry else []
+        digest.update(json.dumps([prompt.source, prompt.messages, prompt.ground_truth, *entry]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -161,7 +167,7 @@ def _template(tokenizer: Any) -> str:
     return template if isinstance(template, str) else json.dumps(template)
 
 
-def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt:
+def _prompt(number: int, problem: _Problem, text: str, ids: list[int], entry: str) -> Prompt:
     return Prompt(
         id=number,
         source=problem.source,
@@ -170,6 +176,7 @@ def _prompt(number: int, problem: _Problem, text: str, ids: list[int]) -> Prompt
         token_ids=np.asarray(ids, dtype=np.int32),
         ground_truth=problem.ground_truth,
         extra_info=problem.extra_info,
+        entry=entry,
     )
 
 
@@ -186,11 +193,11 @@ def _chat_text(tokenizer: Any, problem: _Problem, today: datetime | None) -> str
         ) from error
 
 
-def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem]) -> None:
+def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:
     """Checks every row of `chunk` and adds to `seen` those whose messages are new. Raises ValueError."""
     for i, (messages_value, reward_model) in enumerate(zip(chunk.prompts, chunk.reward_models, strict=True)):
         row = f"{where}, row {chunk.first_row + i} (counted from 0)"
-        messages = _messages(messages_value, row)
+        messages = _with_system_prompt(_messages(messages_value, row), system_prompt)
         truth = _ground_truth(reward_model, row)
         first = seen.get(messages)
         if first is None:
@@ -224,6 +231,12 @@ def _messages(value: Any, row: str) -> Messages:
     )
 
 
+def _with_system_prompt(messages: Messages, system_prompt: str) -> Messages:
+    if not system_prompt:
+        return messages
+    return (("system", system_prompt), *(messages[1:] if messages[0][0] == "system" else messages))
+
+
 def _ground_truth(value: Any, row: str) -> str:
     if not isinstance(value, dict):
         raise ValueError(
@@ -245,26 +258,3 @@ def _source_and_extra(rest: dict[str, Any], row: str) -> tuple[str, dict[str, An
     if extra is not None and not isinstance(extra, dict):
         raise ValueError(f"{row}: column `extra_info` must be a struct, not {shown(extra)}; remove or correct it")
     return source, extra or {}
-
-
-class PromptOrder:
-    """Decides which prompt a draw visits: `permutation(seed, epoch)[index % num_prompts]`.
-
-    A pure function of the draw index, so that resuming needs the index only and a draw given back is the same again.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.arange(len(prompts))
-
-    def draw(self, index: int) -> Draw:
-        """Returns the visit number `index`, counted from 0 over the whole run."""
-        epoch, position = divmod(index, len(self._prompts))
-        if self._shuffle and epoch != self._epoch:
-            # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
-            self._order, self._epoch = generator.permutation(len(self._prompts)), epoch
-        return Draw(index=index, prompt=self._prompts[self._order[position]])

@@ -10,7 +10,8 @@ from typing import Any
 from dapo.data.prompts import DATE_FUNCTION
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
-from dapo.rewards.loading import ready_name
+from dapo.rewards.calling.by_entry import source_functions
+from dapo.rewards.calling.loading import ready_name
 from dapo.rewards.selfcheck import FUNCTIONS, reference, verdicts
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
@@ -21,7 +22,8 @@ BAD_SHARE = 0.01  # of references that no right answer matches
 
 
 def settings(subject: Subject) -> Finding:
-    """Tries what a run tries before it starts workers: schedule, reward functions and their known answers, sinks."""
+    """Tries what a run tries before it starts workers: schedule, reward functions and their known answers,
+    functions of a person's own, sinks."""
     from dapo.driver.preflight import preflight  # loads torch
 
     try:
@@ -127,14 +129,18 @@ def held_out(subject: Subject) -> Finding:
 
 
 def verifier(subject: Subject) -> Finding:
-    """Scores reference answers of the run's own data: each must be right for itself, and wrong for another."""
+    """Scores reference answers of the run's own data, where `reward.functions` score it: each must be right for itself,
+    and wrong for another."""
     names = [ready_name(spec.path) for spec in subject.cfg.reward.functions]
     found, bad = [], 0.0
     first = ""
     for name in filter(None, names):
         if name not in FUNCTIONS:
             continue
-        every = subject.prompts[0]
+        own = source_functions(subject.cfg.data.sources)
+        every = [prompt for prompt in subject.prompts[0] if prompt.entry not in own]
+        if not every:
+            continue
         step = -(-len(every) // SLOW.get(name, SAMPLE))
         references = [reference(prompt.id, prompt.ground_truth, name) for prompt in every[::step]]
         wrong = verdicts(references, importlib.import_module(f"dapo.rewards.{name}").compute_score).lines

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from dapo.config.paths import checked_path, resolve_path
 from dapo.config.schema import Config
-from dapo.data.held_out import sets_of
+from dapo.data.sources import held_out_files, train_files
+from dapo.rewards.calling.by_entry import section_of, source_functions
+from dapo.rewards.calling.loading import SECTION
 
 LOCKS = (Path(__file__).resolve().parents[2] / "docker", Path.cwd() / "docker")  # a checkout, or a job's copy of it
 
@@ -40,11 +42,14 @@ class Question:
 def question(cfg: Config, *, joined: bool, gpus: bool) -> Question:
     """Returns what the nodes of a run are asked. gpus: whether it computes on GPUs."""
     models = {"model.path": resolve_path(cfg.model.path)}
-    if cfg.reward.model.path:
-        models["reward.model.path"] = resolve_path(cfg.reward.model.path)
+    beside = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
+    models |= {key: resolve_path(path) for key, path in beside.items() if path}
+    sections = {SECTION: cfg.reward.functions}
+    sections |= {section_of(name): functions for name, functions in source_functions(cfg.data.sources).items()}
     files = {
-        f"reward.functions[{index}].path": str(Path(spec.path).expanduser().absolute())
-        for index, spec in enumerate(cfg.reward.functions)
+        f"{section}[{index}].path": str(Path(spec.path).expanduser().absolute())
+        for section, functions in sections.items()
+        for index, spec in enumerate(functions)
         if spec.path.endswith(".py")
     }
     lock, pins = locked()
@@ -63,19 +68,15 @@ def question(cfg: Config, *, joined: bool, gpus: bool) -> Question:
 
 def _data(cfg: Config) -> dict[str, str]:
     """Returns local data files by key; hub names are not among them."""
-    sets = {"data.train_files": cfg.data.train_files}
-    sets |= {
-        f"data.val_files.{name}".removesuffix("."): files for name, files in sets_of(cfg.data.val_files or []).items()
-    }
     found = {}
-    for key, names in sets.items():
-        for index, name in enumerate(names):
+    for one in (*train_files(cfg.data), *held_out_files(cfg.data)):
+        for index, name in enumerate(one.files):
             try:
-                path = checked_path(name, key=key)
+                path = checked_path(name, key=one.key)
             except ValueError:  # what loads the data says it better
                 continue
             if Path(path).exists():
-                found[f"{key}[{index}]"] = path
+                found[f"{one.key}[{index}]"] = path
     return found
 
 

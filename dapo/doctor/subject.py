@@ -14,7 +14,8 @@ from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
-from dapo.data.prompts import DataReport, load_prompts
+from dapo.data.prompts import DataReport
+from dapo.data.sources import load_train
 from dapo.plan.actor import device_of
 from dapo.plan.report import checkpoint_terms
 from dapo.types import HeldOut, Prompt
@@ -62,15 +63,7 @@ class Subject:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], DataReport]:
         """Returns the training prompts and what became of their rows. Raises ValueError."""
-        data = self.cfg.data
-        return load_prompts(
-            data.train_files,
-            self.tokenizer,
-            max_prompt_length=data.max_prompt_length,
-            max_contradictory=data.max_contradictory,
-            key="data.train_files",
-            today=datetime.now(),
-        )
+        return load_train(self.cfg, self.tokenizer, today=datetime.now())
 
     def held_out(self) -> list[HeldOut]:
         """Returns the held-out sets. Raises ValueError."""

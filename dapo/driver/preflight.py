@@ -1,22 +1,30 @@
-"""Tries on the driver, before any worker starts, what only trying can tell: schedule, reward functions, installation.
+"""Tries on the driver, before any worker starts, what only trying can tell: schedule, functions of a person's own,
+installation.
 
 In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
+from dapo.own.check import own_functions
 from dapo.report.redact import redacted
 from dapo.report.sinks import choice
-from dapo.rewards.loading import LoadedFunction, labels, load, ready_name
+from dapo.rewards import judge
+from dapo.rewards.calling.by_entry import section_of, source_functions
+from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
 from dapo.schedule import learning_rates
+from dapo.turns.loading import load as load_rollout
 
 
-def preflight(cfg: Config) -> None:
-    """Raises ValueError with one line per problem."""
+def preflight(cfg: Config, *, trains: bool = True) -> None:
+    """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
     problems = [*_torchvision()] or [*_schedule(cfg), *_reward_functions(cfg), *choice.problems(cfg)]
+    problems += [*_rollout_function(cfg)]
+    problems += own_functions(cfg) if trains else []
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -30,29 +38,45 @@ def _schedule(cfg: Config) -> Iterator[str]:
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:
-    functions = cfg.reward.functions
-    if not functions:
+    if not cfg.reward.functions:
         yield "`reward.functions` is empty; give at least one, such as {path: math}"
+    own = {section_of(name): specs for name, specs in source_functions(cfg.data.sources).items()}
+    for section, given in {SECTION: cfg.reward.functions, **own}.items():
+        functions = with_judge(given, cfg.reward.judge)
+        yield from _section(section, functions)
+        if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
+            yield (
+                f"`{section}` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens once "
+                "more; drop one of the two"
+            )
+
+
+def _section(section: str, functions: Sequence[RewardFunctionConfig]) -> Iterator[str]:
     for index, spec in enumerate(functions):
         try:
-            function = load(spec, index=index)
+            function = load(spec, index=index, section=section)
         except ValueError as error:
             yield str(error)
             continue
         if ready_name(spec.path):  # a person's function is called in child processes alone
-            yield from _known_answers(function, index)
+            yield from _known_answers(function, f"{section}[{index}]")
+        if ready_name(spec.path) == "judge":
+            yield from judge.problems(function.kwargs)
     try:
-        labels(functions)
+        labels(functions, section)
     except ValueError as error:
         yield str(error)
-    if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
-        yield (
-            "`reward.functions` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens "
-            "once more; drop one of the two"
-        )
 
 
-def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
+def _rollout_function(cfg: Config) -> Iterator[str]:
+    try:
+        if cfg.rollout.function.path:
+            load_rollout(cfg.rollout.function)
+    except ValueError as error:
+        yield str(error)
+
+
+def _known_answers(function: LoadedFunction, key: str) -> Iterator[str]:
     """Calls a function on its known answers: kwargs that do not go together show only then."""
     try:
         for canary in function.canaries:
@@ -64,7 +88,7 @@ def _known_answers(function: LoadedFunction, index: int) -> Iterator[str]:
                 **function.kwargs,
             )
     except ValueError as error:
-        yield f"`reward.functions[{index}].kwargs` ({redacted(function.kwargs)}): {error}"
+        yield f"`{key}.kwargs` ({redacted(function.kwargs)}): {error}"
 
 
 def _torchvision() -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Writes a run to disk and reads it back: who writes which part of a checkpoint, and how a run continues from one.
 
-In: actors, buffer and stream of draws of a run. Out: directories of `dapo.state.checkpoint` that hold `actor/` (ranks),
-`hf/` (the exported model), `driver.json` and `groups.parquet` (`dapo.sampling.saved`); and between two of them a
-journal of the groups that finished since (`dapo.sampling.journaled`).
+In: actors, buffer and order of draws of a run. Out: directories of `dapo.state.checkpoint` that hold `actor/` (ranks),
+`hf/` (the exported model) and the driver's part (`dapo.driver.captured`); and between two of them a journal of the
+groups that finished since (`dapo.sampling.journaled`).
 
     capture (driver's state) ─▶ ranks write ────────────────────────────▶ sealed, in its place, `LATEST`
     the same, async_save:    ─▶ ranks copy to host memory ─▶ they write the copy beside the next step ─▶ the same
@@ -10,11 +10,12 @@ journal of the groups that finished since (`dapo.sampling.journaled`).
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dapo.config.schema import CheckpointConfig, Config
+from dapo.data.order import PromptOrder
+from dapo.driver.captured import Captured, Resumed
 from dapo.faults.limit import TimeLimit
 from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost, RewardPool
@@ -24,44 +25,17 @@ from dapo.report.watchdog import waiting
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.sampling.journaled import note, recover
-from dapo.sampling.saved import read_groups, write_groups
+from dapo.sampling.saved import read_groups
 from dapo.sampling.stream import sampling_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.durable import free_space
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
-from dapo.types import Draw, Group
+from dapo.types import Group
 
 
 class SaveFailed(RuntimeError):
     """Says that a checkpoint could not be written; the ranks are as they were, and so is the checkpoint before it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed:
-    """Says where a run goes on. directory: the checkpoint; None: there is none, and `version` is 0. groups: how many it
-    holds. journaled: how many finished after it."""
-
-    version: int
-    directory: Path | None
-    groups: int
-    journaled: int
-
-    @property
-    def where(self) -> str:
-        """Returns words for it; "" for a run that begins."""
-        journal = f"{self.journaled} groups of the journal" if self.journaled else ""
-        return " and ".join([str(part) for part in (self.directory, journal) if part])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Captured:
-    """Holds what the driver adds to a checkpoint, all of one moment. held: groups, each with the policy version at its
-    start. names: (draw, that version) of each."""
-
-    state: DriverState
-    held: list[tuple[Group, int]]
-    names: set[tuple[int, int]]
 
 
 class Saver:
@@ -77,6 +51,7 @@ class Saver:
         store: CheckpointStore,
         actors: ActorPool,
         buffer: OversamplingBuffer,
+        order: PromptOrder,
         journal: Journal,
         logger: MetricsLogger,
         limit: TimeLimit,
@@ -87,6 +62,7 @@ class Saver:
         self._store = store
         self._actors = actors
         self._buffer = buffer
+        self._order = order
         self.journal = journal
         self._logger = logger
         self._limit = limit
@@ -106,6 +82,7 @@ class Saver:
         store: CheckpointStore,
         actors: ActorPool,
         buffer: OversamplingBuffer,
+        order: PromptOrder,
         logger: MetricsLogger,
         limit: TimeLimit,
     ) -> "Saver":
@@ -113,7 +90,7 @@ class Saver:
         sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
         settings = f"{cfg.model.path} {sampling} {cfg.trainer.seed}"
         journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
-        return cls(cfg.checkpoint, store, actors, buffer, journal, logger, limit)
+        return cls(cfg.checkpoint, store, actors, buffer, order, journal, logger, limit)
 
     @property
     def acts(self) -> tuple[str, ...]:
@@ -192,16 +169,16 @@ class Saver:
             if not running.cancelled() and (error := running.exception()):
                 warn(str(error))
 
-    def _capture(self, version: int) -> _Captured:
+    def _capture(self, version: int) -> Captured:
         """Returns the driver's part of a checkpoint, and begins the next segment of the journal at the same moment."""
         due = Due(evaluate=self.owes_evaluation, lines=self._logger.unwritten())
         state = DriverState(version=version, buffer=self._buffer.state(), due=due)
-        captured = _Captured(state=state, held=self._buffer.held(), names=self._held())
+        captured = Captured(state=state, order=self._order.saved(), held=self._buffer.held(), names=self._held())
         if self._cfg.journal:
             self.journal.begin(version)
         return captured
 
-    async def _write_or_tell(self, captured: _Captured) -> None:
+    async def _write_or_tell(self, captured: Captured) -> None:
         try:
             await self._write(captured, at_once=not self._cfg.async_save)
         except SaveFailed as error:
@@ -209,7 +186,7 @@ class Saver:
                 raise
             warn(f"{error} (failure {self._failed} of {self._cfg.max_failed_saves} that the run may have in a row)")
 
-    async def _write(self, captured: _Captured, *, at_once: bool) -> None:
+    async def _write(self, captured: Captured, *, at_once: bool) -> None:
         """Writes a checkpoint. at_once: straight from the actors, which do nothing else meanwhile.
 
         Raises:
@@ -221,9 +198,8 @@ class Saver:
             with self._limit.measuring("save"):
                 async with self._store.writing(version) as directory:
                     await self._write_actors(directory, version, at_once=at_once)
-                    await asyncio.to_thread(write_groups, directory, captured.held)
+                    await asyncio.to_thread(captured.write, directory)
                     await asyncio.to_thread(self._logger.flush)
-                    captured.state.write(directory)
         except (ActorsLost, LeaseLost):
             raise
         except (OSError, RuntimeError) as error:
@@ -252,7 +228,7 @@ class Saver:
         if self._cfg.hf_export:
             await self._actors.export_hf(export)
 
-    async def resume(self, draw: Callable[[int], Draw], rewards: RewardPool) -> Resumed:
+    async def resume(self, rewards: RewardPool) -> Resumed:
         """Loads the newest checkpoint into actors and buffer, and the groups of the journal that finished after it;
         without a checkpoint, the journal of the untrained policy alone. The metrics go on from there. Call it once,
         also for a run that begins, before anything else.
@@ -265,13 +241,15 @@ class Saver:
         if directory is not None:
             state = DriverState.read(directory)
             await self._actors.load(str(directory / "actor"), state.version)
-            held = await asyncio.to_thread(read_groups, directory, draw)
+            if self._store.keeps_groups:
+                await asyncio.to_thread(self._order.restore, directory, version=state.version)
+            held = await asyncio.to_thread(read_groups, directory, self._order.draw)
         if not self._store.keeps_groups:  # they mean something else by now: their draws start again
             self.journal.remove()
             state, held = state.without([group.draw.index for group, _ in held]), []
         # To its end, also when cancelled: `close` must not meet a journal that is being opened.
         with waiting("the groups of the journal to be read"):
-            since = await finish(asyncio.to_thread(self._recover, state, len(held), draw))
+            since = await finish(asyncio.to_thread(self._recover, state, len(held)))
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
         scored = [(group, started) for group, (_, started) in zip(groups, (*held, *since), strict=True)]
         self._buffer.restore(state.buffer, scored[: len(held)], scored[len(held) :], version=state.version)
@@ -281,9 +259,9 @@ class Saver:
         self.owes_evaluation = directory is not None and owes_evaluation(directory, self._logger.output_dir)
         return Resumed(version=state.version, directory=directory, groups=len(held), journaled=len(since))
 
-    def _recover(self, state: DriverState, held: int, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
+    def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:
-            return recover(self.journal, state.buffer, held, draw, version=state.version)
+            return recover(self.journal, state.buffer, held, self._order.draw, version=state.version)
         self.journal.remove()  # a later run must not take it for its own
         return []
 

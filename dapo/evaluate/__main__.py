@@ -19,6 +19,7 @@ from tqdm import tqdm
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.data.origins import origins
+from dapo.data.sources import held_out_files
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import document, summaries, text
 from dapo.report.console import EXIT_INTERRUPTED, end, say
@@ -53,7 +54,9 @@ def configuration(overrides: Sequence[str]) -> Config:
     """Returns the checked configuration. Raises ValueError as `compose` does, and where there is nothing to answer."""
     cfg = compose([NO_TRAINING, *overrides], trains=False)
     cfg.data.train_files = []  # so that they are no input of the evaluation either
-    if not cfg.data.val_files:
+    for source in cfg.data.sources:
+        source.files = []
+    if not any(held_out_files(cfg.data)):
         raise ValueError("`data.val_files` is empty; give at least one file, as in data.val_files=[a.parquet]")
     return cfg
 

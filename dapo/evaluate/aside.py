@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dapo.config.schema import Config
-from dapo.derived import shares_gpus
+from dapo.derived import lends, shares_gpus
 from dapo.driver.saving import Saver
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
@@ -86,8 +86,9 @@ class Evaluations:
         return None if evaluation is None else (evaluation.version, *evaluation.progress())
 
     async def leave_gpus(self) -> None:
-        """Leaves the GPUs to the actors, where engines share them: waits for the end, and lets the engines sleep."""
-        if shares_gpus(self._cfg):
+        """Leaves the GPUs to the actors, where engines share them: lets these sleep, and first waits for the end, where
+        no others go on with it."""
+        if shares_gpus(self._cfg) and not lends(self._cfg):
             await self._finish(self._impossible)
         if self._pools.leave_gpus is not None:
             with self._clock("sleep"):

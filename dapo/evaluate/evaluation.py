@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dapo.config.schema import Config
+from dapo.derived import response_caps
 from dapo.faults.points import fault_point
 from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
@@ -66,6 +67,7 @@ class Evaluation:
         self._rollouts = rollouts
         self._rewards = rewards
         self._sampling = sampling_of(cfg.eval, cfg.data.max_response_length)
+        self._caps = response_caps(cfg.data.sources)
         self._seed = cfg.trainer.seed
         self._answered = answered
         self._left = deque(_parts(held_out))
@@ -140,8 +142,10 @@ class Evaluation:
     async def _answer(self, part: _Part, key: str) -> None:
         samples = range(part.first, part.first + part.count)
         seeds = [response_seed(self._seed, "eval", part.prompt.id, sample) for sample in samples]
-        sampling = replace(self._sampling, n=part.count)
-        responses = self._rollouts.generate(key, part.prompt.token_ids, sampling, seeds, background=not self._awaited)
+        prompt, aside = part.prompt, not self._awaited
+        cap = self._caps.get(prompt.entry, self._sampling.max_tokens)
+        sampling = replace(self._sampling, n=part.count, max_tokens=cap)
+        responses = self._rollouts.generate(key, prompt.token_ids, sampling, seeds, background=aside, problem=prompt)
         draw = Draw(index=part.prompt.id, prompt=part.prompt)
         group = await scored_group(draw, responses, self._rewards, PhaseClock())
         if isinstance(group, Cut):

@@ -23,7 +23,7 @@ class Summary:
 
     name: of the set; source: "" for the whole set. samples: answers per problem, of the one with the fewest. answers:
     of all problems. estimates: by their published name, such as pass@8. response_length_mean: tokens. truncated,
-    unscored: shares of the answers.
+    unscored: shares of the answers. turns_mean: per answer.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Summary:
     estimates: dict[str, Estimate]
     response_length_mean: float
     truncated: float
+    turns_mean: float
     unscored: float
 
     @property
@@ -63,8 +64,9 @@ def summarize(groups: Sequence[Group], name: str = "", source: str = "") -> Summ
         samples=samples,
         answers=len(responses),
         estimates=over_problems(values),
-        response_length_mean=float(np.mean([len(response.token_ids) for response in responses])),
+        response_length_mean=float(np.mean([response.num_sampled for response in responses])),
         truncated=float(np.mean([response.truncated for response in responses])),
+        turns_mean=float(np.mean([response.num_turns for response in responses])),
         unscored=float(np.mean([math.isnan(score.accuracy) for score in scores])),
     )
 
@@ -107,6 +109,7 @@ def _flat(summary: Summary) -> Iterator[tuple[str, float]]:
             yield f"{metric}_high", estimate.high
     yield "response_length_mean", summary.response_length_mean
     yield "truncated", summary.truncated
+    yield "turns_mean", summary.turns_mean
     yield "unscored", summary.unscored
     yield "samples", float(summary.answers)
 

@@ -48,6 +48,9 @@ def parser() -> argparse.ArgumentParser:
         ("draw", draw, "the prompt and all answers of one group"),
     ):
         question(name, show, what).add_argument("number", type=int)
+    one = question("prompts", prompts, "how often each prompt was drawn, the most drawn first, with its pass rate")
+    one.add_argument("--limit", type=int, default=20, help="prompts (20)")
+    one.add_argument("--least", action="store_true", help="the least drawn first")
     one = question("timeline", times, "what engines, reward workers, ranks and driver did within a step, and when")
     one.add_argument("number", type=int, nargs="?", help="of a step; default: the slowest")
     for kind in WHERE:
@@ -139,6 +142,13 @@ def prompt(store: Reader, given: argparse.Namespace) -> None:
     visits = f"{found['visits']} {'visit' if found['visits'] == 1 else 'visits'}"
     title = f"{visits}, {found['trained']} trained on, pass rate {found['pass_rate'] or 0.0:.3f}"
     table(title, (*names, "why"), rows, numbers=8)
+
+
+def prompts(store: Reader, given: argparse.Namespace) -> None:
+    """Prints the share of each prompt in the draws."""
+    names = ("prompt", "visits", "share", "trained", "pass_rate", "variance", "last_step")
+    rows = [[*[row[name] for name in names], row["last_fate"]] for row in store.prompts(given.limit, least=given.least)]
+    table("prompts by visits", (*names, "last fate"), rows, numbers=7)
 
 
 def draw(store: Reader, given: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
-from dapo.derived import num_shards, resolve_transport
+from dapo.derived import LENT_TRANSPORT, lends, num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term, product
 
@@ -134,11 +134,12 @@ class ActorMemory:
     def resident(self) -> tuple[Term, ...]:
         """Returns the part of `state` that stays on the device, and what the process itself takes."""
         elsewhere = {term.name for term in self.offloaded()}
-        transport, overhead = resolve_transport(self.cfg), self.cfg.plan.overhead_bytes
-        slots = 2 if transport in ("broadcast", "ipc") else 0
+        transports, overhead = [resolve_transport(self.cfg)], self.cfg.plan.overhead_bytes
+        transports += [LENT_TRANSPORT] if lends(self.cfg) else []
+        name = f"slots of the weight sync ({', '.join(transports)})"
         return (
             *(term for term in self.state() if term.name not in elsewhere),
-            bucket_term(self.cfg, self.shape, f"slots of the weight sync ({transport})", slots),
+            bucket_term(self.cfg, self.shape, name, 2 * len(transports)),
             Term(name="process overhead", amount=overhead, formula="assumed: plan.overhead_bytes"),
         )
 

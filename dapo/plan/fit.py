@@ -7,7 +7,7 @@ from typing import Any
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import shares_gpus, takes_turns
+from dapo.derived import lent_engines, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
@@ -50,7 +50,9 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
         beside = {
             "none": "",
             "memory": f", of which the engine takes {engine.utilization:g}",
-            "time": f", of which the engine keeps {size(engine.asleep().amount)} when it sleeps",
+            **dict.fromkeys(
+                ("time", "lend"), f", of which the engine keeps {size(engine.asleep().amount)} when it sleeps"
+            ),
         }[cfg.trainer.colocate]
         yield (
             f"an actor rank needs {size(peak.total)} ({peak.name}), and has {size(room)} (`plan.gpu_memory_bytes` "
@@ -181,10 +183,11 @@ def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     actor = ActorMemory(cfg, shape)
     own, *alone = [term.amount for term in actor.copied()] or [0.0]
     ranks = cfg.actor.num_workers * (actor.peak().total + own) + sum(alone)
-    engines = cfg.rollout.num_engines * sum(term.amount for term in engine.terms())
+    count = cfg.rollout.num_engines + lent_engines(cfg)
+    engines = count * sum(term.amount for term in engine.terms())
     if ranks + engines > cfg.plan.gpu_memory_bytes:
         yield (
-            f"{cfg.actor.num_workers} ranks ({size(ranks)}) and {cfg.rollout.num_engines} engines ({size(engines)}) "
+            f"{cfg.actor.num_workers} ranks ({size(ranks)}) and {count} engines ({size(engines)}) "
             f"need {size(ranks + engines)} of the machine's memory, and `plan.gpu_memory_bytes` is "
             f"{size(cfg.plan.gpu_memory_bytes)}; lower actor.num_workers, rollout.num_engines or "
             "rollout.vllm.kv_cache_memory_bytes"

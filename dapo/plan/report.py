@@ -4,7 +4,7 @@ import textwrap
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import optimizer_steps, shares_gpus, takes_turns
+from dapo.derived import gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
@@ -24,8 +24,13 @@ def report(cfg: PlannedConfig, shape: ModelShape) -> str:
 def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     gpus = cfg.rollout.num_engines * EngineMemory(cfg, shape).gpus
     roles = f"{cfg.actor.num_workers} actor ranks, {cfg.rollout.num_engines} engines on {gpus}"
+    judge = cfg.reward.judge.engine
+    on_gpus = (device_of(cfg) if judge.device == "auto" else judge.device) == "cuda"
+    judge_gpus = judge.num_engines * gpus_per_engine(judge.vllm) if on_gpus else 0
+    beside = f", {judge.num_engines} judges on {judge_gpus} GPUs" if judge.path else ""
     same = f"both on the same {max(gpus, cfg.actor.num_workers)}"
-    shared = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn"}
+    more = f"{roles}, {lent_engines(cfg)} more on the ranks' when that pays"
+    shared = {"none": roles, "memory": f"{same}, whose memory is divided", "time": f"{same}, in turn", "lend": more}
     where, layout = ("GPUs", shared[cfg.trainer.colocate]) if device_of(cfg) == "cuda" else ("CPU processes", roles)
     return [
         f"model {cfg.model.path}: {shape.parameters:,} parameters = {shape.num_layers} layers x "
@@ -33,7 +38,7 @@ def _model(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{shape.root_parameters - shape.hidden_size:,} + final norm {shape.hidden_size:,}",
         f"  attention costs as much as all matrices at {shape.attention_equals_rest_tokens:,} tokens; "
         f"{short(shape.flops_per_token, 'FLOP')} per token forward without it",
-        f"{where}: {layout}; memory {size(cfg.plan.gpu_memory_bytes)} (plan.gpu_memory_bytes"
+        f"{where}: {layout}{beside}; memory {size(cfg.plan.gpu_memory_bytes)} (plan.gpu_memory_bytes"
         f"{')' if device_of(cfg) == 'cuda' else ', shared by all)'}",
     ]
 
@@ -121,13 +126,15 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     if device_of(cfg) == "cpu":
         return ["TIME: not estimated without GPUs"]
     throughput_s, longest_s = step.generation_s(engine)
-    generation_s = max(throughput_s, longest_s)
+    gain_s, lent_s = step.lending(engine)
+    generation_s = max(throughput_s - gain_s, longest_s)
     sync_s = sync_bytes(shape) / plan.sync_bandwidth
-    overlap = cfg.filter_groups.max_staleness > 0 and not shares_gpus(cfg)
+    taken = shares_gpus(cfg) and not lends(cfg)  # the GPUs of one role are all of the other's
+    overlap = cfg.filter_groups.max_staleness > 0 and not taken
     switch_s = step.switch_s
     whole = (max(generation_s, step.update_s) if overlap else generation_s + step.update_s) + sync_s + switch_s
-    ranks_s = step.update_s + (generation_s if shares_gpus(cfg) else 0.0)
-    engines_s = generation_s + (step.update_s if shares_gpus(cfg) else 0.0)
+    ranks_s = step.update_s + (generation_s if taken else lent_s)
+    engines_s = generation_s + (step.update_s if taken else 0.0)
     running = engine.running(mean_tokens(cfg)[0], step.responses)
     order = "the slower of generation and update" if overlap else "generation and update one after the other"
     return [
@@ -147,9 +154,20 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
         f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}",
         *([f"  switch {duration(switch_s)}: {step.switch_formula}"] if takes_turns(cfg) else []),
+        *(_lending(cfg, gain_s, lent_s) if lends(cfg) else []),
         f"  idle: the GPUs of engines {1 - engines_s / whole:.0%}, those of ranks {1 - ranks_s / whole:.0%} of a step",
         f"  step {duration(whole)}: {order} (filter_groups.max_staleness={cfg.filter_groups.max_staleness}), "
         f"{short(step.trained_tokens / whole)} trained tokens/s",
+    ]
+
+
+def _lending(cfg: PlannedConfig, gain_s: float, lent_s: float) -> list[str]:
+    count, why = lent_engines(cfg), f"plan.switch_s {cfg.plan.switch_s:g} s (assumed) to wake and to sleep"
+    if not gain_s:
+        return [f"  lending: {count} engines on the ranks' GPUs would not pay: {why}"]
+    return [
+        f"  lending: {count} engines on the ranks' GPUs serve for {duration(lent_s)}, and generation takes "
+        f"{duration(gain_s)} less: {why}"
     ]
 
 

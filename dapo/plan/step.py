@@ -11,11 +11,12 @@ from functools import cached_property
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import optimizer_steps, takes_turns
+from dapo.derived import lends, lent_engines, optimizer_steps, takes_turns
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
 from dapo.plan.terms import size
+from dapo.sampling.lending import Lending
 
 SAMPLED_MINIBATCHES = 4
 BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # times the forward pass; attention computes its scores once more
@@ -82,16 +83,18 @@ class Step:
 
     @property
     def switch_s(self) -> float:
-        """Returns the seconds per step in which GPUs that engines and ranks share change hands."""
+        """Returns the seconds per step in which GPUs that engines and ranks share change hands; of lent ones without
+        those that `lending` counts."""
         if not takes_turns(self.cfg):
             return 0.0
-        return self.cfg.plan.switch_s + 2 * self._moved_bytes / self.cfg.plan.host_bandwidth
+        asleep_s = 0.0 if lends(self.cfg) else self.cfg.plan.switch_s
+        return asleep_s + 2 * self._moved_bytes / self.cfg.plan.host_bandwidth
 
     @property
     def switch_formula(self) -> str:
         """Returns the arithmetic of `switch_s`."""
-        asleep = f"plan.switch_s {self.cfg.plan.switch_s:g} s (assumed)"
-        return f"{asleep}, and 2 x {size(self._moved_bytes)} of optimizer state to the host and back (actor.offload)"
+        asleep = "" if lends(self.cfg) else f"plan.switch_s {self.cfg.plan.switch_s:g} s (assumed), and "
+        return f"{asleep}2 x {size(self._moved_bytes)} of optimizer state to the host and back (actor.offload)"
 
     @property
     def _moved_bytes(self) -> float:
@@ -175,6 +178,8 @@ class Step:
         kl, passes = self.cfg.algorithm.kl, {}
         if optimizer_steps(self.cfg) > 1 and not self.cfg.algorithm.rollout_correction.use_rollout_logprobs:
             passes["old log-probabilities"] = self.forward_flops
+        elif self.cfg.algorithm.entropy_top_share < 1:
+            passes["entropies"] = self.forward_flops
         if kl.loss_coeff or kl.reward_coeff:
             passes["reference log-probabilities"] = self.forward_flops
         return passes
@@ -242,3 +247,15 @@ class Step:
         running = engine.running(mean_tokens(self.cfg)[0], self.responses)
         throughput = self.cfg.rollout.num_engines * running / self.token_s(engine, running)
         return self.generated_tokens / throughput, self.cfg.data.max_response_length * self.token_s(engine, 1)
+
+    def lending(self, engine: EngineMemory) -> tuple[float, float]:
+        """Returns by how many seconds engines that are lent the ranks' GPUs shorten generation, and for how many they
+        serve: `plan.switch_s` is what they take to wake and to sleep. Both are 0 where it does not pay, or none is."""
+        running = engine.running(mean_tokens(self.cfg)[0], self.responses)
+        own, lent = self.cfg.rollout.num_engines * running, lent_engines(self.cfg) * running
+        half = self.cfg.plan.switch_s / 2
+        lending = Lending(own=own, lent=lent, wake_s=half, sleep_s=half)
+        waiting = max(0.0, self.sequences / self.kept_rate - own)
+        response_s = mean_tokens(self.cfg)[1] * self.token_s(engine, running)
+        gain_s = lending.gain_s(waiting, response_s)
+        return (gain_s, lending.awake_s(waiting, response_s)) if gain_s > 0 else (0.0, 0.0)

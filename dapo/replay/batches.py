@@ -5,13 +5,15 @@ same groups again, for `python -m dapo.replay` and runs of one half. A failure h
 """
 
 import asyncio
+import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dapo.config.schema import Config
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
+from dapo.derived import response_caps
 from dapo.measure.clock import PhaseClock
 from dapo.pools import Pools
 from dapo.report.console import warn
@@ -26,28 +28,35 @@ from dapo.types import Collected, Draw, Group
 
 BATCHES = "batches"  # folder in the output directory
 TEMPORARY = ".tmp"
+VISITS = "visits.json"  # beside the groups, with a curriculum
+Visits = Mapping[int, int]
 
 
 class Batches:
     """Writes the batches of one run, one at a time."""
 
-    def __init__(self, directory: Path, keep: int | None) -> None:
-        """Writes nothing yet. keep: newest batches that stay; 0: none is written; None: all stay."""
+    def __init__(
+        self, directory: Path, keep: int | None, visits_of: Callable[[Sequence[Group]], Visits] = lambda groups: {}
+    ) -> None:
+        """Writes nothing yet. keep: newest batches that stay; 0: none is written; None: all stay. visits_of: what finds
+        the prompts of groups again (`dapo.data.order.PromptOrder`)."""
         self._directory = directory
         self._keep = keep
+        self._visits_of = visits_of
         self._writing: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, cfg: Config, output_dir: Path) -> "Batches":
+    def of(cls, cfg: Config, output_dir: Path, visits_of: Callable[[Sequence[Group]], Visits]) -> "Batches":
         """Makes the one of a run: what only generates keeps all, what reads batches writes none."""
         keep = {"rollout": None, "train": 0}.get(cfg.trainer.only, cfg.checkpoint.batches)
-        return cls(output_dir / BATCHES, keep)
+        return cls(output_dir / BATCHES, keep, visits_of)
 
     async def put(self, step: int, groups: Sequence[Group]) -> None:
         """Begins to write the batch of a step; waits for the one before it, which has had a whole step."""
         await self.written()
         if self._keep != 0:
-            self._writing = asyncio.create_task(asyncio.to_thread(self._write, step, groups))
+            visits = self._visits_of(groups)  # as of now: the update changes what is decided next
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, step, groups, visits))
 
     async def written(self) -> None:
         """Returns when the batch before this call is on disk."""
@@ -55,13 +64,15 @@ class Batches:
         if running is not None:
             await running
 
-    def _write(self, step: int, groups: Sequence[Group]) -> None:
+    def _write(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         path = self._directory / f"step_{step:06d}"
         temporary = path.with_suffix(TEMPORARY)
         try:
             shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
             temporary.mkdir(parents=True)
             write_groups(temporary, [(group, step - 1) for group in groups])
+            if visits:
+                (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
             shutil.rmtree(path, ignore_errors=True)  # a course that resuming has left
             temporary.replace(path)
             if self._keep:
@@ -83,20 +94,27 @@ def steps_kept(directory: Path) -> list[int]:
 class SavedStream:
     """Gives batches as `dapo.sampling.stream.GroupStream` does, where they are read and not generated."""
 
-    def __init__(self, directory: Path, buffer: OversamplingBuffer, draw: Callable[[int], Draw]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        buffer: OversamplingBuffer,
+        draw: Callable[[int], Draw],
+        know: Callable[[Visits], None] = lambda visits: None,
+    ) -> None:
         """Reads nothing yet. directory: `batches/` of a run. buffer: says which step is next. draw: the stream's, by
-        index."""
+        index. know: is told first what `visits_of` gave, if anything."""
         self.buffer = buffer
         self.traffic = Traffic()
         self.on_filled: Callable[[], None] = lambda: None
         self._directory = directory
         self._draw = draw
+        self._know = know
 
     async def collect(self) -> Collected:
         """Returns the batch of the next step. Raises ValueError where it is not there."""
         step = self.buffer.version + 1
         path = self._directory / f"step_{step:06d}"
-        groups = tuple(group for group, _ in await asyncio.to_thread(read_groups, path, self._draw))
+        groups = tuple(group for group, _ in await asyncio.to_thread(self._read, path))
         if not groups:
             raise ValueError(
                 f"{self._directory} has no batch of step {step}; it has those of steps "
@@ -114,6 +132,12 @@ class SavedStream:
             lost_tokens=0,
         )
 
+    def _read(self, path: Path) -> list[tuple[Group, int]]:
+        if (path / VISITS).is_file():
+            visits = json.loads((path / VISITS).read_text(encoding="utf-8"))
+            self._know({int(index): visit for index, visit in visits.items()})
+        return read_groups(path, self._draw)
+
     async def close(self) -> None:
         """Has nothing to end."""
 
@@ -123,9 +147,19 @@ def stream_of(
 ) -> GroupStream | SavedStream:
     """Returns what gives a run its batches: prompts in `order`, answered and scored by `pools`, or saved batches."""
     if cfg.trainer.only == "train":
-        return SavedStream(Path(cfg.data.batches), buffer, order.draw)
+        return SavedStream(Path(cfg.data.batches), buffer, order.draw, order.know)
     sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
-    return GroupStream(order, buffer, pools.rollouts, pools.rewards, sampling, seed=cfg.trainer.seed, clock=clock)
+    return GroupStream(
+        order,
+        buffer,
+        pools.rollouts,
+        pools.rewards,
+        sampling,
+        seed=cfg.trainer.seed,
+        clock=clock,
+        lender=pools.lender,
+        caps=response_caps(cfg.data.sources),
+    )
 
 
 def ranges(steps: Sequence[int]) -> str:

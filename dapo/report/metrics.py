@@ -12,7 +12,8 @@ import numpy as np
 
 from dapo.measure.clock import Span
 from dapo.report.log import MetricsLogger
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
+from dapo.sampling.draws import TRAINED
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
@@ -28,7 +29,7 @@ def step_metrics(
     *,
     gpus: int = 0,
 ) -> dict[str, float]:
-    """Returns all metrics of one step; `update` is what actors and pools say, `totals` the buffer. gpus: of all
+    """Returns all metrics of one step; `update` is what actors, order and pools say, `totals` the buffer. gpus: of all
     pools."""
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
@@ -59,7 +60,8 @@ def step_metrics(
         tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
         perf["perf/tokens_per_s_per_gpu"] = tokens / (step_s * gpus)
     trained_on = _batch_metrics(collected.groups, batch)
-    values = {**counts, **_rollout_metrics(collected.drawn), **trained_on, **update, **perf, **totals}
+    rollout = _rollout_metrics(collected.drawn) | _source_metrics(collected)
+    values = {**counts, **rollout, **trained_on, **update, **perf, **totals}
     return {name: float(value) for name, value in values.items()}
 
 
@@ -78,9 +80,32 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length_min": float(lengths.min()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([response.truncated for response in responses])),
+        "rollout/turns_mean": float(np.mean([response.num_turns for response in responses])),
         **_means([score.parts | score.metrics for score in scores]),
         **{f"reward/failed_{failure}": count / len(scores) for failure, count in failures.items()},
     }
+
+
+def _source_metrics(collected: Collected) -> dict[str, float]:
+    """Computes metrics of the groups of each entry of `data.sources`; none without entries."""
+    by_source: dict[str, list[tuple[Group, str]]] = {}
+    for group, fate in zip(collected.drawn, collected.fates, strict=True):
+        if group.draw.prompt.entry:
+            by_source.setdefault(group.draw.prompt.entry, []).append((group, fate))
+    found: dict[str, float] = {}
+    for name, ended in sorted(by_source.items()):
+        groups = [group for group, _ in ended]
+        whole = _rollout_metrics(groups)
+        about = ("accuracy", "reward_mean", "response_length_mean")
+        found |= {f"source/{name}/{key}": whole[f"rollout/{key}"] for key in about}
+        found |= {
+            f"source/{name}/drawn": len(groups),
+            f"source/{name}/share": len(groups) / len(collected.drawn),
+            f"source/{name}/trained": sum(fate == TRAINED for _, fate in ended),
+            f"source/{name}/mixed": float(np.mean([classify(group) == MIXED for group in groups])),
+            f"source/{name}/tokens": sum(group.num_tokens for group in groups),
+        }
+    return found
 
 
 def _means(given: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Names every metric once, with unit, formula and the names that other systems have for it.
 
-In: the families of `usage_names.py`, and those here. Out: `FAMILIES`, from which `python -m dapo.report` writes
-dapo/report/README.md; and `undocumented`, what was logged under a name that is not here.
+In: the families of `usage_names.py` and `draw_names.py`, and those here. Out: `FAMILIES`, from which `python -m
+dapo.report` writes dapo/report/README.md; and `undocumented`, what was logged under a name that is not here.
 """
 
 import re
 from collections.abc import Iterable
 
+from dapo.report.draw_names import DRAWS
 from dapo.report.metric import Family, Metric
 from dapo.report.table import table
 from dapo.report.usage_names import USAGE
@@ -66,6 +67,7 @@ ROLLOUT = Family(
             "responses cut at `data.max_response_length`",
             "response_length/clip_ratio, completions/clipped_ratio",
         ),
+        Metric("turns_mean", "", "runs of sampled tokens in a response, between which `rollout.function` gives others"),
     ),
 )
 
@@ -173,7 +175,7 @@ PERF = Family(
         Metric("generation_s", "s", "in which an engine had requests", "timing_s/gen"),
         Metric("reward_s", "s", "in which responses waited for a verdict", "timing_s/reward"),
         Metric("reference_s", "s", "the reference policy's pass", "timing_s/ref"),
-        Metric("sleep_s", "s", "in which engines fell asleep, with `trainer.colocate=time`; they wake within `sync_s`"),
+        Metric("sleep_s", "s", "in which engines on the actors' GPUs fell asleep; see `trainer.colocate`"),
         Metric("update_s", "s", "the update", "timing_s/update_actor"),
         Metric("sync_s", "s", "weights to the engines"),
         Metric("evaluation_s", "s", "in which the step waited for an evaluation to end, where one was under way"),
@@ -195,6 +197,8 @@ PERF = Family(
         Metric("restarted_actors", "", "times that all actor ranks were restarted since the process began"),
         Metric("restarted_reward_workers", "", "reward workers replaced since the process began"),
         Metric("restarted_reward_children", "", "their child processes replaced since the process began"),
+        Metric("restarted_function_workers", "", "workers of `rollout.function` replaced since the process began"),
+        Metric("restarted_judges", "", "judges of the run's own started again since the process began"),
     ),
 )
 
@@ -249,6 +253,7 @@ EVAL = Family(
         Metric("{estimate}_high", "share", "its upper end"),
         Metric("response_length_mean", "tokens", "mean length"),
         Metric("truncated", "share", "samples cut at the cap"),
+        Metric("turns_mean", "", "runs of sampled tokens in a sample, as `rollout/turns_mean`"),
         Metric("unscored", "share", "samples without a verdict, which are left out"),
         Metric("samples", "", "of all problems"),
         Metric("{set}/{metric}", "", "each of these, of a named set or a data source"),
@@ -257,7 +262,7 @@ EVAL = Family(
 
 # What sinks show beside the metrics, of the groups that a step used up.
 HISTOGRAMS = {"rollout/lengths": "tokens of each response", "rollout/pass_rates": "mean accuracy of each group"}
-FAMILIES = (ROLLOUT, REWARD, BUFFER, BATCH, ACTOR, PARITY, PERF, *USAGE, LEDGER, EVAL)
+FAMILIES = (ROLLOUT, REWARD, BUFFER, *DRAWS, BATCH, ACTOR, PARITY, PERF, *USAGE, LEDGER, EVAL)
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

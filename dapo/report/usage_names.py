@@ -42,7 +42,10 @@ ENGINE = Family(
             "1 + tokens kept / drafts: what one pass of the model gives a request for which tokens were drafted",
         ),
         Metric(
-            "idle", "share", "1 − seconds in which a request ran / seconds, mean over engines; a weight sync is idle"
+            "idle",
+            "share",
+            "1 − seconds in which a request ran / seconds, mean over the engines that are not lent GPUs; a weight sync "
+            "is idle",
         ),
         Metric("resident_bytes", "bytes", "resident memory of the largest engine, its processes together"),
     ),
@@ -101,4 +104,17 @@ RANK = Family(
     ),
 )
 
-USAGE = (ENGINE, RANK, REWARD_WORKERS)
+LENDING = Family(
+    "perf/lending",
+    "the engines on the actors' GPUs with `trainer.colocate=lend`, in the step; depends on timing",
+    "dapo/sampling/lender.py",
+    (
+        Metric("wakes", "", "times that they were woken: 0 or 1"),
+        Metric("awake_s", "s", "in which they served"),
+        Metric("forecast_s", "s", "by which the rule expected the update to begin earlier; 0 for the first, a trial"),
+        Metric("wake_s", "s", "the last wake, from the first bucket of weights until they served"),
+        Metric("sleep_s", "s", "the last time that they put down what they ran and fell asleep"),
+    ),
+)
+
+USAGE = (ENGINE, LENDING, RANK, REWARD_WORKERS)

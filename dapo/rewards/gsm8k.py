@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from dapo.rewards.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read
+from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 

@@ -1,14 +1,14 @@
 """Verifies answers by DAPO's rule (paper section 2.4), the default: solution and ground truth in, +1 or -1 out.
 
-The answer is found and read by `dapo.rewards.answer`, and compared as a number (integer, decimal or fraction, exactly)
-or else as a string. Whatever DAPO's rule accepts is right, but for lists of answers, calculations that were not carried
-out, digits other than 0 to 9 and words such as [INVALID]. The text is adversarial and never evaluated.
+`dapo.rewards.reading.answer` finds and reads the answer, and compares it as a number (integer, decimal or fraction,
+exactly) or else as a string. Whatever that rule accepts is right, but for lists of answers, calculations that were not
+carried out, digits other than 0 to 9 and words such as [INVALID]. The text is adversarial and never evaluated.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from dapo.rewards.answer import TAIL_CHARS, agree, find_answer, read, read_truth
+from dapo.rewards.reading.answer import TAIL_CHARS, agree, find_answer, read, read_truth
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 

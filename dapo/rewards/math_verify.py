@@ -1,6 +1,6 @@
 """Verifies symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
 
-The library sees only an expression that `dapo.rewards.latex_filter` lets through, in dollar signs, and only its LaTeX
+The library sees only an expression that `reading/latex_filter.py` lets through, in dollar signs, and only its LaTeX
 reader, a grammar that builds expressions, looks at it: its reader of plain expressions hands text to Python and is
 never configured. A number of that grammar still goes through sympy's own text reader, which evaluates: digits, dot,
 comma, sign and exponent are all that its lexer calls a number, and the filter lets through ASCII without exponents.
@@ -16,9 +16,10 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from dapo.rewards.answer import TAIL_CHARS, Reading, agree, find_answer, read, read_truth
-from dapo.rewards.latex_filter import MAX_CHARS, is_tame
-from dapo.rewards.spelling import formula, without_units
+from dapo.rewards.reading.answer import TAIL_CHARS, Reading, agree, find_answer, read, read_truth, with_dollars
+from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
+from dapo.rewards.reading.lists import items
+from dapo.rewards.reading.spelling import formula, without_units
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 
@@ -32,7 +33,7 @@ _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1
 _INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 _RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
 _ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
-_OR_AND = re.compile(r"[,;]?\s*(?<![A-Za-z])(?:or|and)(?![A-Za-z])\s*|;\s*", re.IGNORECASE)
+_SET = re.compile(r"(?:([A-Za-z]) ?\\in ?)?((?:\\left ?)?[(\[].*[)\]])")  # x \in [-2,7], or the interval alone
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
     truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
     """
-    text, truth = find_answer(solution_str), str(ground_truth)
+    text, truth = with_dollars(find_answer(solution_str)), with_dollars(str(ground_truth))
     answer = read(text)
     correct = _is_right(text, answer, truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}
@@ -73,7 +74,10 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
     else:
         left, right = _expression(truth, right_side=not whole), _expression(text, right_side=not whole)
     if whole and not _RELATION.search(right):  # 4 is not x^2 + y^2 = 4
-        return False
+        solved = _SET.fullmatch(right) if _INEQUALITY.search(left) else None
+        if solved is None or (solved[1] or "") not in left:
+            return False
+        right = solved[2]
     return left.replace(" ", "") == right.replace(" ", "") or _equal(left, right)
 
 
@@ -86,7 +90,7 @@ def _is_relation(truth: str) -> bool:
 
 def _items(text: str) -> str:
     """Returns a list of answers with commas between, without the name where all have one: x = 1 or x = 2 is 1, 2."""
-    text = _expression(text, right_side=False)
+    text = ", ".join(_expression(item, right_side=False) for group in items(text) for item in group)
     names = _ITEM_NAME.findall(text)
     if len(set(names)) == 1 and len(names) == text.count(",") + 1:
         text = _ITEM_NAME.sub("", text)
@@ -94,9 +98,8 @@ def _items(text: str) -> str:
 
 
 def _expression(text: str, *, right_side: bool) -> str:
-    """Returns what the library gets: the formula alone, without units, its `or`, `and` and semicolons as commas."""
-    text = without_units(formula(text, right_side=right_side))
-    text = _OR_AND.sub(", ", text.replace("$", "").replace("\\displaystyle", ""))
+    """Returns what the library gets: the formula alone, without units."""
+    text = without_units(formula(text, right_side=right_side)).replace("$", "").replace("\\displaystyle", "")
     return text.replace("{,}", ",").strip()
 
 

@@ -1,16 +1,20 @@
 """Checks data files: does a verifier find each reference answer right, and wrong against another row's?
 
-To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong.
+To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
+warns of an equation as ground truth, such as 7 = 11a + c, that the verifier takes for a name with a value.
 
     python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
 
+For `code` it runs each row's reference solution, where it has one, on its own tests and on another row's.
+
 Files: .parquet, .json or .jsonl in the DAPO-Math schema, or GSM8K's own .jsonl with question and answer. Exit status 0
-when all is as it should be, 1 when a row is not, 2 when a file cannot be read.
+when all is as it should be or worth a warning, 1 when a row is not, 2 when a file cannot be read.
 """
 
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from dapo.data.files import read_chunks, shown
-from dapo.rewards.answer import agree, read_truth
+from dapo.data.layouts import AS_IT_IS
+from dapo.rewards import selfcheck_code
+from dapo.rewards.reading.answer import agree, read_truth
+from dapo.sandbox.program import SandboxError
 
-FUNCTIONS = ("math", "math_verify", "gsm8k")
-MAX_SHOWN = 10  # failures of a file that are printed
+FUNCTIONS = ("math", "math_verify", "gsm8k", "code")
+MAX_SHOWN = 10  # failures of a file that are printed, and warnings
+_NAME = re.compile(
+    r"[\s$\\(\[]*(?:[A-Za-z]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\))\s*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +53,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="data in the DAPO-Math schema, or GSM8K's own .jsonl")
     parser.add_argument("--function", choices=FUNCTIONS, default="math", help="the verifier to check (default: math)")
     options = parser.parse_args(arguments)
-    compute_score = importlib.import_module(f"dapo.rewards.{options.function}").compute_score
     failures = 0
     for name in options.files:
         try:
-            references = list(read_references(name, options.function))
-        except ValueError as error:
+            failures += check_code(name) if options.function == "code" else _check_answers(name, options.function)
+        except (ValueError, SandboxError) as error:
             print(error, file=sys.stderr)
             return 2
-        failures += check(name, references, compute_score)
     return 1 if failures else 0
+
+
+def check_code(name: str) -> int:
+    """Prints what `dapo.rewards.selfcheck_code` finds; returns failures."""
+    problems = list(selfcheck_code.read_problems(name))
+    found = selfcheck_code.verdicts(problems)
+    print(selfcheck_code.summary(name, problems, found))
+    _print(found.lines)
+    return len(found.lines)
+
+
+def _check_answers(name: str, function: str) -> int:
+    references = list(read_references(name, function))
+    return check(name, references, importlib.import_module(f"dapo.rewards.{function}").compute_score)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure."""
+    """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure;
+    warnings: one per equation that its right side alone meets."""
 
     right: int
     compared: int
     wrong: int
     lines: list[str]
+    warnings: list[str]
 
 
 def check(name: str, references: Sequence[Reference], compute_score: Callable[..., Any]) -> int:
@@ -72,22 +96,33 @@ def check(name: str, references: Sequence[Reference], compute_score: Callable[..
         f"{name}: {found.right} of {len(references)} right against themselves, {found.wrong} of {found.compared} wrong "
         "against another"
     )
-    for line in found.lines[:MAX_SHOWN]:
-        print(f"  {line}")
-    if len(found.lines) > MAX_SHOWN:
-        print(f"  ... and {len(found.lines) - MAX_SHOWN} more")
+    _print(found.lines)
+    _print([f"warning: {line}" for line in found.warnings])
     return len(found.lines)
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines[:MAX_SHOWN]:
+        print(f"  {line}")
+    if len(lines) > MAX_SHOWN:
+        print(f"  ... and {len(lines) - MAX_SHOWN} more")
 
 
 def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any]) -> Verdicts:
     """Scores every reference against its own truth and the next different one."""
     failures: list[str] = []
+    warnings: list[str] = []
     compared = right = wrong = 0
     for index, own in enumerate(references):
         verdict = _verdict(compute_score, own, own.truth)
         right += verdict["acc"]
         if not verdict["acc"]:
             failures.append(f"row {own.row}: {own.short!r} is not right against itself (read as {verdict['pred']!r})")
+        if half := _half(compute_score, own):
+            warnings.append(
+                f"row {own.row}: the ground truth {own.short!r} holds `=`, and {half!r} alone is right too; write the "
+                "truth without `=`, or take a verifier that compares equations (math_verify)"
+            )
         other = _next_different(references, index)
         if other is not None:
             compared += 1
@@ -95,7 +130,7 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
             wrong += not verdict["acc"]
             if verdict["acc"]:
                 failures.append(f"row {own.row}: {own.short!r} is right against {other.short!r} of row {other.row}")
-    return Verdicts(right, compared, wrong, failures)
+    return Verdicts(right, compared, wrong, failures, warnings)
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
@@ -108,7 +143,7 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
             yield Reference(row, answer if whole else f"Answer: {short}", answer if whole else short, short)
         return
     rows = 0
-    for chunk in read_chunks(name, "FILE"):
+    for chunk in read_chunks(name, "FILE", AS_IT_IS):
         for row, model in enumerate(chunk.reward_models, chunk.first_row):
             truth = model.get("ground_truth") if isinstance(model, dict) else None
             if not isinstance(truth, str):
@@ -144,6 +179,17 @@ def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
             elif line.strip():
                 return None
     return answers or None
+
+
+def _half(compute_score: Callable[..., Any], own: Reference) -> str:
+    """Returns the right side of an equation that is more than a value with a name, where that alone is right; or ""."""
+    left, _, right = own.short.rpartition("=")
+    if not left or _NAME.fullmatch(left):
+        return ""
+    half = right.strip(" $")
+    solution = own.solution.replace(own.short, half)
+    alone = Reference(own.row, solution, own.truth, half)
+    return half if _verdict(compute_score, alone, own.truth)["acc"] else ""
 
 
 def _next_different(references: Sequence[Reference], index: int) -> Reference | None:

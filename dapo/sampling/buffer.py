@@ -16,7 +16,7 @@ from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
 from dapo.sampling.demand import Forecast, Supply, UsableRate
 from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classify
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classifier, classify
 from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
@@ -48,19 +48,18 @@ class OversamplingBuffer:
         max_staleness: int = 0,
         total_steps: int = 0,
         has_signal: Callable[[Group], bool] = lambda group: True,
+        classify: Callable[[Group, int], str] = classify,
     ) -> None:
         """Makes an empty buffer. max_in_flight: draws. max_draws: bound for one update, 0 = none; on_budget: `fail`, or
-        `train_partial` with what there is. filter_groups false keeps every group that can be scored. total_steps:
-        updates of the run, for which alone is generated ahead; 0 = no end. has_signal: whether a mixed group leaves
-        something to train on."""
-        self._batch = train_batch_size
-        self._max_in_flight = max_in_flight
+        `train_partial` with what there is. filter_groups false keeps every group that can be scored. total_steps: of
+        the run, for which alone is generated ahead; 0 = no end. has_signal: whether a mixed group can be trained
+        on. classify: `dapo.sampling.outcome.classify`, or another."""
+        self._batch, self._max_in_flight = train_batch_size, max_in_flight
+        self._classify, self._min_scored = classify, min_scored
         self._has_signal = has_signal if filter_groups else lambda group: True
         self._usable = {MIXED} if filter_groups else {MIXED, ALL_CORRECT, ALL_WRONG}
-        self._min_scored = min_scored
         self._in_order = admission == DRAW_ORDER
-        self._max_staleness = max_staleness
-        self._total_steps = total_steps
+        self._max_staleness, self._total_steps = max_staleness, total_steps
         self.rate = UsableRate(certain=not filter_groups)
         self.prospects = Prospects()
         self.draws = Draws()
@@ -70,8 +69,7 @@ class OversamplingBuffer:
         self.on_scored: Callable[[Group, int], None] = lambda group, started: None  # called with every group kept
         self._update = 0  # policy version that the next batch is trained from
         self._wanted = train_batch_size  # groups of this step; fewer when the budget ends and `train_partial` holds
-        self._frontier = 0  # in draw order: all draws before it are used up or scored
-        self._ready = 0  # in draw order: usable groups before the frontier
+        self._frontier, self._ready = 0, 0  # in draw order: draws used up or scored, and usable groups among them
         self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
@@ -91,6 +89,7 @@ class OversamplingBuffer:
             max_staleness=filtering.max_staleness,
             total_steps=cfg.trainer.total_steps,
             has_signal=has_signal,
+            classify=classifier(cfg),
         )
 
     def serving(self, version: int) -> None:
@@ -111,14 +110,19 @@ class OversamplingBuffer:
         """Counts the draws started and not scored."""
         return self.draws.counts[State.IN_GENERATION] + self.draws.counts[State.IN_REWARD]
 
+    @property
+    def missing(self) -> int:
+        """Counts the draws that would start for this batch beside those in flight, if all of them might."""
+        supply = Supply(usable=self.draws.usable, in_flight=self.in_flight)
+        return self.rate.missing(self._batch, supply) if self.collecting else 0
+
     def take(self, room: int | None = None) -> list[int]:
         """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
 
         Raises:
             BudgetExhausted: nothing is in flight, the batch is not full, and the budget is drawn.
         """
-        supply = Supply(usable=self.draws.usable, in_flight=self.in_flight)
-        count = self.rate.missing(self._batch, supply) if self.collecting else 0
+        count = self.missing
         if self._max_staleness:
             count = max(count, self._ahead())
         # Draws that went back leave gaps in the order; what waits behind a gap does not make the batch full.
@@ -138,10 +142,8 @@ class OversamplingBuffer:
 
     def _ahead(self) -> int:
         """Counts the draws that may start for all the updates that may train on them."""
-        last = self.version + self._max_staleness
-        if self._total_steps:
-            last = min(last, self._total_steps - 1)
-        limit = max(0, last - self._update + 1) * self._batch
+        last = min(self.version + self._max_staleness, self._total_steps - 1 if self._total_steps else math.inf)
+        limit = int(max(0, last - self._update + 1)) * self._batch
         running = self.prospects.expected(self.rate.value)
         there = Forecast(mean=self.draws.usable + running.mean, variance=running.variance)
         return self.rate.allowed(limit, self._batch, there)
@@ -174,7 +176,7 @@ class OversamplingBuffer:
 
     def _keep(self, group: Group) -> tuple[str, str]:
         """Returns the outcome, by accuracy (Eq. 11), and what will become of the group in an update."""
-        outcome = classify(group, self._min_scored)
+        outcome = self._classify(group, self._min_scored)
         fate = TRAINED if outcome in self._usable else outcome
         if fate == TRAINED and not self._has_signal(group):
             fate = OVERLONG
@@ -244,8 +246,7 @@ class OversamplingBuffer:
         return sorted(set(scored) - set(usable[self._wanted :]))
 
     def _late(self) -> list[int]:
-        """Returns the draws that the next update may not train on: they started at too old a version. At staleness 0,
-        all."""
+        """Returns the draws that started at a version which is too old for the next update; at staleness 0, all."""
         oldest = self._update - self._max_staleness
         started = self.draws.at(State.IN_GENERATION, State.IN_REWARD, State.BUFFERED)
         return sorted(index for index in started if self.draws.live[index].started < oldest)

@@ -109,6 +109,14 @@ class Draws:
         """Returns the draws in these states."""
         return [index for index, draw in self.live.items() if draw.state in states]
 
+    @property
+    def settled(self) -> int:
+        """Returns the first draw from which on all that were started went back to the stream and wait there."""
+        index = self.drawn
+        while (draw := self.live.get(index - 1)) is not None and draw.state is State.TO_RETRY:
+            index -= 1
+        return index
+
     def gaps(self) -> int:
         """Counts the draws to start again that stand before another one in the draw order."""
         waiting = self.at(State.TO_RETRY) if self.counts[State.TO_RETRY] else []

@@ -1,9 +1,20 @@
 """Decides when engines on the actors' GPUs are worth waking: work that waits in, seconds of the step out.
 
-`dapo.simulate` alone asks it yet: no run lends GPUs.
+The same rule decides in a run (`dapo.sampling.lender`, `trainer.colocate=lend`) and in `dapo.simulate`.
 """
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """Counts responses. own: that the engines with GPUs of their own run at once. lent: that those on the actors' GPUs
+    would run besides. queued: that wait in an engine for a slot. response_s: mean seconds of one in its slot."""
+
+    own: int
+    lent: int
+    queued: int
+    response_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,5 +36,9 @@ class Lending:
         waiting: responses that the batch needs and that do not run. response_s: mean seconds of one in its slot.
         """
         alone = waiting * response_s / self.own
-        shared = max(0.0, alone - self.wake_s) * self.own / (self.own + self.lent)
-        return alone - min(alone, self.wake_s) - shared - self.sleep_s
+        return alone - min(alone, self.wake_s) - self.awake_s(waiting, response_s) - self.sleep_s
+
+    def awake_s(self, waiting: float, response_s: float) -> float:
+        """Returns for how many seconds the lent engines would serve."""
+        alone = waiting * response_s / self.own
+        return max(0.0, alone - self.wake_s) * self.own / (self.own + self.lent)

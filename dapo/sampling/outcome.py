@@ -1,5 +1,9 @@
 """Classifies what a scored group is worth to an update: mixed, all correct, all wrong, or unscorable (DAPO Eq. 11)."""
 
+from collections.abc import Callable
+
+from dapo.config.schema import Config
+from dapo.own.loading import OwnFunctionError, own_function
 from dapo.types import Group
 
 MIXED = "mixed"
@@ -7,6 +11,9 @@ ALL_CORRECT = "all_correct"
 ALL_WRONG = "all_wrong"
 UNSCORABLE = "unscorable"
 OVERLONG = "overlong"  # a mixed group of which overlong filtering leaves nothing to train on: a reason to drop it
+
+
+OUTCOMES = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
 
 
 def classify(group: Group, min_scored: int = 2) -> str:
@@ -20,3 +27,19 @@ def classify(group: Group, min_scored: int = 2) -> str:
     if min(accuracies) != max(accuracies):
         return MIXED
     return ALL_CORRECT if accuracies[0] > 0.5 else ALL_WRONG
+
+
+def classifier(cfg: Config) -> Callable[[Group, int], str]:
+    """Returns `classify`, or `filter_groups.function` in its place: only what it calls mixed is trained on."""
+    value = cfg.filter_groups.function
+    if not value:
+        return classify
+    own = own_function("filter_groups.function", value)
+
+    def outcome(group: Group, min_scored: int) -> str:
+        found = own(group=group, min_scored=min_scored)
+        if not isinstance(found, str) or found not in OUTCOMES:
+            raise OwnFunctionError(f"{own.source} gives {found!r}; give one of {', '.join(OUTCOMES)}")
+        return found
+
+    return outcome

@@ -1,7 +1,8 @@
 """Writes groups that were accepted and not trained on, and reads them back.
 
 In and out: Parquet, one row per response, so that a continued run does not generate them again; one group as Arrow
-bytes, for the journal. Prompts are not written but found again by their draw.
+bytes, for the journal. Prompts are not written but found again by their draw. The column `token_mask` is only in files
+of groups that have one.
 """
 
 import io
@@ -35,27 +36,30 @@ _SCHEMA = pa.schema(
         "score": pa.string(),  # JSON
     }
 )
+_MASKED = _SCHEMA.append(pa.field("token_mask", pa.large_binary()))  # a byte per token; null: all were sampled
 
 
 def write_groups(directory: Path, groups: Sequence[tuple[Group, int]]) -> None:
     """Writes groups, each with the policy version at its start."""
     # Token arrays barely compress, and a step of 512 x 16 responses of 5k tokens must not take minutes.
-    with pq.ParquetWriter(directory / FILE, _SCHEMA, compression="none", use_dictionary=False) as writer:
+    schema = _schema_of(groups)
+    with pq.ParquetWriter(directory / FILE, schema, compression="none", use_dictionary=False) as writer:
         for start in range(0, len(groups), TOGETHER):
-            writer.write_table(_table(groups[start : start + TOGETHER]))
+            writer.write_table(_table(groups[start : start + TOGETHER], schema))
 
 
 def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Group, int]]:
     """Returns what `write_groups` wrote, in its order. draw: the stream's, by index. Without a file, nothing."""
     path = directory / FILE
-    return _groups(pq.read_table(path, schema=_SCHEMA), draw) if path.is_file() else []
+    return _groups(pq.read_table(path, schema=_MASKED), draw) if path.is_file() else []
 
 
 def encode_group(group: Group, started: int) -> bytes:
     """Returns a group with the policy version at its start as an Arrow stream: small, and decoded without a copy."""
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, _SCHEMA) as writer:
-        writer.write_table(_table([(group, started)]))
+    schema = _schema_of([(group, started)])
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_table(_table([(group, started)], schema))
     return sink.getvalue()
 
 
@@ -64,7 +68,7 @@ def decode_group(data: bytes, draw: Callable[[int], Draw]) -> tuple[Group, int]:
     try:
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
-        if table.schema != _SCHEMA:
+        if table.schema not in (_SCHEMA, _MASKED):
             raise ValueError(f"columns {table.schema.names}")
         (found,) = _groups(table, draw)
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
@@ -72,7 +76,12 @@ def decode_group(data: bytes, draw: Callable[[int], Draw]) -> tuple[Group, int]:
     return found
 
 
-def _table(groups: Sequence[tuple[Group, int]]) -> pa.Table:
+def _schema_of(groups: Sequence[tuple[Group, int]]) -> pa.Schema:
+    masked = any(response.token_mask is not None for group, _ in groups for response in group.responses)
+    return _MASKED if masked else _SCHEMA
+
+
+def _table(groups: Sequence[tuple[Group, int]], schema: pa.Schema) -> pa.Table:
     """Returns one row per response."""
     rows = [
         (group.draw.index, started, response, score)
@@ -89,9 +98,10 @@ def _table(groups: Sequence[tuple[Group, int]]) -> pa.Table:
         [response.finish_reason for response in responses],
         [json.dumps([_values(span) for span in response.policy_versions]) for response in responses],
         [json.dumps(_values(score)) for _, _, _, score in rows],
+        [None if (mask := response.token_mask) is None else mask.tobytes() for response in responses],
     ]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.table(arrays, schema=_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=False)]
+    return pa.table(arrays, schema=schema)
 
 
 def _values(one: VersionSpan | Score) -> dict[str, Any]:
@@ -107,6 +117,7 @@ def _groups(table: pa.Table, draw: Callable[[int], Draw]) -> list[tuple[Group, i
     for row, ids, own in zip(rest, token_ids, logprobs, strict=True):
         responses, scores = found.setdefault((row["draw"], row["started"]), ([], []))
         spans = tuple(VersionSpan(**span) for span in json.loads(row["policy_versions"]))
+        mask = row.get("token_mask")
         responses.append(
             Response(
                 token_ids=ids,
@@ -116,6 +127,7 @@ def _groups(table: pa.Table, draw: Callable[[int], Draw]) -> list[tuple[Group, i
                 policy_versions=spans,
                 engine=-1,
                 seconds=math.nan,
+                token_mask=None if mask is None else np.frombuffer(mask, dtype=np.bool_),
             )
         )
         scores.append(Score(**json.loads(row["score"])))

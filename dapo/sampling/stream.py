@@ -19,18 +19,19 @@ An evaluation runs beside it, in slots that the pump leaves free (`on_filled`); 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from dapo.config.sampling import SamplingConfig
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.pools import RewardPool, RolloutPool
 from dapo.sampling.buffer import OversamplingBuffer
+from dapo.sampling.lender import Lender
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.traffic import Traffic
-from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score
+from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score, unscorable
 
 CLOSE_GRACE_S = 5.0
 
@@ -62,7 +63,8 @@ async def scored_group(
     verdicts: dict[int, asyncio.Future[Score]] = {}
 
     async def score_of(sample: int, response: Response) -> Score:
-        score = await rewards.score(draw.prompt, sample, response)
+        failed = response.failed
+        score = unscorable("rollout") if failed else await rewards.score(draw.prompt, sample, response)
         noted(score)
         return score
 
@@ -75,7 +77,7 @@ async def scored_group(
                         verdicts[sample] = asyncio.ensure_future(score_of(sample, response))
         in_order = tuple(ended[sample] for sample in sorted(ended))
         if len(verdicts) < len(ended) or not wanted():
-            return Cut(lengths=tuple(len(response.token_ids) for response in in_order))
+            return Cut(lengths=tuple(response.num_sampled for response in in_order))
         with clock("reward"):
             scores = await asyncio.gather(*[verdicts[sample] for sample in sorted(verdicts)])
         return Group(draw=draw, responses=in_order, scores=tuple(scores))
@@ -106,8 +108,13 @@ class GroupStream:
         *,
         seed: int,
         clock: PhaseClock,
+        lender: Lender | None = None,
+        caps: Mapping[str, int] | None = None,
     ) -> None:
+        """Starts nothing yet. lender: of engines that may help while a batch is far from full. caps: longest responses
+        of the entries of `data.sources` that have their own, in tokens."""
         self.buffer = buffer
+        self._lender = lender
         self.traffic = Traffic()
         self._order = order
         self._rollouts = rollouts
@@ -115,6 +122,7 @@ class GroupStream:
         self._sampling = sampling
         self._seed = seed
         self._clock = clock
+        self._caps = caps or {}
         self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, which names one start of a draw
         self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
@@ -155,6 +163,8 @@ class GroupStream:
             self._pump.cancel()
             await asyncio.wait([self._pump])
             self._pump = None
+        if self._lender is not None:
+            await self._lender.close()
         if self._running:
             with suppress(Exception):
                 await asyncio.wait_for(self._rollouts.abort(list(self._running)), CLOSE_GRACE_S)
@@ -172,6 +182,8 @@ class GroupStream:
             if self.buffer.collecting and self.buffer.full:
                 self._full.set()
             await asyncio.sleep(0)  # what was just started takes its room only now
+            if self._lender is not None and self.buffer.collecting and not self.buffer.full:
+                self._lender.consider(self.buffer.missing * self._sampling.n, self._wake.set)
             self.on_filled()
             await self._wake.wait()
             self._wake.clear()
@@ -188,7 +200,9 @@ class GroupStream:
         version = self.buffer.version
         key, draw = f"v{version}-d{index}", self._order.draw(index)
         seeds = [response_seed(self._seed, index, version, sample) for sample in range(self._sampling.n)]
-        responses = self._rollouts.generate(key, draw.prompt.token_ids, self._sampling, seeds)
+        prompt = draw.prompt
+        sampling = replace(self._sampling, max_tokens=self._caps.get(prompt.entry, self._sampling.max_tokens))
+        responses = self._rollouts.generate(key, prompt.token_ids, sampling, seeds, problem=prompt)
         watched = self._watched(index, key, responses)
 
         def noted(score: Score) -> None:
@@ -211,8 +225,8 @@ class GroupStream:
         try:
             async with aclosing(responses):
                 async for sample, response in responses:
-                    tokens += len(response.token_ids)
-                    self.traffic.end(key, len(response.token_ids))
+                    tokens += response.num_sampled
+                    self.traffic.end(key, response.num_sampled)
                     self._wake.set()
                     yield sample, response
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.report.table import head, row
-from dapo.simulate import bound, layouts
+from dapo.simulate import bound, curricula, layouts
 from dapo.simulate.books import Scenario, Simulation, later
 from dapo.simulate.fleet import Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
@@ -106,6 +106,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
     parser.add_argument("--gpus-per-engine", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[2000], help="distinct ones, of the curricula's table"
+    )
+    parser.add_argument(
+        "--pass-rates", type=float, nargs=2, default=[0.5, 0.5], help="alpha and beta of their distribution, there"
+    )
+    parser.add_argument("--gain", type=float, default=0.03, help="of the logit of each pass rate per step, there")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -137,7 +144,31 @@ def compare_strategies(given: argparse.Namespace) -> None:
             print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
 
 
-TABLES = {"strategies": compare_strategies, "bound": compare_bound, "layouts": compare_layouts}
+def compare_curricula(given: argparse.Namespace) -> None:
+    """Prints what each curriculum generates for the same number of mixed groups."""
+    alpha, beta = given.pass_rates
+    workload = Workload(
+        n=given.n,
+        median=given.median,
+        sigma=given.sigma,
+        cap=given.cap,
+        wrong_longer=given.wrong_longer,
+        seed=given.seed,
+    )
+    scenario = Scenario(workload=workload, batch=given.batch, steps=given.steps)
+    print(head(curricula.COLUMNS))
+    for count in given.prompts:
+        population = curricula.Population(count=count, alpha=alpha, beta=beta, gain=given.gain)
+        for cells in curricula.rows(scenario, population):
+            print(row(cells), flush=True)
+
+
+TABLES = {
+    "strategies": compare_strategies,
+    "bound": compare_bound,
+    "layouts": compare_layouts,
+    "curricula": compare_curricula,
+}
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
-from dapo.sampling.demand import Supply
 from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 
@@ -35,8 +34,7 @@ class Lender:
         run, buffer = self._run, self._buffer
         if self._lending is None or self._lent or not buffer.collecting or not run.fleet.ended:
             return
-        supply = Supply(usable=buffer.draws.usable, in_flight=buffer.in_flight)
-        missing = buffer.rate.missing(run.scenario.batch, supply) * run.scenario.workload.n
+        missing = buffer.missing * run.scenario.workload.n
         response = run.fleet.ended_tokens / run.fleet.ended
         if self._lending.gain_s(missing + run.fleet.queued, response) > 0:
             self._lent = True

@@ -1,10 +1,13 @@
-"""Records what a run reads, and sees when that is not what it read before.
+"""Records what a run reads, and sees when that is not what it read before; reads its recorded configuration.
 
 In: a line of text per input (`dapo.data.origins`). Out: `inputs.json` in the output directory, and what changed.
 """
 
 import json
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from dapo.report.redact import redacted
 from dapo.state.durable import write_text
@@ -27,3 +30,13 @@ def record_inputs(folder: Path, before: Path | None, found: dict[str, str]) -> l
     write_text(folder / INPUTS, json.dumps(redacted(found), indent=1) + "\n")
     here = read_inputs(folder)
     return [f"`{key}` was {there[key]}, and is {now}" for key, now in here.items() if there.get(key, now) != now]
+
+
+def read_config(file: Path, where: str) -> dict[str, Any]:
+    """Returns the recorded configuration. where: the directory, for the ValueError that a damaged file raises."""
+    try:
+        recorded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except Exception as error:  # whatever a YAML parser raises over a damaged file
+        reason = f"{where} holds a run whose {file.name} cannot be read ({error})"
+        raise ValueError(f"{reason}; restore it or give a new directory") from error
+    return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}

@@ -24,7 +24,7 @@ from dapo.report.redact import redacted
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
-from dapo.state.inputs import INPUTS, record_inputs
+from dapo.state.inputs import INPUTS, read_config, read_inputs, record_inputs
 from dapo.state.journal import holds_groups
 from dapo.state.lease import Lease, LeaseHeld
 from dapo.state.manifest import BrokenCheckpoint
@@ -91,15 +91,24 @@ class RunDirectory:
         others."""
         recorded = self._before / FINGERPRINT if self._before else None
         if recorded and recorded.exists() and (before := recorded.read_text(encoding="utf-8").strip()) != fingerprint:
-            if not is_accepted("data.train_files", self._accept):
-                raise ValueError(
-                    f"`data.train_files` gives other prompts (fingerprint {fingerprint}) than the run in {self.path} "
-                    f"was trained on ({before}); restore the files or the tokenizer, give another "
-                    "`trainer.output_dir`, or accept it with checkpoint.accept_changes=[data.train_files]"
-                )
-            if "data.train_files" not in self.accepted:
-                self.accepted.append("data.train_files")
+            what = f"gives other prompts (fingerprint {fingerprint}) than the run in {self.path} was trained on"
+            self._allow("data.train_files", f"{what} ({before})", "restore the files or the tokenizer")
         write_text(self.path / FINGERPRINT, fingerprint + "\n")
+
+    def check_own(self, found: dict[str, str]) -> None:
+        """Raises ValueError when the run had other functions of a person's own (`dapo.own.loading.digests`)."""
+        before = read_inputs(self._before) if self._before else {}
+        for key in (key for key, now in found.items() if before.get(key, now) != now):
+            what = f"is another function ({found[key]}) than that of the run in {self.path} ({before[key]})"
+            self._allow(key, what, "restore the file")
+
+    def _allow(self, key: str, what: str, remedy: str) -> None:
+        """Raises ValueError unless `checkpoint.accept_changes` covers the key."""
+        if not is_accepted(key, self._accept):
+            accept = f"accept it with checkpoint.accept_changes=[{key}]"
+            raise ValueError(f"`{key}` {what}; {remedy}, give another `trainer.output_dir`, or {accept}")
+        if key not in self.accepted:
+            self.accepted.append(key)
 
     def record_inputs(self, found: dict[str, str]) -> list[str]:
         """Does what `dapo.state.inputs.record_inputs` says, against what the run read before."""
@@ -119,12 +128,12 @@ class RunDirectory:
             self._start_from(Path(resume).expanduser().absolute(), resume, held)
         if (newest := self.store.latest()) is not None or held:
             self._before = _about(newest, self.path)
-            self._compare(_recorded(self._before, self._where))
+            self._compare(read_config(self._before / CONFIG, self._where))
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> None:
         """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already."""
         key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
-        if held and value_of(_recorded(self.path, self._where), "checkpoint.resume") == resume:
+        if held and value_of(read_config(self.path / CONFIG, self._where), "checkpoint.resume") == resume:
             if self.store.steps():
                 self.notices.append(f"{key}: the run has gone on from there; it continues with its newest checkpoint")
                 return
@@ -252,15 +261,6 @@ def _about(checkpoint: Path | None, path: Path) -> Path:
         return path
     inside = checkpoint / ABOUT
     return inside if (inside / CONFIG).is_file() else checkpoint.parent.parent
-
-
-def _recorded(folder: Path, where: str) -> dict[str, Any]:
-    try:
-        recorded = OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)
-    except Exception as error:  # whatever a YAML parser raises over a damaged file
-        reason = f"{where} holds a run whose {CONFIG} cannot be read ({error})"
-        raise ValueError(f"{reason}; restore it or give a new directory") from error
-    return {str(key): value for key, value in recorded.items()} if isinstance(recorded, dict) else {}
 
 
 def _taken(path: Path, where: str, lock: TextIO, locked: bool) -> Lease:

@@ -113,6 +113,15 @@ class Reader:
         )
         return found[0] if found else None
 
+    def prompts(self, limit: int, *, least: bool = False) -> Rows:
+        """Returns at most `limit` drawn prompts, those with the most visits first, or the least; each with its columns
+        of `prompt_history` and `share`, its part of all visits."""
+        return self._all(
+            "SELECT *, visits * 1.0 / (SELECT count(*) FROM groups) AS share FROM prompt_history "
+            f"ORDER BY visits {'ASC' if least else 'DESC'}, prompt LIMIT ?",
+            limit,
+        )
+
     def group(self, draw: int) -> Rows:
         """Returns all answers of a group, as in the view `answers`."""
         return self._all("SELECT * FROM answers WHERE draw = ? ORDER BY sample", draw)

@@ -56,7 +56,7 @@ def _answer(response: Response, score: Score, max_bytes: int) -> tuple[object, .
     text = clean(response.text)
     data = text.encode()
     return (
-        len(response.token_ids),
+        response.num_sampled,
         response.finish_reason,
         spans[-1][0] if spans else None,
         json.dumps(spans),

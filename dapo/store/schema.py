@@ -51,7 +51,7 @@ class View:
 
 
 ANSWER: Columns = (
-    ("tokens", "INTEGER NOT NULL", "length of the response"),
+    ("tokens", "INTEGER NOT NULL", "length of the response, in tokens that the policy sampled"),
     ("finish_reason", "TEXT NOT NULL", "the engine's: `stop`, or `length` where the response ran into the cap"),
     ("version", "INTEGER", "policy version of the last token; NULL without tokens"),
     ("policy_versions", "TEXT NOT NULL", "JSON: [version, first token, token after the last] of each span"),

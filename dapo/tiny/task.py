@@ -8,10 +8,12 @@ import hashlib
 import itertools
 import random
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 Addends = tuple[int, ...]
 Split = Literal["base", "rl", "heldout"]
+Draw = Callable[[random.Random, Split], Addends]
 
 DATA_SOURCE = "tiny_addition"
 
@@ -51,12 +53,12 @@ def draw_problem(rng: random.Random, split: Split) -> Addends:
             return addends
 
 
-def distinct_problems(split: Split, count: int, seed: int) -> list[Addends]:
+def distinct_problems(split: Split, count: int, seed: int, draw: Draw = draw_problem) -> list[Addends]:
     """Returns `count` problems of a split, no two with the same text; the same seed gives the same list."""
     rng = random.Random(seed)
     problems: dict[Addends, None] = {}
     while len(problems) < count:
-        problems[draw_problem(rng, split)] = None
+        problems[draw(rng, split)] = None
     return list(problems)
 
 
@@ -90,15 +92,17 @@ def addends_of(text: str) -> Addends:
     return tuple(int(part) for part in text.removesuffix("=").split("+"))
 
 
-def rows(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+def rows(
+    split: Split, count: int, seed: int, *, source: str = DATA_SOURCE, draw: Draw = draw_problem
+) -> list[dict[str, Any]]:
     """Returns `count` distinct problems of a split as records of the DAPO-Math schema."""
     return [
         {
-            "data_source": DATA_SOURCE,
+            "data_source": source,
             "prompt": [{"role": "user", "content": problem_text(addends)}],
             "ability": "MATH",
             "reward_model": {"ground_truth": str(sum(addends)), "style": "rule"},
             "extra_info": {"index": index, "split": split, "num_addends": len(addends)},
         }
-        for index, addends in zip(itertools.count(), distinct_problems(split, count, seed), strict=False)
+        for index, addends in zip(itertools.count(), distinct_problems(split, count, seed, draw), strict=False)
     ]

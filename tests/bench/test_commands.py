@@ -1,16 +1,40 @@
 """Every command of the benchmarks at its smallest size, as a person would type it."""
 
+import asyncio
 import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from dapo import bench
+from dapo.bench import setting
 from dapo.bench.__main__ import main, parse
+from dapo.bench.overlap import LEND, OVERLAP
+from dapo.config.schema import Config
+from dapo.derived import lends
+from dapo.fleet import build_pools
+from dapo.pools import Pools
+from tests.support.runs import Runs
 
-COMMANDS = ("step", "overlap", "save", "driver", "store", "rewards", "update", "logprobs", "device", "decode", "sync")
+COMMANDS = (
+    "step",
+    "overlap",
+    "lend",
+    "save",
+    "driver",
+    "store",
+    "rewards",
+    "code",
+    "update",
+    "logprobs",
+    "device",
+    "decode",
+    "sync",
+)
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
@@ -76,6 +100,12 @@ def test_a_wrong_override_is_one_message() -> None:
         main(["step", "short", "1", "rollout.m=4"])
 
 
+@pytest.mark.parametrize(("settings", "seqs"), [(OVERLAP, 32), (LEND, 8)], ids=["overlap", "lend"])
+def test_the_settings_of_a_comparison_are_accepted(tmp_path: Path, settings: tuple[str, ...], seqs: int) -> None:
+    cfg = setting.run_config("short", tmp_path, [*settings, *FEW])
+    assert cfg.rollout.vllm == {"max_num_seqs": seqs} and lends(cfg) == (settings is LEND)
+
+
 def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
     main(["driver", "8", "20"])
     head = capsys.readouterr().out
@@ -94,8 +124,21 @@ def test_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(float(row["files MiB"]) > 0 and float(row["on disk after s"]) >= 0 for row in rows)
 
 
+@pytest.fixture
+def shared_engines(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a benchmark in this process use the engines of the runs in it, which live in one event loop."""
+
+    @asynccontextmanager
+    async def on_shared(cfg: Config) -> AsyncIterator[Pools]:
+        async with build_pools(cfg, await runs.engines(cfg)) as pools:
+            yield pools
+
+    monkeypatch.setattr(setting, "build_pools", on_shared)
+    monkeypatch.setattr(asyncio, "run", runs.run)
+
+
 @pytest.mark.ray
-def test_step(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["step", "short", "1", *FEW])
     [[row]] = tables(capsys.readouterr().out)
     seconds = {name: float(row[f"{name} s"]) for name in ("step", "engine alone", "bare update", "update")}
@@ -106,7 +149,7 @@ def test_step(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
-def test_overlap(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["overlap", "short", "1", "1", "actor.num_workers=1", *FEW])
     text = capsys.readouterr().out
     [[row]] = tables(text)
@@ -120,7 +163,19 @@ def test_overlap(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
-def test_save(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["lend", "short", "1", "1", "actor.num_workers=1", *FEW])
+    text = capsys.readouterr().out
+    [[row]] = tables(text)
+    assert float(row["groups/s, not lending"]) > 0 and float(row["groups/s, lending"]) > 0
+    without, lent = [line for line in text.splitlines() if "lending: " in line]
+    assert without.startswith("not lending: ") and "perf/lending/" not in without
+    assert float(lent.split("perf/lending/sleep_s ")[1].split()[0]) > 0, "it was tried"
+
+
+@pytest.mark.ray
+def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     from dapo.bench.save import KINDS
 
     main(["save", "1", "actor.num_workers=1", *FEW])

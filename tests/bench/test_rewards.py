@@ -5,7 +5,7 @@ import pytest
 from dapo.bench.__main__ import main
 from dapo.bench.rewards import CHARS, ordinary_answers
 from dapo.config.reward import RewardFunctionConfig
-from dapo.rewards.functions import RewardFunctions
+from dapo.rewards.calling.functions import RewardFunctions
 
 
 @pytest.mark.parametrize("function", ["math", "math_verify", "gsm8k"])

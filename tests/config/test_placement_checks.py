@@ -9,6 +9,7 @@ SHARED = {"colocate": "memory", "engines": 2, "ranks": 2, "vllm": {"gpu_memory_u
 
 
 OWNED = {"colocate": "time", "engines": 2, "ranks": 8, "vllm": {"tensor_parallel_size": 4}}
+LENT = {"colocate": "lend", "engines": 5, "ranks": 8, "vllm": {"tensor_parallel_size": 4}}
 
 
 def problems(
@@ -42,8 +43,9 @@ def test_shared_gpus(transport):
 
 @pytest.mark.parametrize("offload", ["none", "host", "phase"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_gpus_taken_in_turn(offload, staleness):
-    assert problems(**OWNED, offload=offload, staleness=staleness) == []
+@pytest.mark.parametrize("settings", [OWNED, LENT])
+def test_gpus_taken_in_turn(settings, offload, staleness):
+    assert problems(**settings, offload=offload, staleness=staleness) == []
 
 
 def test_without_gpus_one_engine_may_take_turns_with_any_number_of_ranks():
@@ -73,6 +75,15 @@ def test_without_gpus_roles_may_be_colocated_by_any_transport():
             OWNED | {"engines": 3},
             ("`rollout.num_engines` (3)", "size` (4) must be `actor.num_workers` (8)", "`rollout.num_engines=2`"),
             id="owned",
+        ),
+        pytest.param(
+            LENT | {"ranks": 6},
+            ("`actor.num_workers` (6)", "multiple of `rollout.vllm.tensor_parallel_size` (4)", "lend their GPUs"),
+            id="lent",
+        ),
+        pytest.param(LENT | {"ranks": 2}, ("`actor.num_workers` (2)", "(4)"), id="no whole engine"),
+        pytest.param(
+            LENT | {"transport": "ipc"}, ("`weight_sync.transport` (ipc)", "auto or broadcast"), id="two ways"
         ),
         pytest.param(
             SHARED | {"offload": "phase"},

@@ -10,7 +10,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out, sets_of
+from dapo.data.held_out import load_held_out
+from dapo.data.sources import held_out_files
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from tests.data.test_published_layout import CountingTokenizer, published
@@ -108,6 +109,10 @@ def test_sets_have_the_names_and_files_of_the_configuration(tmp_path):
     assert load(None, 1) == load([], 1) == load({}, 1) == []
 
 
+def sets_of(overrides: list[str]) -> dict[str, list[str]]:
+    return {one.name: one.files for one in held_out_files(compose(overrides, "dapo_tiny").data)}
+
+
 @pytest.mark.parametrize(
     ("override", "sets"),
     [
@@ -117,9 +122,9 @@ def test_sets_have_the_names_and_files_of_the_configuration(tmp_path):
     ],
 )
 def test_a_list_or_a_mapping_takes_the_place_of_what_an_experiment_has(override, sets):
-    assert sets_of(compose([override], "dapo_tiny").data.val_files) == sets
+    assert sets_of([override]) == sets
     other = ["data.val_files={x: y}", override, "data.val_files=[z]", override]
-    assert sets_of(compose(other, "dapo_tiny").data.val_files) == sets, "neither merges into the other"
+    assert sets_of(other) == sets, "neither merges into the other"
 
 
 @pytest.mark.parametrize("value", ["a", "{a: []}", "{a: {b: c}}", "[[a]]", "{a: 3}", "{a b: c}", "3"])

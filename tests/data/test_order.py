@@ -1,8 +1,13 @@
 """The order of the draws: each prompt once per epoch, a function of the index alone."""
 
-import numpy as np
+from pathlib import Path
 
-from dapo.data.prompts import PromptOrder
+import numpy as np
+import pytest
+
+from dapo.data.curriculum import Retire
+from dapo.data.history import PromptHistory
+from dapo.data.order import PromptOrder
 from dapo.types import Prompt
 
 
@@ -34,3 +39,28 @@ def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> 
 def test_order_without_shuffle_is_the_order_of_the_file() -> None:
     order = PromptOrder(prompts_of(3), seed=0, shuffle=False)
     assert [order.draw(index).prompt.id for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_what_is_no_order_or_history_is_named(tmp_path: Path) -> None:
+    rule = Retire(after=1, steps=5, most=0.5)
+    order = PromptOrder(prompts_of(5), seed=0, shuffle=True, curriculum=rule)
+    order.saved().write(tmp_path)
+    PromptOrder(prompts_of(5), seed=0, shuffle=True, curriculum=rule).restore(tmp_path, version=3)
+    for text in ("{", '{"first": -1, "cursors": [0], "visits": {}}', '{"first": 0, "cursors": [0, 0], "visits": {}}'):
+        (tmp_path / "order.json").write_text(text)
+        with pytest.raises(ValueError, match=r"order.json is no order of draws .*remove this checkpoint's directory"):
+            order.restore(tmp_path, version=3)
+    (tmp_path / "history.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"history.parquet is no history of 5 prompts .*remove this checkpoint's dir"):
+        order.restore(tmp_path, version=3)
+
+
+@pytest.mark.parametrize("most", [0.0, 0.5, 0.99])
+def test_not_all_prompts_retire_at_once(most: float) -> None:
+    history = PromptHistory.empty(20)
+    history.visits[:], history.solved[:], history.last_version[:] = 3, 3, np.arange(20)
+    chances = Retire(after=3, steps=100, most=most).chances(history, np.arange(20), version=21)
+    away = np.flatnonzero(chances == 0)
+    assert len(away) == int(most * 20) and list(away) == list(range(20 - len(away), 20)), "the newest are away"
+    later = Retire(after=3, steps=100, most=most).chances(history, np.arange(20), version=119)
+    assert set(np.flatnonzero(later == 0)) == set(away[away >= 19])

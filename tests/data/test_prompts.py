@@ -160,8 +160,8 @@ def test_a_bad_row_is_named(bad: Any, message: str, tmp_path: Path, tokenizer: P
 
 
 def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    name = write_parquet(tmp_path / "a.parquet", [{"question": "1+1", "answer": "2", "data_source": "x"}])
-    with pytest.raises(ValueError, match=r"`prompt`, `reward_model` is missing \(found: question, answer, data_source"):
+    name = write_parquet(tmp_path / "a.parquet", [{"query": "1+1", "answer": "2", "data_source": "x"}])
+    with pytest.raises(ValueError, match=r"`prompt`, `reward_model` is missing \(found: query, answer, data_source"):
         load(name, tokenizer)
 
 

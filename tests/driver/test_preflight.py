@@ -47,6 +47,23 @@ from dapo.driver.preflight import preflight
             id="overlong twice",
         ),
         pytest.param(
+            ["reward.functions=[{path: judge}]", "reward.judge.pattern='Score: [0-9'"],
+            ["reward.judge.url", "http://HOST", "reward.judge.model", "reward.judge.pattern", "no regular expression"],
+            id="a judge without an address",
+        ),
+        pytest.param(
+            [
+                "reward.functions=[{path: judge, kwargs: {url: 'http://127.0.0.1:1/v1', model: m, prompt: '?'}}]",
+                *(
+                    "reward.judge.pattern='[0-9]'",
+                    "reward.judge.lowest=1",
+                    "reward.judge.key_variable=NO_SUCH_VARIABLE",
+                ),
+            ],
+            ["{response}", "a group", "reward.judge.lowest", "NO_SUCH_VARIABLE, which is not set"],
+            id="a judge that cannot be read",
+        ),
+        pytest.param(
             ["reward.functions=[{path: /no/such.py, name: f}]"],
             ["reward.functions[0].path", "/no/such.py"],
             id="no file",

@@ -47,7 +47,7 @@ def val_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("fault", "restarts"),
     [
         pytest.param("actor.update:kill@2", 1, id="rank killed before a forward pass", marks=pytest.mark.long),
-        pytest.param("actor.step:kill@6", 1, id="rank killed between optimizer steps"),
+        pytest.param("actor.step:kill@6", 1, id="rank killed between optimizer steps", marks=pytest.mark.long),
         pytest.param("actor.step:stop@6", 1, id="rank stopped between optimizer steps", marks=pytest.mark.long),
         pytest.param("actor.gather:kill@3", 1, id="rank killed in the weight sync", marks=pytest.mark.long),
         pytest.param("actor.save:kill@2", 1, id="rank killed in a save", marks=pytest.mark.long),
@@ -68,6 +68,10 @@ def test_a_lost_rank_costs_time_and_nothing_else(
     assert outcome(found) == undisturbed
     assert last_line(found)["perf/restarted_actors"] == restarts
     assert_all_draws_are_accounted_for(found)
+    assert_told(capfd)
+
+
+def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert f"the actors are lost and start again (1 of {5} within an hour)" in err and "the actors are back" in out
 
@@ -87,13 +91,22 @@ def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:
     return kill
 
 
-def test_an_engine_lost_in_a_run_costs_time_and_nothing_else(
-    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
+def test_an_engine_and_a_rank_lost_in_a_run_cost_time_and_nothing_else(
+    runs: Runs,
+    undisturbed: tuple[str, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """The rank in the update of the second step, the engine at any time after the first."""
+    break_once(fault := "actor.step:kill@6", tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN, beside=kills_an_engine(tmp_path / "run"))
+    assert (tmp_path / "once" / fault).exists(), "the point was not reached"
     assert outcome(found) == undisturbed
-    assert last_line(found)["perf/restarted_engines"] >= 1
+    last = last_line(found)
+    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= 1
     assert_all_draws_are_accounted_for(found)
+    assert_told(capfd)
 
 
 def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(

@@ -22,9 +22,9 @@ TURNS = ("trainer.colocate=time", "trainer.device=cpu")
 Undisturbed = tuple[str, list[dict[str, Any]]]
 
 
-def kill_engine(pool: Any) -> None:
+def kill_engine(pool: Any, number: int = 0) -> None:
     """Ends the engine's process."""
-    actor = ray.get(pool.workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
+    actor = ray.get(pool.workers[number].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
     [core] = [each for each in psutil.Process(actor).children(recursive=True) if "EngineCore" in each.name()]
     core.send_signal(signal.SIGKILL)
 
@@ -73,6 +73,7 @@ def test_an_engine_lost_around_its_sleep_costs_time_and_nothing_else(
     assert_all_draws_are_accounted_for(found)
 
 
+@pytest.mark.long
 def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

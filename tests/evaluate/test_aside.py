@@ -36,8 +36,8 @@ def test_what_is_trained_is_the_same_with_and_without_evaluations(tmp_path):
 
 def test_an_evaluation_runs_while_a_batch_is_collected_and_trained_and_is_over_before_the_sync(tmp_path):
     class Longer(Slots):
-        async def generate(self, key, prompt, sampling, seeds, *, background=False):
-            responses = super().generate(key, prompt, sampling, seeds, background=background)
+        async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
+            responses = super().generate(key, prompt, sampling, seeds, background=background, problem=problem)
             async for each in responses:
                 await turns(50 * key.startswith("eval-"))
                 yield each
@@ -99,7 +99,7 @@ def test_it_takes_what_is_spare_until_somebody_waits_for_it():
         def spare(self) -> int:
             return self.free - self.running
 
-        async def generate(self, key, prompt, sampling, seeds, *, background=False):
+        async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
             self.running += sampling.n
             self.most = max(self.most, self.running)
             async for each in super().generate(key, prompt, sampling, seeds):

@@ -19,12 +19,12 @@ class Stuck(Slots):
     version_stuck = 2
     reached: asyncio.Event
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False):
+    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
         if key.startswith(f"eval-v{self.version_stuck}-"):
             self.reached.set()
             while key not in self._stop:
                 await asyncio.sleep(0.001)
-        async for each in super().generate(key, prompt, sampling, seeds, background=background):
+        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
             yield each
 
 
@@ -92,10 +92,10 @@ def test_a_failed_evaluation_ends_the_run_and_saves_what_was_trained(tmp_path):
 class Late(Slots):
     """Answers to evaluations take long."""
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False):
+    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
         if key.startswith("eval-"):
             await asyncio.sleep(0.05)
-        async for each in super().generate(key, prompt, sampling, seeds, background=background):
+        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
             yield each
 
 

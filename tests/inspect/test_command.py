@@ -77,6 +77,20 @@ def lines_with(text: str, *words: str) -> list[str]:
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
+def test_how_often_each_prompt_was_drawn(run, capsys):
+    most = shown(capsys, run, "prompts", "--limit", "2").splitlines()
+    assert [line.split()[:3] for line in most if line.split() and line.split()[0] in "456"] == [
+        ["4", "2", "0.5"],
+        ["5", "1", "0.25"],
+    ]
+    least = shown(capsys, run, "prompts", "--least")
+    assert [line.split()[0] for line in least.splitlines() if line.split() and line.split()[0] in "456"] == [
+        "5",
+        "6",
+        "4",
+    ]
+
+
 def test_why_was_a_prompt_dropped_at_a_step(run, capsys):
     out = shown(capsys, run, "prompt", "5")
     [line] = lines_with(out, "dropped, all wrong: 0 right of 2")

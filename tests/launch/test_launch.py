@@ -260,7 +260,7 @@ def test_a_command_gives_its_experiment_the_nodes_that_it_asks_for(name: str, co
 
 
 # Where a run is, what it waits for and what it reads, not how it learns.
-PLACES = {"trainer.output_dir", "checkpoint.resume", "model.path", "data.train_files", "data.val_files"}
+PLACES = {"trainer.output_dir", "checkpoint.resume", "model.path", "data.train_files", "data.sources", "data.val_files"}
 PLACES |= {"trainer.device", "trainer.nodes_timeout_s"}
 
 

@@ -218,6 +218,18 @@ def test_colocated_roles_share_a_gpu():
     assert problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.4}), shape) == []
 
 
+def test_a_judge_of_the_run_is_counted():
+    judge = [
+        "reward.functions=[{path: judge}]",
+        "reward.judge.engine.path=a/judge",
+        "reward.judge.engine.num_engines=2",
+    ]
+    cfg, shape = planned(*judge, "+reward.judge.engine.vllm.tensor_parallel_size=4", experiment="dapo_qwen7b")
+    assert ", 2 judges on 8 GPUs; memory" in report(cfg, shape)
+    cfg, shape = planned(*judge, "reward.judge.engine.device=cpu", experiment="dapo_qwen7b")
+    assert ", 2 judges on 0 GPUs; memory" in report(cfg, shape)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -26,3 +26,20 @@ def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
     assert "`rollout.vllm.gpu_memory_utilization` (0.85)" in problem and "actor.offload=phase" in problem
     assert engine.utilization * cfg.plan.gpu_memory_bytes + resting <= cfg.plan.gpu_memory_bytes
     assert Step(*planned(experiment="dapo_qwen7b")).switch_s == 0.0
+
+
+def test_engines_that_are_lent_gpus_shorten_generation_by_the_rule_of_a_run():
+    lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.8")
+    (cfg, shape), (alone, _) = planned(*lend, experiment="dapo_qwen7b"), planned(experiment="dapo_qwen7b")
+    step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
+    assert problems(cfg, shape) == []
+    gain_s, lent_s = step.lending(engine)
+    assert 0 < gain_s < lent_s, "as many engines again save less than they work"
+    cheap = Step(changed(cfg, {"plan.switch_s": 0.0}), shape).lending(engine)
+    assert cheap[0] == pytest.approx(gain_s + cfg.plan.switch_s * 3 / 4), "waking is shared, sleeping is not"
+    assert Step(changed(cfg, {"plan.switch_s": 1e5}), shape).lending(engine) == (0.0, 0.0)
+    assert Step(alone, shape).lending(engine) == (0.0, 0.0)
+    told = report(cfg, shape)
+    assert "more on the ranks' when that pays" in told and "engines on the ranks' GPUs serve for" in told
+    assert "slots of the weight sync (broadcast, ipc)" in told and "would not pay" not in told
+    assert "would not pay" in report(changed(cfg, {"plan.switch_s": 1e5}), shape)

@@ -11,6 +11,7 @@ import pytest
 from dapo.batch import build_batch
 from dapo.config.schema import Config
 from dapo.report.metrics import sample_text, step_metrics
+from dapo.report.names import undocumented
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import classify
 from dapo.types import Collected, Cut, Group, Response, Score, VersionSpan
@@ -140,6 +141,7 @@ def brute_force(
         "rollout/response_length_min": min(lengths),
         "rollout/response_length_max": max(lengths),
         "rollout/truncated": truncated / len(lengths),
+        "rollout/turns_mean": 1.0,
         **{f"reward/{name}": sum(values) / len(values) for name, values in parts.items()},
         **spread("batch/reward", [s.reward for s in trained_scores if s.reward == s.reward]),
         **spread("batch/advantage", advantages),
@@ -248,3 +250,42 @@ def test_a_sample_shows_what_was_asked_answered_and_read(prediction):
     assert len(text) < 2300
     read = " · **read as** 7" if prediction else ""
     assert text.endswith(f"**accuracy** 1 · **reward** 1 · **truth** 4{read}")
+
+
+def test_each_source_has_metrics_of_its_own_groups():
+    random = Random(5)
+    drawn = [some_group(index, random, penalized=False) for index in range(30)]
+    names = ["sums", "words"]
+    drawn = [
+        dataclasses.replace(
+            group,
+            draw=dataclasses.replace(
+                group.draw, prompt=dataclasses.replace(group.draw.prompt, entry=names[group.draw.index % 3 == 0])
+            ),
+        )
+        for group in drawn
+    ]
+    usable = tuple(group for group in drawn if classify(group) == "mixed")
+    fates = tuple("trained" if group in usable else classify(group) for group in drawn)
+    collected = Collected(
+        drawn=tuple(drawn),
+        groups=usable,
+        fates=fates,
+        outcomes=Counter(map(classify, drawn)),
+        returned=(),
+        why_returned="surplus",
+        unfinished=frozenset(),
+    )
+    batch = build_batch(usable, Config(), version=VERSION)
+    found = step_metrics(collected, batch, UPDATE, SECONDS, {})
+    for number, name in enumerate(names):
+        own = [group for group in drawn if (group.draw.index % 3 == 0) == number]
+        accuracies = [accuracy for group in own for accuracy in group.accuracies]
+        lengths = [length for group in own for length in group.lengths]
+        mixed = sum(group in usable for group in own)
+        assert found[f"source/{name}/drawn"] == len(own) and found[f"source/{name}/share"] == len(own) / 30
+        assert found[f"source/{name}/trained"] == mixed and found[f"source/{name}/mixed"] == mixed / len(own)
+        assert found[f"source/{name}/tokens"] == sum(lengths)
+        assert found[f"source/{name}/response_length_mean"] == pytest.approx(statistics.mean(lengths))
+        assert found[f"source/{name}/accuracy"] == pytest.approx(statistics.mean(accuracies))
+    assert undocumented(found) == []

@@ -63,6 +63,7 @@ def test_the_whole_run_counts_with_all_its_starts(run: Path) -> None:
         "restarted_actors": 0,
         "restarted_reward_workers": 3,
         "restarted_reward_children": 0,
+        "restarted_function_workers": 0,
         "failed_saves": 1,
         "killed_starts": 1,
     }

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from dapo.rewards import math_verify as verifier
-from dapo.rewards.latex_filter import MAX_CHARS, is_tame
 from dapo.rewards.math_verify import READS_LAST, canaries, compute_score
+from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,56 @@ def test_a_verifier_that_accepts_another_truth_fails(
     assert "row 0: '0' is right against '1' of row 1" in output and "and 2 more" in output
 
 
+def test_an_equation_that_its_right_side_meets_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, [row("x = 5"), row("$7 = 11a+c$"), row("y \\ge= 3"), row("$f(x) = 2x$"), row("12")])
+    assert main([path]) == 0
+    output = capsys.readouterr().out
+    assert "5 of 5 right against themselves" in output
+    assert "warning: row 1: the ground truth '$7 = 11a+c$' holds `=`, and '11a+c' alone is right too" in output
+    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 1", " row 2"]
+    assert main([path, "--function", "math_verify"]) == 0
+    assert "row 1" not in capsys.readouterr().out
+
+
 def test_one_truth_alone_has_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([written(tmp_path, [row("18"), row("18.0")])]) == 0
     assert "2 of 2 right against themselves, 0 of 0 wrong" in capsys.readouterr().out
+
+
+def problem(outputs: list[str], extra: Any = None, truth: Any = None) -> dict[str, Any]:
+    tests = {"inputs": ["1 2\n", "3 4\n"], "outputs": outputs}
+    return {**row(truth or json.dumps(tests)), "extra_info": extra or {"split": "train"}}
+
+
+SUM, PRODUCT = "print(sum(map(int, input().split())))", "import math\nprint(math.prod(map(int, input().split())))"
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+def test_reference_programs_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    rows = [
+        problem(["3", "7"], {"solution": f"So:\n```python\n{SUM}\n```"}),
+        problem(["2", "12"], {"solution": PRODUCT}),
+        problem(["-1", "-1"]),
+    ]
+    assert main([written(tmp_path, rows, name), "--function", "code"]) == 0
+    output = capsys.readouterr().out
+    assert "3 of 3 ground truths can be read; 2 of 2 reference solutions right on their own tests, 2 of 2" in output
+
+
+def test_programs_and_tests_that_are_wrong_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {**problem(["3", "7"]), "solutions": json.dumps([SUM, "not this one"])},
+        {**problem(["3", "7 "]), "answer": PRODUCT},  # the first solution passes these tests too
+        problem([], truth="42"),
+        problem([], truth=json.dumps({"inputs": ["1"], "outputs": []})),
+    ]
+    assert main([written(tmp_path, rows), "--function", "code"]) == 1
+    output = capsys.readouterr().out
+    assert "2 of 4 ground truths can be read; 1 of 2 reference solutions right" in output
+    assert "row 0: the reference solution is right on the tests of row 1 too" in output
+    assert "row 1: the reference solution is not right on its own tests: 0 of 2 tests, then another output" in output
+    assert "row 2: the ground truth is no problem for `code`" in output
+    assert "row 3: the ground truth has 1 inputs and 0 outputs" in output
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
@@ -99,3 +100,22 @@ def test_seeds_differ_by_draw_sample_version_and_repeat():
     assert len(set(seeds)) == len(seeds)
     assert response_seed(0, 1, 1, 0) == seeds[words.index((0, 1, 1, 0))]
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_source_has_the_cap_of_its_own():
+    seen: dict[int, int] = {}
+
+    class Noting(FakeRollouts):
+        async def generate(self, key, prompt, sampling, seeds, **how):
+            seen[int(key.partition("-d")[2])] = sampling.max_tokens
+            async for each in super().generate(key, prompt, sampling, seeds, **how):
+                yield each
+
+    prompts = [replace(prompt, entry="short" if prompt.id % 2 else "long") for prompt in PROMPTS]
+    order = PromptOrder(prompts, seed=0, shuffle=True, weights={"short": 1.0, "long": 2.0})
+    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12)
+    rewards, clock = FakeRewards(some_mixed), PhaseClock()
+    stream = GroupStream(order, buffer, Noting(), rewards, SETTINGS, seed=7, clock=clock, caps={"short": 9})
+    asyncio.run(step(stream, 0))
+    assert len(seen) > 6 and set(seen.values()) == {9, SETTINGS.max_tokens}
+    assert all((order.draw(index).prompt.entry == "short") == (cap == 9) for index, cap in seen.items())

@@ -14,11 +14,22 @@ GROUPS = {
         "tests/end_to_end/test_budget.py",
         "tests/replay/test_again.py",
         "tests/end_to_end/test_lora.py",
+        "tests/end_to_end/test_mixture.py",
+        "tests/bench/test_commands.py",
     ),
-    "faults": (
+    "the undisturbed run": (
         "tests/end_to_end/test_faults.py",
         "tests/end_to_end/test_turns.py",
         "tests/end_to_end/test_saves.py",
+        "tests/end_to_end/test_own_loss.py",
+        "tests/end_to_end/test_turns_of_functions.py",
+        "tests/end_to_end/test_lending.py",  # with other engines
+    ),
+    "two engines": (
+        "tests/workers/test_rollout.py",
+        "tests/workers/test_turns.py",
+        "tests/workers/engines/test_put_down.py",
+        "tests/workers/engines/test_lost_engines.py",  # ends them
     ),
     "ranks that fail": (
         "tests/workers/actor_faults/test_restarts.py",
@@ -36,11 +47,7 @@ GROUPS = {
     ),
 }
 LONGEST = (  # beside the groups
-    "tests/workers/engines/test_lost_engines.py",
     "tests/workers/engines/test_speculation.py",
-    "tests/workers/engines/test_put_down.py",
-    "tests/workers/test_rollout.py",
-    "tests/bench/test_commands.py",
     "tests/end_to_end/test_endings.py",
     "tests/ablation/test_ablation.py",
 )

@@ -84,7 +84,14 @@ class FakeRollouts:
         return self.capacity
 
     async def generate(
-        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], *, background: bool = False
+        self,
+        key: str,
+        prompt: Int32Array,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        background: bool = False,
+        problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
         self.seen.append(key)
         responses = None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from dapo.config.schema import Config
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from dapo.measure.clock import PhaseClock

@@ -35,10 +35,10 @@ class LocalActors:
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]:
         return self.sender.num_buckets, [self.sender.open(transport, "127.0.0.1", 60)]
 
-    async def join_weights(self, num_receivers: int) -> None:
+    async def join_weights(self, transport: str, num_receivers: int) -> None:
         await asyncio.to_thread(self.sender.join, num_receivers)
 
-    async def gather_bucket(self, index: int, what: str) -> Bucket:
+    async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket:
         self._before(index)
         bucket = await asyncio.to_thread(self.sender.gather, index)
         assert bucket is not None

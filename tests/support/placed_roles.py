@@ -12,6 +12,19 @@ from workers.placement import Placement
 ANSWER_S = 300.0
 
 
+def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
+    cfg = Config()
+    cfg.rollout.num_engines, cfg.actor.num_workers = engines, actors
+    cfg.rollout.vllm = {"tensor_parallel_size": tensor_parallel}
+    return cfg
+
+
+def colocated(gpus: int) -> Config:
+    cfg = make_config(gpus, 1, gpus)
+    cfg.trainer.colocate = "memory"
+    return cfg
+
+
 class Role:
     def gpus(self) -> list[str]:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -32,7 +45,7 @@ def gpus_of_roles(cfg: Config, num_gpus: int) -> dict[str, list[list[str]]]:
         roles = {"engines": placement.rollout(), "actors": placement.actors(), "scorer": placement.reward_model()}
         workers = {role: started(options) for role, options in roles.items()}
         gpus = {role: ray.get([each.gpus.remote() for each in all], timeout=ANSWER_S) for role, all in workers.items()}
-        ranks = [placement.ranks_of_engine(number) for number in range(cfg.rollout.num_engines)]
+        ranks = [placement.ranks_of_engine(number) for number in range(len(roles["engines"]))]
         return gpus | {"owned": [[gpu for rank in own for gpu in gpus["actors"][rank]] for own in ranks]}
     finally:
         ray.shutdown()

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -112,13 +112,10 @@ class Runs:
 
         beside: called with the engines again and again, until it returns True; the run must not end before.
         """
-        from dapo.fleet import build_rollouts, engine_needs
         from dapo.run import train
 
         async def whole() -> None:
-            if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte
-                await self._stop.aclose()
-                self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
+            await self.engines(cfg)
             with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
                 other = asyncio.create_task(_repeat(beside, self._engines))
                 try:
@@ -129,6 +126,19 @@ class Runs:
 
         self._loop.run(whole())
         return Path(cfg.trainer.output_dir)
+
+    async def engines(self, cfg: Config) -> Any:
+        """Those that a run of `cfg` needs; for what `run` runs."""
+        from dapo.fleet import build_rollouts, engine_needs
+
+        if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte
+            await self._stop.aclose()
+            self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
+        return self._engines
+
+    def run(self, what: Coroutine[Any, Any, Any]) -> Any:
+        """What `asyncio.run` does, in the event loop of the engines."""
+        return self._loop.run(what)
 
     def close(self) -> None:
         self._loop.run(self._stop.aclose())

@@ -95,7 +95,7 @@ def test_response_lengths_vary_around_thirty_characters() -> None:
     assert 14 <= min(lengths) <= 20 and 60 <= max(lengths) <= 75
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "val.parquet"])
+@pytest.mark.parametrize("name", ["train.parquet", "val.parquet", "long_train.parquet", "long_val.parquet"])
 def test_shipped_data_is_what_the_code_makes(name: str) -> None:
     assert read(name) == make_data.tables()[name]
 
@@ -113,7 +113,7 @@ def test_shipped_rows_have_the_schema_and_no_duplicates() -> None:
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("folder", ["data", "base"])
+@pytest.mark.parametrize("folder", ["data", "base", "tool"])
 def test_shipped_files_are_small(folder: str) -> None:
     files = [path for path in Path(SHIPPED / folder).iterdir() if path.is_file()]
     assert files

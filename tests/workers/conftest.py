@@ -1,8 +1,34 @@
-"""The file of a reward function, once per test module that asks for it."""
+"""Two engines for all test modules that ask for them, and the file of a reward function, once per test module."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.rewards.reward_programs import CANARIES, PROGRAM
+
+if TYPE_CHECKING:  # it loads Ray and torch
+    from tests.support.engines.two import TwoEngines
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[asyncio.Runner]:
+    """The event loop in which engines live."""
+    runner = asyncio.Runner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="session")
+def two_engines(
+    ray_cluster: None, loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["TwoEngines"]:
+    from tests.support.engines.two import TwoEngines
+
+    made = TwoEngines(loop, tmp_path_factory.mktemp("two") / "model")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.schema import Config
 from tests.support.training.plain_reference import (
+    CHECKPOINT_S,
     LENGTHS,
+    UPDATE_S,
     VOCABULARY,
     checksum,
     distance,
@@ -229,3 +232,26 @@ def test_a_sequence_beyond_the_bound_is_refused_by_the_driver(
     sequences = make_sequences(model_dirs["untied"], [(40, 25)])
     with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(64\) .* 65 tokens"):
         asyncio.run(pools("untied", 2).pool.update(train_batch(0, sequences)))
+
+
+def timeouts(worker: Any) -> set[float]:
+    """Runs on a rank: of all its process groups, in seconds."""
+    import torch.distributed as dist
+
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) >= 5, "all ranks, again for files, copies, shards, and those that share a sequence"
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_every_process_group_has_the_deadline_of_an_update_or_of_a_checkpoint(
+    model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those that FSDP, the optimizer or a checkpoint may have made too."""
+    model = model_dirs["untied"]
+    pool = start_pool(make_config(model, num_workers=4, fsdp_size=2, ulysses_sequence_parallel_size=2))
+    asyncio.run(pool.update(train_batch(0, make_sequences(model, LENGTHS))))
+    asyncio.run(pool.save(str(tmp_path / "state"), 1))
+    asyncio.run(pool.load(str(tmp_path / "state"), 1))
+    asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+    assert on_all(pool, timeouts) == [{UPDATE_S, CHECKPOINT_S}] * 4

@@ -1,34 +1,19 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
 import asyncio
-import multiprocessing
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 
 from dapo import fleet
 from dapo.config.schema import Config
-from tests.support.placed_roles import gpus_of_roles, places_of_roles
+from tests.support.placed_roles import colocated, make_config
 from workers import placement
 from workers.placement import Placement
 from workers.placing import joining
 from workers.placing.fit import Node
-
-
-def make_config(engines: int, tensor_parallel: int, actors: int) -> Config:
-    cfg = Config()
-    cfg.rollout.num_engines, cfg.actor.num_workers = engines, actors
-    cfg.rollout.vllm = {"tensor_parallel_size": tensor_parallel}
-    return cfg
-
-
-def colocated(gpus: int) -> Config:
-    cfg = make_config(gpus, 1, gpus)
-    cfg.trainer.colocate = "memory"
-    return cfg
 
 
 class FakeGroup:
@@ -233,6 +218,22 @@ def test_engines_own_the_gpus_of_neighbouring_ranks_also_on_other_nodes_later(gr
     assert Placement(cfg, "cpu").ranks_of_engine(0) == []
 
 
+def test_engines_that_are_lent_gpus_have_those_of_ranks_beside_engines_with_their_own(groups):
+    cfg = make_config(2, 2, 4)
+    cfg.trainer.colocate, cfg.rollout.node_labels = "lend", {"pool": "a"}
+    placed = Placement(cfg, "cuda")
+    assert sorted(group.bundles[0]["GPU"] for group in groups) == [2, 2, 2] and len(groups) == 3
+    [ranks] = [group for group in groups if len(group.bundles) == 2]
+    options = placed.rollout()
+    assert [each["num_gpus"] for each in options] == [2, 2, 0, 0] and placed.actors()[0]["num_gpus"] == 1
+    assert [each["scheduling_strategy"].placement_group is ranks for each in options] == [False, False, True, True]
+    assert bundles_of(options)[2:] == [0, 1]
+    assert [placed.ranks_of_engine(number) for number in range(4)] == [[], [], [0, 1], [2, 3]]
+    placed.release_engine(2)
+    assert len(groups) == 3, "the ranks keep theirs"
+    assert len(Placement(cfg, "cpu").rollout()) == 4
+
+
 def test_ranks_that_share_a_sequence_and_engines_that_are_smaller_share_a_bundle(groups):
     cfg = make_config(4, 2, 8)
     cfg.trainer.colocate, cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = "time", 4, 1
@@ -253,53 +254,6 @@ def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
             placed.actors()
     [line] = said
     assert "a node is gone, and the others have no 2 GPUs" in line and "900 s (`actor.start_timeout_s`)" in line
-
-
-@pytest.mark.ray
-def test_colocated_roles_see_the_same_gpu():
-    """Ray deals out GPUs that are not there as it does real ones."""
-    cfg = colocated(2)
-    cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # this one's Ray has no GPU
-        gpus = process.submit(gpus_of_roles, cfg, num_gpus=3).result(timeout=300)
-    assert gpus["engines"] == gpus["actors"]
-    assert sorted(gpus["actors"] + gpus["scorer"]) == [["0"], ["1"], ["2"]]
-
-
-@pytest.mark.ray
-def test_roles_that_take_turns_see_the_same_gpus():
-    """An engine of two GPUs owns those that Ray gave to two ranks."""
-    cfg = make_config(2, 2, 4)
-    cfg.trainer.colocate = "time"
-    cfg.reward.model.path, cfg.reward.model.num_gpus = "scorer", 1.0
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        gpus = process.submit(gpus_of_roles, cfg, num_gpus=5).result(timeout=300)
-    assert gpus["owned"] == [sum(gpus["actors"][:2], []), sum(gpus["actors"][2:], [])]
-    assert sorted(sum(gpus["owned"] + gpus["scorer"], [])) == list("01234") and gpus["engines"] == [[], []]
-
-
-@pytest.mark.ray
-def test_on_real_nodes_ranks_lie_by_sequence_groups_and_pools_by_labels():
-    """Four ranks one by one would fill a node of three, and the engine would take what is left there."""
-    cfg = make_config(1, 1, 4)
-    cfg.actor.ulysses_sequence_parallel_size = 2
-    cfg.actor.node_labels, cfg.rollout.node_labels = {"pool": "train"}, {"pool": "serve"}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        found = process.submit(places_of_roles, cfg).result(timeout=500)
-    assert found["told"] == [
-        "the Ray cluster, 2 nodes of 3 GPUs, is too small; waiting up to 300 s (`trainer.nodes_timeout_s`) for more",
-        "placement: 5 GPUs asked for, 8 of 8 free on 2 nodes of 3 GPUs, 1 node of 2 GPUs",
-        "  actor ranks: 2 x 2 GPUs, each on one node, of 2 nodes with pool=train (`actor.node_labels`): all fit",
-        "  engines: 1 x 1 GPUs, each on one node, of 1 node with pool=serve (`rollout.node_labels`): all fit",
-    ]
-    assert [node for node, _ in found["engines"]] == ["c"]
-    for ranks, nodes in ((found["ranks"], "ab"), (found["ranks later"], "ad")):
-        on = "".join(node for node, _ in ranks)
-        assert on in (2 * nodes[0] + 2 * nodes[1], 2 * nodes[1] + 2 * nodes[0])
-        assert len({(node, *gpus) for node, gpus in ranks}) == 4, "each has a GPU of its own"
-    assert (
-        "`actor.node_labels` (pool=tarin)" in found["refused"] and "pool=serve (1), pool=train (2)" in found["refused"]
-    )
 
 
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.config.model_shape import shape_of
-from dapo.config.plan import PlannedConfig
 from dapo.plan.engine import EngineMemory
 from dapo.report.names import undocumented
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
+from tests.support.engines.started import started
+from tests.support.engines.two import LONG, make_config
 from tests.support.local_actors import local_sync
 from workers.engines.load import EngineCounts, engine_metrics
 from workers.engines.slot import PULSE_S
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.ma
 
 PROMPT = np.array([20, 21, 22, 23, 24, 25], dtype=np.int32)
 VERSION_1 = 1
-LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
+PARTS = 5  # in which the weights change, one after the other
 
 
 def sampling(n: int = 4, max_tokens: int = 48) -> Sampling:
@@ -46,42 +47,27 @@ async def group_of(
     return [found[sample] for sample in range(n)]
 
 
-def make_config(path: str, engines: int) -> PlannedConfig:
-    cfg = PlannedConfig()
-    cfg.model.path, cfg.model.dtype = path, "float32"
-    cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
-    cfg.rollout.num_engines = engines
-    cfg.rollout.vllm = {"max_num_seqs": 64}
-    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, 60
-    return cfg
+@pytest.fixture(scope="module")
+def engines(two_engines):
+    """(pool of two engines, the same model in transformers, number of engines), with a tied head."""
+    return *two_engines.fresh(), 2
 
 
 @pytest.fixture(scope="module")
-def loop():
-    runner = asyncio.Runner()
-    yield runner
-    runner.close()
+def untied(ray_cluster, tmp_path_factory, loop):
+    """The same of one engine, with a head of its own."""
+    path = str(make_random_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=False, layers=2))
+    with started(loop, make_config(path, 1)) as pool:
+        yield pool, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 1
 
 
-@pytest.fixture(scope="module", params=[pytest.param((True, 2), id="tied-2"), pytest.param((False, 1), id="untied-1")])
-def engines(request, ray_cluster, tmp_path_factory, loop):
-    """(pool, the same model in transformers, number of engines)."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
-
-    tied, count = request.param
-    path = str(make_random_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=tied, layers=2))
-    cfg = make_config(path, count)
-    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
-    loop.run(pool.start(path, engine_args(cfg, "cpu")))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    yield pool, model, count
-    loop.run(pool.stop(3.0))
+@pytest.fixture(scope="module", params=[pytest.param("engines", id="tied-2"), pytest.param("untied", id="untied-1")])
+def either(request):
+    return request.getfixturevalue(request.param)
 
 
-def test_the_cache_holds_what_the_planner_says(engines):
-    pool, model, count = engines
+def test_the_cache_holds_what_the_planner_says(either):
+    pool, model, count = either
     planned = EngineMemory(make_config("", count), shape_of(model.config.to_dict(), "random"))
     for engine in pool._fleet._engines:
         assert engine.kv_tokens == pytest.approx(planned.kv_tokens, rel=0.01)
@@ -113,8 +99,8 @@ async def on_every_engine(pool, count: int, first_seed: int):
     return [response for group in groups for response in group]
 
 
-def test_responses_are_complete_and_their_logprobs_are_the_models(engines, loop):
-    pool, model, count = engines
+def test_responses_are_complete_and_their_logprobs_are_the_models(either, loop):
+    pool, model, count = either
     assert pool.capacity == 64 * count
     responses = loop.run(on_every_engine(pool, count, 10))
     assert len(responses) == 4 * count
@@ -240,6 +226,7 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
     """A token's log-probability is that of its version's weights over the whole context: no old keys and values."""
     pool, model, count = engines
     models = {0: deepcopy(model), VERSION_1: model}
+    loop.run(local_sync(pool, model)(0))
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         change(parameter, generator, 0.02, 0.0)
@@ -274,22 +261,25 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
                 assert span.end - span.start < 20 or wrong[span.start : span.end].max() > 1e-2
 
 
-def test_a_sync_replaces_every_named_parameter_on_every_engine(engines, loop):
-    pool, model, count = engines
+def test_a_sync_replaces_every_named_parameter_on_every_engine(either, loop):
+    pool, model, count = either
     before = loop.run(on_every_engine(pool, count, 10))
     generator = torch.Generator().manual_seed(1)
     sync = local_sync(pool, model, bucket_bytes=100_000)  # many transfers
-    for version, (name, parameter) in enumerate(model.named_parameters(), start=VERSION_1):
-        change(parameter, generator, 0.3, 0.1)
+    named = list(model.named_parameters())
+    parts = [named[k::PARTS] for k in range(PARTS)]  # of each, all layers and kinds
+    for version, part in enumerate(parts, start=VERSION_1):
+        for _, parameter in part:
+            change(parameter, generator, 0.3, 0.1)
         loop.run(sync(version))
         responses = loop.run(on_every_engine(pool, count, 10))
-        assert largest_difference(model, responses) <= 1e-4, f"after a change of {name}"
+        assert largest_difference(model, responses) <= 1e-4, f"after a change of {[name for name, _ in part]}"
         assert {span.version for response in responses for span in response.policy_versions} == {version}
     assert largest_difference(model, before) > 1e-2, "the old responses must not fit the new weights"
 
 
-def test_every_transport_brings_the_same_bits(engines, loop):
-    pool, model, count = engines
+def test_every_transport_brings_the_same_bits(either, loop):
+    pool, model, count = either
     other = deepcopy(model)
     generator = torch.Generator().manual_seed(3)
     for parameter in other.parameters():

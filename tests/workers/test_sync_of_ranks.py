@@ -168,8 +168,8 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
 @pytest.mark.timeout(1500)
 def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster, tmp_path):
     from dapo.tiny.random_model import make_random_model
+    from tests.support.engines.two import make_config as engine_config
     from tests.workers.test_rollout import change, group_of, largest_difference
-    from tests.workers.test_rollout import make_config as engine_config
     from workers.engines.arguments import engine_args
     from workers.placement import Placement
     from workers.rollout import RolloutPool

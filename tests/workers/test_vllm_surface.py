@@ -184,6 +184,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("file", "name", "change", "says"), MUTANTS)
 def test_what_moves_is_named(file: str, name: Name, change: Change, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(problems(file, slow=True)), "all of it is loaded before something moves"
     owner, found = contract.find(name.path)
     module, _, qualified = name.path.partition(":")
     change(monkeypatch, owner, qualified.rpartition(".")[2], found)

@@ -94,7 +94,7 @@ def test_responses_with_reward_workers() -> None:
 
 def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSlot, "_make", lambda self: None)
-    slot = EngineSlot(3, {}, RolloutConfig(num_engines=8))
+    slot = EngineSlot(3, {}, RolloutConfig(), count=8)
     counts = EngineMeter().read()
     owed = ((0.0, 0.25), (80.0, 95.0), (97.0, 0.0))
     pulses = [Pulse(requests=4, silent_s=s, idle_s=i, counts=counts) for s, i in owed]

@@ -187,6 +187,63 @@ def test_an_engine_that_starts_while_others_sleep_waits_for_the_next_sync():
     asyncio.run(run())
 
 
+def test_engines_that_are_lent_gpus_take_what_the_others_serve_by_a_connection_of_their_own():
+    ends = Recorder()
+    ends.lent = (2,)
+
+    async def run():
+        sync = ends.sync()
+        assert await sync.lend() is None and not ends.events, "before the first sync there is nothing to serve"
+        for version in (1, 2):
+            await sync(version)
+            assert ends.admitted[-1] == (0, 1)
+            seconds = await sync.lend()
+            assert ends.admitted[-1] == (2,) and ends.events[-1] == f"finish {version} done"
+            assert seconds is not None and (BUCKETS + 2) * STEP_S <= seconds < 60
+            await sync.rest()
+        assert ends.opened == ["broadcast", "ipc"], "each is connected once"
+        assert ends.gathered == 2 * (["broadcast"] * BUCKETS + ["ipc"] * BUCKETS) and ends.turns == 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_lent_gpus_and_starts_again_joins_while_it_has_them():
+    ends = Recorder()
+    ends.lent = (2,)
+
+    async def run():
+        sync = ends.sync()
+        await sync(1)
+        await sync.rest()
+        await sync.rejoin(2)
+        assert ends.opened == ["broadcast"], "the actors have the GPUs"
+        ends.awake = True
+        await sync.rejoin(2)
+        await sync.rejoin(1)
+        assert ends.admitted == [(0, 1), (2,), (1,)] and ends.opened == ["broadcast", "ipc", "broadcast"]
+
+    asyncio.run(run())
+
+
+def test_engines_that_are_lent_gpus_in_vain_are_given_up_and_the_others_go_on():
+    ends = Recorder()
+    ends.lent = (1, 2)
+
+    async def run():
+        sync = ends.sync()
+        await sync(1)
+        ends._fail = lambda step, index: (_ for _ in ()).throw(RemoteError(f"{step} broke"))
+        with pytest.raises(RemoteError, match=r"broke; and once more: .* broke"):
+            await sync.lend()
+        assert ends.dropped == [(1, 2)] and ends.turns == 1 and not ends.refused
+        assert await sync.lend() is None, "none is left"
+        ends._fail = lambda step, index: None
+        await sync(2)
+        assert ends.admitted == [(0,), (0,)]
+
+    asyncio.run(run())
+
+
 def test_a_sync_without_end_names_where_it_stood():
     def hang(step, index):
         if (step, index) == ("load", 2):
@@ -205,6 +262,7 @@ def test_a_sync_without_end_names_where_it_stood():
         ("auto", "memory", "ipc"),
         ("auto", "time", "ipc"),
         ("broadcast", "time", "broadcast"),
+        ("auto", "lend", "broadcast"),
     ],
 )
 def test_auto_takes_the_nearest_way(transport, colocate, resolved):

@@ -7,7 +7,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dapo.types import Response
@@ -19,10 +19,18 @@ PAUSE_S = 0.002  # before an engine is asked again to end what it did not know y
 
 
 @dataclass(kw_only=True, slots=True)
+class Prefix:
+    """Stands for tokens that several requests begin with. engine: number of the one that has computed them last, and
+    serves the next of these requests where it can; -1 before the first."""
+
+    engine: int = -1
+
+
+@dataclass(kw_only=True, slots=True)
 class RunningGroup:
     """Follows a group from its start to its last response. left: responses that have not ended, by number. home: where
     it is generated, and by which start of that engine; None while it waits for one. aborted, put_down: its engine was
-    asked to end it, for good or until another takes it up.
+    asked to end it, for good or until another takes it up. prefix: what it begins with.
     """
 
     left: dict[int, Unfinished]
@@ -30,10 +38,12 @@ class RunningGroup:
     home: tuple[EngineSlot, Any] | None = None
     aborted: bool = False
     put_down: bool = False
+    prefix: Prefix = field(default_factory=Prefix)
 
     def runs_on(self, slot: EngineSlot) -> None:
         """Notes which engine generates it from now on."""
         self.home, self.put_down = (slot, slot.worker), False
+        self.prefix.engine = slot.number
 
     def take(self, number: int, part: Response) -> Response | None:
         """Takes the next part of a response; returns the response if it has ended."""

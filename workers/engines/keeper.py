@@ -20,7 +20,8 @@ PAUSE_S = 1.0  # before an engine that could not be started is tried again
 class Keeper:
     """Holds the slots. changed: set, and replaced, whenever an engine may serve or none will. exhausted: why the run
     cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated. turn:
-    set while the engines, and not the actors, have the GPUs that both share; none starts otherwise.
+    set while the engines, and not the actors, have the GPUs that both share; none that shares them starts otherwise:
+    those that are lent GPUs, or all where none is.
     """
 
     def __init__(
@@ -29,10 +30,16 @@ class Keeper:
         cfg: RolloutConfig,
         warn: Callable[[str], None],
         release: Callable[[int], None],
+        lent: int = 0,
     ) -> None:
         """Makes the engines' actors. options: Ray options of each engine. release: gives the place of an engine back
-        that is given up."""
-        self.slots = [EngineSlot(number, each, cfg) for number, each in enumerate(options)]
+        that is given up. lent: how many of them, the last ones, are lent the actors' GPUs."""
+        count = len(options)
+        self.slots = [
+            EngineSlot(number, each, cfg, count=count, lent=number >= count - lent)
+            for number, each in enumerate(options)
+        ]
+        self.lends = lent > 0
         self.changed = asyncio.Event()
         self.exhausted = ""
         self.rejoin: Callable[[int], Awaitable[None]] | None = None
@@ -71,24 +78,28 @@ class Keeper:
 
     async def _restart(self, slot: EngineSlot, *arguments: Any) -> None:
         with waiting(f"the actors to leave their GPUs to engine {slot.number}, which starts again"):
-            while not self.turn.is_set():
+            while self.takes_turns(slot) and not self.turn.is_set():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.turn.wait(), self._cfg.timeout_s)
-        self._starting += 1
+        self._starting += self.takes_turns(slot)
         try:
             await slot.restart(*arguments)
         finally:
-            self._starting -= 1
+            self._starting -= self.takes_turns(slot)
             self.notify()
 
+    def takes_turns(self, slot: EngineSlot) -> bool:
+        """Returns whether the engine's GPUs are the actors' in their turn."""
+        return slot.lent or not self.lends
+
     async def rest(self, level: int) -> None:
-        """Lets all engines sleep, and starts none until `turn` is set again. One that starts at this moment is waited
-        for; one that does not sleep is dropped, so that another takes its place later."""
+        """Lets all engines that share GPUs sleep, and starts none of them until `turn` is set again. One that starts at
+        this moment is waited for; one that does not sleep is dropped, so that another takes its place later."""
         self.turn.clear()
         while self._starting:  # each start has its deadline
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), self._cfg.start_timeout_s)
-        slots = [self.slots[number] for number in self.members()]
+        slots = [slot for slot in self.slots if slot.started and self.takes_turns(slot)]
         for slot in slots:
             slot.serving = False
         await asyncio.gather(*[self._sleep(slot, level) for slot in slots])
@@ -111,7 +122,8 @@ class Keeper:
     def _give_up(self, slot: EngineSlot) -> None:
         self._warn(f"engine {slot.number} was started {slot.limit.most} times in an hour or in a row, and is given up")
         self._release(slot.number)
-        left = sum(not watch.done() for watch in self._watches) - 1
+        kept = zip(self.slots, self._watches, strict=True)
+        left = sum(not watch.done() for other, watch in kept if not other.lent and other is not slot)
         if left < self._cfg.min_engines:
             self.exhausted = (
                 f"{left} engines are left, and `rollout.min_engines` asks for {self._cfg.min_engines}: the others were "
@@ -124,9 +136,9 @@ class Keeper:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def members(self) -> tuple[int, ...]:
-        """Returns the engines that run, and can take part in a weight sync."""
-        return tuple(slot.number for slot in self.slots if slot.started)
+    def members(self, *, lent: bool = False) -> tuple[int, ...]:
+        """Returns the engines that run, and can take part in a weight sync: those that are lent GPUs, or the others."""
+        return tuple(slot.number for slot in self.slots if slot.started and slot.lent == lent)
 
     async def lose_silent(self, members: Sequence[int], grace_s: float) -> bool:
         """Drops those of these engines that have ended, or answer nothing for `grace_s`; returns whether there are any.
@@ -144,8 +156,9 @@ class Keeper:
         """Returns what the engines did since the last lap, as far as their signs of life told, and how many were
         replaced so far, as metrics. gpus_per_engine: 0 on a CPU."""
         laps = {slot.number: lap for slot in self.slots if (lap := slot.follower.lap()) is not None}
+        lent = {slot.number for slot in self.slots if slot.lent}
         restarts = {"perf/restarted_engines": float(sum(slot.restarts for slot in self.slots))}
-        return restarts | engine_metrics(laps, gpus_per_engine)
+        return restarts | engine_metrics(laps, gpus_per_engine, lent)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engines end their processes for `grace_s`, then kills what is left."""

@@ -5,7 +5,7 @@ every sign of life; on the driver their growth between two steps, as `perf/engin
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,12 +135,16 @@ class Follower:
         return replace(self._last.since(before), kv_peak=kv_peak)
 
 
-def engine_metrics(laps: Mapping[int, EngineCounts], gpus_per_engine: int) -> dict[str, float]:
-    """Returns the metrics of the engines that were heard of, by their numbers. gpus_per_engine: 0 on a CPU."""
+def engine_metrics(
+    laps: Mapping[int, EngineCounts], gpus_per_engine: int, lent: Collection[int] = ()
+) -> dict[str, float]:
+    """Returns the metrics of the engines that were heard of, by their numbers. gpus_per_engine: 0 on a CPU. lent: those
+    that mostly sleep, on the actors' GPUs, and count as neither idle nor busy."""
     if not laps:
         return {}
     each = {number: lap.tokens / lap.seconds for number, lap in laps.items()}
     values = laps.values()
+    own = [lap for number, lap in laps.items() if number not in lent] or list(values)
     metrics = {
         "perf/engine/tokens_per_s": sum(each.values()),
         "perf/engine/running_mean": sum(lap.running_s / lap.seconds for lap in values),
@@ -148,7 +152,7 @@ def engine_metrics(laps: Mapping[int, EngineCounts], gpus_per_engine: int) -> di
         "perf/engine/kv_use_mean": sum(lap.kv_s / lap.seconds for lap in values) / len(laps),
         "perf/engine/kv_use_max": max(lap.kv_peak for lap in values),
         "perf/engine/preemptions": float(sum(lap.preemptions for lap in values)),
-        "perf/engine/idle": 1.0 - sum(lap.busy_s / lap.seconds for lap in values) / len(laps),
+        "perf/engine/idle": 1.0 - sum(lap.busy_s / lap.seconds for lap in own) / len(own),
         "perf/engine/resident_bytes": float(max(lap.resident_bytes for lap in values)),
         **{f"perf/engine/{number}/tokens_per_s": rate for number, rate in each.items()},
     }

@@ -28,12 +28,17 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 class EngineSlot:
     """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
     version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
-    limit: on its restarts. follower: of what it does.
+    lent: it is on the actors' GPUs while others have GPUs of their own. limit: on its restarts. follower: of what it
+    does.
     """
 
-    def __init__(self, number: int, options: dict[str, Any], cfg: RolloutConfig) -> None:
-        """Makes the engine's actor. options: Ray's, from `workers.placement`."""
+    def __init__(
+        self, number: int, options: dict[str, Any], cfg: RolloutConfig, *, count: int = 1, lent: bool = False
+    ) -> None:
+        """Makes the engine's actor. options: Ray's, from `workers.placement`. count: of all engines."""
         self.number = number
+        self.lent = lent
+        self._count = count
         self.requests = Course()
         self.size: EngineSize | None = None
         self.serving = False
@@ -72,7 +77,7 @@ class EngineSlot:
 
     def member(self, act: str = "") -> Member:
         """Names this engine among all, for a wait. act: `to start` for example."""
-        return Member(role="engine", number=self.number, count=self._cfg.num_engines, act=act)
+        return Member(role="engine", number=self.number, count=self._count, act=act)
 
     def silent(self) -> float:
         """Returns for how many seconds it has computed nothing although it should, as far as that is known."""

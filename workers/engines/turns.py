@@ -1,7 +1,8 @@
 """Lets engines sleep while the actors train on the same GPUs, as deep as is known to be safe.
 
-In: engines without requests. Out: their memory is free until the next weight sync wakes them; which level of vLLM's
-sleep they take, decided by the first comparison with the actors after it.
+In: engines without requests. Out: their memory is free until the next weight sync wakes them, or that of their own
+where they are lent GPUs; which level of vLLM's sleep they take, decided by the first comparison with the actors after
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ class Turns:
         """Leaves the GPUs to the actors. As long as the level is not proven, every engine is compared with the actors
         before it serves again."""
         if not self.proven:
-            for slot in self._keeper.slots:
+            for slot in filter(self._keeper.takes_turns, self._keeper.slots):
                 slot.proven = False
         self._slept = True
         await self._keeper.rest(self.level)
@@ -41,6 +42,9 @@ class Turns:
         return True
 
     def served(self, members: Sequence[int]) -> None:
-        """Notes that these engines serve: the GPUs are theirs, and they compute what the actors do."""
+        """Notes that these engines serve: the GPUs are theirs, and they compute what the actors do. Without any that
+        shares GPUs, those that are lent none are not concerned."""
+        if self._keeper.lends and not any(self._keeper.slots[number].lent for number in members):
+            return
         self.proven |= self._slept and bool(members)
         self._keeper.turn.set()

@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
+from workers.engines.stopping import end_of, spans_up_to
 from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
@@ -93,8 +95,9 @@ class RolloutWorker:
             seed=start.seed,
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,
-            detokenize=False,  # once at the end is far cheaper than token by token
+            detokenize=bool(sampling.stop),  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **({"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}),
         )
         before = start.token_ids.tolist()
         began = time.monotonic()
@@ -103,16 +106,21 @@ class RolloutWorker:
                 completion = output.outputs[0]
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
-        whole = [] if completion.finish_reason == "abort" else before + list(completion.token_ids)
+        decode = partial(self._decode, skip_special_tokens=True)
+        whole, reason = before + list(completion.token_ids), completion.finish_reason
+        if (end := end_of(whole, sampling.stop, decode)) is not None:
+            whole, reason = whole[:end], "stop"
+        length = len(whole) - len(before)
+        spans = [
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in completion.weight_versions or ()
+        ]
         return Response(
-            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-            rollout_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-            text=self._decode(whole, skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            policy_versions=tuple(
-                VersionSpan(version=int(span.version), start=span.start, end=span.end)
-                for span in completion.weight_versions or ()
-            ),
+            token_ids=np.asarray(whole[len(before) :], dtype=np.int32),
+            rollout_logprobs=np.asarray(completion.logprobs.logprobs[:length], dtype=np.float32),
+            text="" if reason == "abort" else decode(whole),
+            finish_reason=reason,
+            policy_versions=spans_up_to(spans, length),
             engine=-1,  # the driver numbers the engines
             seconds=time.monotonic() - began,
         )

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo.config.schema import Config
-from dapo.derived import gpus_per_engine, ranks_of_a_piece, shares_gpus, takes_turns
+from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus, takes_turns
 
-RANKS, ENGINES, REWARD_MODEL = "actor ranks", "engines", "reward model"
+RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
 CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
 
 
@@ -45,12 +45,17 @@ def reward_model_device(cfg: Config, device: str) -> str:
     return device if cfg.reward.model.device == "auto" else cfg.reward.model.device
 
 
+def judge_device(cfg: Config, device: str) -> str:
+    """Returns where the run's own judges compute, `cpu` or `cuda`. device: the trainer's."""
+    return device if cfg.reward.judge.engine.device == "auto" else cfg.reward.judge.engine.device
+
+
 def pools(cfg: Config, device: str) -> list[Pool]:
     """Returns the pools of a run that ask for GPUs, or for nodes with labels. device: the trainer's.
 
     Those that fewer nodes will do for come first, then those of larger pieces, which fewer nodes have room for later.
     """
-    found = [_ranks(cfg, device), _engines(cfg, device), _reward_model(cfg, device)]
+    found = [_ranks(cfg, device), _engines(cfg, device), _reward_model(cfg, device), _judges(cfg, device)]
     asking = [pool for pool in found if pool.count and (pool.gpus or pool.labels)]
     return sorted(asking, key=lambda pool: (not pool.labels, -pool.gpus))
 
@@ -82,9 +87,9 @@ def _ranks(cfg: Config, device: str) -> Pool:
 
 
 def _engines(cfg: Config, device: str) -> Pool:
-    """Returns what engines ask for beside the ranks: nothing where they share GPUs."""
+    """Returns what engines ask for beside the ranks: nothing where all of them share GPUs with these."""
     gpus = gpus_per_engine(cfg.rollout.vllm)
-    count = 0 if shares_gpus(cfg) and device == "cuda" else cfg.rollout.num_engines
+    count = 0 if shares_gpus(cfg) and not lends(cfg) and device == "cuda" else cfg.rollout.num_engines
     return Pool(
         name=ENGINES,
         about=f"rollout (`rollout.num_engines` {count} x {gpus} each)",
@@ -115,4 +120,22 @@ def _reward_model(cfg: Config, device: str) -> Pool:
         per_piece=sharing,
         labels=model.node_labels,
         labels_key="reward.model.node_labels",
+    )
+
+
+def _judges(cfg: Config, device: str) -> Pool:
+    """Returns what the run's own judges ask for."""
+    engine = cfg.reward.judge.engine
+    gpus = gpus_per_engine(engine.vllm) if judge_device(cfg, device) == "cuda" else 0
+    return Pool(
+        name=JUDGES,
+        about=f"the judge (`reward.judge.engine.num_engines` {engine.num_engines} x {gpus} each)",
+        piece=f"the {gpus} GPUs of a judge (`reward.judge.engine.vllm.tensor_parallel_size`)",
+        count=engine.num_engines if engine.path else 0,
+        gpus=gpus,
+        cpus=1 if gpus else 0,
+        count_key="reward.judge.engine.num_engines",
+        per_piece=1,
+        labels=engine.node_labels,
+        labels_key="reward.judge.engine.node_labels",
     )

@@ -7,15 +7,17 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 
-from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards.fork_server import Item
+from dapo.config.reward import LimitsConfig, RemoteConfig
+from dapo.rewards.calling.by_entry import Own, Specs, as_values
+from dapo.rewards.calling.fork_server import Item
+from workers.scoring.callers import Callers
 from workers.scoring.process import Child, ForkServer
 from workers.scoring.verdict import (
     LIMIT_REACHED,
@@ -35,20 +37,30 @@ TOLERANCE = 1e-6  # of a known score
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
     item: Item
+    given: dict[str, Any]
     done: "asyncio.Future[Verdict]"
 
 
 class Children:
     """Holds `count` children, each with a task that feeds it and replaces it. `async with` starts and ends them.
+    granted: what the kernel granted of `processes` and `network`."""
 
-    respawned: children that were replaced. granted: what the kernel granted of `processes` and `network`.
-    """
-
-    def __init__(self, functions: Sequence[RewardFunctionConfig], limits: LimitsConfig, count: int) -> None:
-        self.respawned = 0
-        self.granted: list[str] = []
+    def __init__(
+        self,
+        functions: Specs,
+        limits: LimitsConfig,
+        count: int,
+        remote: RemoteConfig | None = None,
+        concurrency: int = 1,
+        *,
+        own: Own | None = None,
+    ) -> None:
+        """Starts nothing yet. remote, concurrency: for async functions, which one more process runs. own: by entry."""
+        self._respawned, self.granted = 0, list[str]()
         self._limits = limits
-        self._settings = {"functions": [asdict(spec) for spec in functions], "limits": asdict(limits)}
+        self._settings = {"functions": as_values(functions, own or {}), "limits": asdict(limits)}
+        self._remote, self._concurrency = remote or RemoteConfig(), concurrency
+        self._callers: Callers | None = None
         self._count = count
         self._server: ForkServer | None = None
         self._restarting = asyncio.Lock()
@@ -79,6 +91,9 @@ class Children:
             ValueError: a reward function cannot be loaded. CanaryError: a known answer is scored otherwise.
         """
         self._server = await ForkServer.start(self._settings)
+        if self.about["asynchronous"]:
+            self._callers = Callers(self._settings, self._remote, self._concurrency)
+            await self._callers.start()
         self._slots = [asyncio.create_task(self._slot()) for _ in range(self._count)]
         for slot in self._slots:
             slot.add_done_callback(self._slot_ended)
@@ -92,8 +107,15 @@ class Children:
         await asyncio.gather(*self._slots, return_exceptions=True)
         for job in list(self._open):
             job.done.cancel()
+        if self._callers is not None:
+            await self._callers.close()
         if self._server is not None:
             self._server.kill()
+
+    @property
+    def respawned(self) -> int:
+        """Counts the processes that were replaced."""
+        return self._respawned + (self._callers.respawned if self._callers is not None else 0)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -102,8 +124,8 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
-        """Lists the process numbers of the living children."""
-        return [child.pid for child in self._children]
+        """Lists the process numbers of the living children, and of those that run async functions."""
+        return [child.pid for child in self._children] + (self._callers.pids if self._callers is not None else [])
 
     def processes(self) -> Iterator[psutil.Process]:
         """Yields this process, the fork server and the children, as far as they live."""
@@ -118,7 +140,10 @@ class Children:
             CanaryError: the children failed a check of known answers.
         """
         self._raise_if_broken()
-        job = _Job(item=item, done=asyncio.get_running_loop().create_future())
+        given = {} if self._callers is None else await self._callers.given(item.request(None, servers=item.servers))
+        if isinstance(given, Verdict):
+            return given
+        job = _Job(item=item, given=given, done=asyncio.get_running_loop().create_future())
         self._open.add(job)
         job.done.add_done_callback(lambda _: self._open.discard(job))
         while self._waiting:
@@ -161,7 +186,7 @@ class Children:
                 child.end("crash")
                 if child.check_wanted is not None and not child.check_wanted.done():
                     child.check_wanted.set_result(None)  # its successor is checked before it scores
-            self.respawned += 1
+            self._respawned += 1
 
     async def _new_child(self) -> Child | None:
         """Returns a child that has scored the known answers; None when the worker is broken."""
@@ -177,9 +202,8 @@ class Children:
                 child.end("crash")
             except (RuntimeError, ValueError, OSError) as error:
                 reason = str(error)
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS * self._count:
-                count = self._failed_starts
+            self._failed_starts = count = self._failed_starts + 1
+            if count >= MAX_FAILED_STARTS * self._count:
                 self._break(CanaryError(f"{count} reward children in a row did not come to score; the last: {reason}"))
         return None
 
@@ -227,7 +251,7 @@ class Children:
 
     async def _ask(self, child: Child, job: _Job) -> Verdict:
         began = time.monotonic()
-        reply = await child.ask(job.item.request(self.about["reads_last"]), self._limits)
+        reply = await child.ask({**job.item.request(self.about["reads_last"]), "given": job.given}, self._limits)
         wall_s = time.monotonic() - began
         child.scored += 1
         child.since_canary += 1
@@ -237,7 +261,8 @@ class Children:
         except ValueError:  # a function has spoken into the socket
             child.end("crash")
         if child.failure in LIMIT_REACHED:
-            return verdict_at_limit(child.failure, self.about["at_limit"], self._limits.cpu_s, wall_s)
+            at = self.about["at_limit"]
+            return verdict_at_limit(child.failure, at.get(job.item.entry, at[""]), self._limits.cpu_s, wall_s)
         return verdict_of_failure(child.failure, child.detail, wall_s)
 
     async def _canary(self, child: Child) -> bool:
@@ -249,14 +274,7 @@ class Children:
                 return False
             expected, got = request["canary"]["score"], reply.get("score", reply.get("error"))
             if not isinstance(got, float) or not abs(got - expected) <= TOLERANCE:
-                text = ascii(request["canary"]["solution_str"][-80:])
-                self._break(
-                    CanaryError(
-                        f"reward function `{request['label']}` gave {got} for a known answer whose score is "
-                        f"{expected} ({text}, truth {request['canary']['ground_truth']!r}); no verdict of this worker "
-                        "can be trusted: fix the function or its `canaries`"
-                    )
-                )
+                self._break(CanaryError.of_answer(request, got))
                 return False
         child.since_canary = 0
         if child.check_wanted is not None and not child.check_wanted.done():

@@ -1,6 +1,6 @@
 """Starts, asks and ends two kinds of process: the fork server and the children that it forks.
 
-In: settings, items. Out: replies, or why there is none. The processes themselves run `dapo.rewards.fork_server`.
+In: settings, items. Out: replies, or why there is none. The processes run `dapo.rewards.calling.fork_server`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo.config.reward import LimitsConfig
 from dapo.report.redact import is_secret
-from dapo.rewards.fork_server import EXIT_MEMORY, HEADER, pack
+from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, pack
 
 START_S = 120.0  # the imports of the reward functions
 FORK_S = 20.0
@@ -38,6 +38,7 @@ class Child:
         self.pid = 0
         self.granted: list[str] = []
         self.failure = ""
+        self.lost = ""  # what its machinery failed by, as it says itself
         self.exit_status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.scored = 0
         self.since_canary = 0
@@ -52,6 +53,8 @@ class Child:
     @property
     def detail(self) -> str:
         """Says how it ended."""
+        if self.lost:
+            return self.lost
         if self.failure == "wall":
             return "its process gave no verdict within `reward.limits.wall_s` and was killed"
         status = self.exit_status.result() if self.exit_status.done() else None
@@ -68,7 +71,10 @@ class Child:
                 raise ValueError("a reply to another item")
             self._clock = float(reply["clock"])
             self.has_threads = bool(reply["threads"])
-            return reply
+            if "lost" not in reply:
+                return reply
+            self.lost = str(reply["lost"])
+            self.end("crash")
         except TimeoutError:
             if self.exit_status.done():  # what it has started holds the socket open
                 self.end(LIMITS.get(self.exit_status.result(), "crash"))
@@ -81,6 +87,14 @@ class Child:
             status = self.exit_status.result() if self.exit_status.done() else 0
             self.end(LIMITS.get(status, "crash"))
         return None
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Hands over a request to a process that answers in any order. Raises ConnectionError."""
+        self._writer.write(pack(request))
+
+    async def receive(self) -> dict[str, Any]:
+        """Returns the next reply of such a process. Raises one of `READ_ERRORS`."""
+        return await _read_frame(self._reader)
 
     async def hello(self) -> None:
         """Waits for its first words. Raises RuntimeError when they do not come."""
@@ -142,7 +156,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dapo.rewards.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "dapo.rewards.calling.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dapo.types import Score
+from dapo.types import Score, unscorable
 
 RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
+MAX_METRICS = 128
 LIMIT_REACHED = {
     "cpu": "its scoring reached `reward.limits.cpu_s`",
     "memory": "its scoring reached `reward.limits.memory_bytes`",
@@ -15,6 +16,16 @@ LIMIT_REACHED = {
 
 class CanaryError(RuntimeError):
     """Says that known answers are scored wrong, or that no process comes to score: no verdict can be trusted."""
+
+    @classmethod
+    def of_answer(cls, request: dict[str, Any], got: Any) -> "CanaryError":
+        """Returns the error of one known answer. got: its score, or what was said instead."""
+        known = request["canary"]
+        return cls(
+            f"reward function `{request['label']}` gave {got} for a known answer whose score is {known['score']} "
+            f"({ascii(known['solution_str'][-80:])}, truth {known['ground_truth']!r}); no verdict of this worker can "
+            "be trusted: fix the function or its `canaries`"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +42,21 @@ class Verdict:
     wall_s: float
 
 
-def unscorable(failure: str) -> Score:
-    """Returns a score of NaN, with the reason."""
-    return Score(accuracy=math.nan, reward=math.nan, parts={}, metrics={}, prediction="", failure=failure)
+class KnownMetrics:
+    """Keeps the first `MAX_METRICS` names of other numbers in a run alone: every name becomes a curve, and a function
+    may make them of the model's text."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def keep(self, score: Score) -> Score:
+        """Returns the score without the others."""
+        for name in score.metrics:
+            if name not in self._names and len(self._names) < MAX_METRICS:
+                self._names.add(name)
+        if self._names.issuperset(score.metrics):
+            return score
+        return replace(score, metrics={name: v for name, v in score.metrics.items() if name in self._names})
 
 
 def verdict_from_reply(reply: dict[str, Any], wall_s: float) -> Verdict:

@@ -7,6 +7,7 @@ every decision is taken on totals that all of them have gathered.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from dapo.config.schema import Config
 from dapo.faults.points import fault_point
 from dapo.objective import Constants, Correction, objective, rollout_correction
+from dapo.own.loading import OwnFunction
 from dapo.pools import Updated
 from dapo.schedule import learning_rates
 from dapo.types import TrainSequence
+from workers.training.entropy import high_entropy
 from workers.training.forward.policy import MicroBatch, PackedPolicy, collate
 from workers.training.fsdp import reshard
 from workers.training.mesh import Mesh
@@ -46,15 +49,17 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         cfg: Config,
         mesh: Mesh,
+        own_loss: OwnFunction | None = None,
     ) -> None:
         """Takes what `workers.actor` has built. reference: called like the policy, frozen; only where `algorithm.kl`
-        needs one.
+        needs one. own_loss: where `algorithm.policy_loss` names one.
         """
         self._policy = policy
         self._reference = reference
         self._optimizer = optimizer
         self._cfg = cfg
         self._mesh = mesh
+        self._own_loss = own_loss
         self._device = torch.device(mesh.device)
         self._learning_rate = learning_rates(cfg)
         self.scale = LossScale(cfg.model.dtype, mesh.device)
@@ -82,9 +87,19 @@ class Updater:
         batches = [[self._collate(sequences) for sequences in minibatch] for minibatch in minibatches]
         parity: Totals | None = None
         old: list[list[Tensor]] | None = None
-        if len(order) > 1 and not self._cfg.algorithm.rollout_correction.use_rollout_logprobs:
-            old, parity = self._old_logprobs(batches)
-            check_parity(parity, self._cfg)
+        kept: list[list[Tensor]] | None = None
+        several = len(order) > 1 and not self._cfg.algorithm.rollout_correction.use_rollout_logprobs
+        share = self._cfg.algorithm.entropy_top_share
+        if several or share < 1:
+            before, entropies = self._before(batches)
+            if several:
+                old, parity = before, self._parity(batches, before)
+                check_parity(parity, self._cfg)
+            if share < 1:
+                kept = [
+                    high_entropy(entropy, [batch.weights for batch in minibatch], share, self._mesh)
+                    for entropy, minibatch in zip(entropies, batches, strict=True)
+                ]
         reference = self._reference_of(batches) if self._cfg.algorithm.kl.loss_coeff else None
         steps: list[Totals] = []
         response_tokens: dict[int, float] = {}  # by mini-batch: a second epoch sees the same ones
@@ -93,7 +108,10 @@ class Updater:
         for step, k in enumerate(order):
             lr = self._set_learning_rate(version, step)
             totals = self._forward_backward(
-                batches[k], None if old is None else old[k], None if reference is None else reference[k]
+                batches[k],
+                None if old is None else old[k],
+                None if reference is None else reference[k],
+                None if kept is None else kept[k],
             )
             if parity is None:
                 parity = totals
@@ -142,16 +160,20 @@ class Updater:
         return lr
 
     @torch.no_grad()
-    def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], Totals]:
-        """Returns [mini-batch][micro-batch] of [R] before the first of several optimizer steps, and totals."""
-        old = [[self._policy(batch)[0] for batch in minibatch] for minibatch in batches]
+    def _before(self, batches: Sequence[Sequence[MicroBatch]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Returns log-probabilities and entropies before the update, each [mini-batch][micro-batch] of [R]."""
+        found = [[self._policy(batch) for batch in minibatch] for minibatch in batches]
+        logprobs, entropies = ([[one[part] for one in minibatch] for minibatch in found] for part in (0, 1))
+        return logprobs, entropies
+
+    def _parity(self, batches: Sequence[Sequence[MicroBatch]], old: Sequence[Sequence[Tensor]]) -> Totals:
         cfg = self._cfg.algorithm.rollout_correction
         rows = [
             row_of(rollout_correction(own, batch.rollout_logprobs, batch.segment_ids, cfg), batch.staleness, None)
             for minibatch, logprobs in zip(batches, old, strict=True)
             for batch, own in zip(minibatch, logprobs, strict=True)
         ]
-        return old, self._gather(rows)
+        return self._gather(rows)
 
     @torch.no_grad()
     def _reference_of(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
@@ -162,16 +184,23 @@ class Updater:
         return logprobs
 
     def _forward_backward(
-        self, minibatch: Sequence[MicroBatch], old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
+        self,
+        minibatch: Sequence[MicroBatch],
+        old: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None,
+        kept: Sequence[Tensor] | None = None,
     ) -> Totals:
-        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch."""
+        """Leaves the gradient of one mini-batch in the shards. old, reference: log-probabilities per micro-batch; kept:
+        the tokens that carry the policy loss (`high_entropy`)."""
         rows = []
         for k, batch in enumerate(minibatch):
             self._sync_gradients(last=k == len(minibatch) - 1)
             logprobs, entropy = self._policy(batch)
             proximal = logprobs.detach() if old is None else old[k]
             constants, correction = self._constants(batch, proximal, None if reference is None else reference[k])
-            result = objective(logprobs, entropy, constants, self._cfg.algorithm)
+            if kept is not None:
+                constants = replace(constants, correction=constants.correction * kept[k])
+            result = objective(logprobs, entropy, constants, self._cfg.algorithm, self._own_loss)
             # FSDP averages gradients over ranks, but the weights already divide by the whole mini-batch: undo the mean.
             # Sequence-parallel ranks have the same loss and each the gradient through its own tokens.
             broken = math.nan if fault_point("actor.loss") == "nan" else 1.0

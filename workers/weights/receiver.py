@@ -5,6 +5,7 @@ two transports, with their digests. Out: the engine's model holds exactly those 
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dapo.rewards.sandbox import die_with_parent
+from dapo.sandbox.kernel import die_with
 from workers.meeting import find_store
 from workers.vllm_surface import (
     VllmConfig,
@@ -205,5 +206,5 @@ class WeightReceiverExtension:
 
 
 logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # it warns that it does not sleep
-die_with_parent()  # an engine process whose Ray actor was killed must not stay behind and hold the device
+die_with(os.getppid())  # an engine process whose Ray actor was killed must not stay behind and hold the device
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

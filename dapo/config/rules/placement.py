@@ -18,15 +18,18 @@ def placement(cfg: Config) -> Iterator[str]:
             "`weight_sync.transport` (ipc) hands over memory of a GPU that both roles share, and `trainer.colocate` is "
             "none; take auto, or set `trainer.colocate=time`"
         )
-    if cfg.trainer.colocate != "time" and cfg.actor.offload == "phase":
+    if cfg.trainer.colocate not in ("time", "lend") and cfg.actor.offload == "phase":
         yield (
             "`actor.offload` (phase) moves the optimizer state to the host while engines have the rank's GPU, and with "
             f"`trainer.colocate` ({cfg.trainer.colocate}) they never have it alone; take none or host, or set "
-            "`trainer.colocate=time`"
+            "`trainer.colocate=time` or lend"
         )
 
 
 def _shared_gpus(cfg: Config) -> Iterator[str]:
+    if cfg.trainer.colocate == "lend":
+        yield from _lent(cfg)
+        return
     yield from _divided(cfg) if cfg.trainer.colocate == "memory" else _owned(cfg)
     if cfg.rollout.node_labels and cfg.rollout.node_labels != cfg.actor.node_labels:
         yield (
@@ -66,7 +69,7 @@ def _divided(cfg: Config) -> Iterator[str]:
 
 def _owned(cfg: Config) -> Iterator[str]:
     """Requires that each engine owns the GPUs of some ranks, and each rank is on the GPU of an engine."""
-    gpus = cfg.rollout.vllm.get("tensor_parallel_size", 1) * cfg.rollout.vllm.get("pipeline_parallel_size", 1)
+    gpus = _gpus_per_engine(cfg)
     engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
     if cfg.trainer.device != "cpu" and engines * gpus != ranks:
         yield (
@@ -74,3 +77,25 @@ def _owned(cfg: Config) -> Iterator[str]:
             f"`rollout.vllm.tensor_parallel_size` ({gpus}) must be `actor.num_workers` ({ranks}): each engine owns the "
             f"GPUs of {gpus} ranks; set `rollout.num_engines={max(1, ranks // gpus)}`, or `trainer.colocate=none`"
         )
+
+
+def _lent(cfg: Config) -> Iterator[str]:
+    """Requires that whole engines fit the ranks' GPUs, and engines beside them."""
+    gpus, ranks = _gpus_per_engine(cfg), cfg.actor.num_workers
+    if ranks % gpus or ranks < gpus:
+        yield (
+            f"with `trainer.colocate=lend` `actor.num_workers` ({ranks}) must be a multiple of "
+            f"`rollout.vllm.tensor_parallel_size` ({gpus}): {gpus} ranks lend their GPUs to one engine; change either, "
+            "or set `trainer.colocate=none`"
+        )
+    if cfg.weight_sync.transport == "ipc":
+        yield (
+            "`weight_sync.transport` (ipc) hands over memory of a GPU that both roles share, and with "
+            "`trainer.colocate=lend` `rollout.num_engines` of the engines have GPUs of their own; take auto or "
+            "broadcast (those on the ranks' GPUs use ipc)"
+        )
+
+
+def _gpus_per_engine(cfg: Config) -> int:
+    arguments = cfg.rollout.vllm
+    return int(arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1))

@@ -29,7 +29,7 @@ class Slots(FakeRollouts):
     def spare(self) -> int:
         return max(0, self.capacity - self._load(background=True))
 
-    async def generate(self, key, prompt, sampling, seeds, *, background=False):
+    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
         self._stop.discard(key)  # an abort means the one that runs
         self._left[key] = (sampling.n, background)
         if background:

@@ -134,9 +134,9 @@ def future(result: object) -> "asyncio.Future":
 class Slot(EngineSlot):
     """An engine's place with an `Engine` in it; `die` puts another one there, which serves at once."""
 
-    def __init__(self, number: int, world: World) -> None:
+    def __init__(self, number: int, world: World, *, count: int, lent: bool) -> None:
         self._world = world
-        super().__init__(number, {}, RolloutConfig(num_engines=2))
+        super().__init__(number, {}, RolloutConfig(num_engines=count), count=count, lent=lent)
         self.size = EngineSize(sequences=SLOTS, kv_tokens=0, window=100)
         self.serving = True
 
@@ -148,9 +148,9 @@ class Slot(EngineSlot):
         self._make()
 
 
-def played_pool(world: World, engines: int = 2) -> RolloutPool:
-    """The real pool over such engines."""
-    pool = RolloutPool([], RolloutConfig(num_engines=engines, timeout_s=60))
-    pool._slots.extend(Slot(number, world) for number in range(engines))
+def played_pool(world: World, engines: int = 2, lent: int = 0) -> RolloutPool:
+    """The real pool over such engines, the last ones of which are `lent` GPUs."""
+    pool = RolloutPool([], RolloutConfig(num_engines=engines, timeout_s=60), lent=lent)
+    pool._slots.extend(Slot(number, world, count=engines, lent=number >= engines - lent) for number in range(engines))
     pool._fleet = FleetCapacity([slot.size for slot in pool._slots])
     return pool

@@ -5,6 +5,7 @@ answers; it is not what this project scores with.
 """
 
 import re
+from fractions import Fraction
 
 REPLACED = [
     *[("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")],
@@ -46,3 +47,16 @@ def prediction(solution: str) -> str:
 def accepts(solution: str, ground_truth: str) -> bool:
     """The rule's verdict."""
     return prediction(solution) == spelled(ground_truth)
+
+
+def value(solution: str) -> Fraction | None:
+    """The number that the rule's prediction is in one of a number's spellings, which the rule does not compare."""
+    text = re.sub(r"^\((.*)\)$", r"\1", prediction(solution)).replace(",", "")
+    text = re.sub(r"([0-9.]+)\\(?:times|cdot)10\^\{?([-+]?[0-9])\}?$", r"\1e\2", text)
+    text = re.sub(r"\\frac\{(-?[0-9]+)\}\{([1-9][0-9]*)\}$", r" \1/\2", text).strip()
+    try:
+        whole, _, part = text.rpartition(" ")
+        sign = -1 if whole.startswith("-") else 1
+        return (Fraction(whole) if whole else Fraction(0)) + sign * Fraction(part)
+    except ValueError:
+        return None

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards.fork_server import Item
+from dapo.rewards.calling.fork_server import Item
 from workers.scoring.children import Children
 
 LIMITS = {"cpu_s": 1.0, "wall_s": 3.0, "memory_bytes": 256 << 20}
@@ -16,10 +16,12 @@ def item(text, truth="7"):
 
 
 def use(path, body, *, count=1, timeout_s=60, **limits):
-    """Runs `body(children)` with children of the function at `path`; afterwards none of the processes is left."""
+    """Runs `body(children)` with children of the function at `path`, or of an entry of `reward.functions`; afterwards
+    none of the processes is left."""
+    function = RewardFunctionConfig(path=path) if isinstance(path, str) else path
 
     async def whole():
-        async with Children([RewardFunctionConfig(path=path)], LimitsConfig(**{**LIMITS, **limits}), count) as children:
+        async with Children([function], LimitsConfig(**{**LIMITS, **limits}), count) as children:
             async with asyncio.timeout(timeout_s):
                 result = await body(children)
             left = [*children.pids, children.about["pid"]]

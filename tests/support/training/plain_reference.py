@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
 
 VOCABULARY = 64
 TEMPERATURE = 0.7
+UPDATE_S, CHECKPOINT_S = 1234.0, 2345.0  # deadlines that are nobody's default
 LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (4, 4), (6, 11), (3, 8))  # (prompt, response)
 
 
@@ -64,7 +65,8 @@ def make_config(model: Path, **actor: Any) -> Config:
     cfg.model.dtype = "float32"
     cfg.model.gradient_checkpointing = "none"
     cfg.rollout.temperature = TEMPERATURE
-    cfg.actor = dataclasses.replace(cfg.actor, max_tokens_per_gpu=64, **actor)
+    cfg.actor = dataclasses.replace(cfg.actor, **{"max_tokens_per_gpu": 64, "timeout_s": UPDATE_S} | actor)
+    cfg.checkpoint.timeout_s = CHECKPOINT_S
     cfg.actor.optim.lr = 3e-3
     cfg.actor.optim.eps = 1e-3  # Adam's first step is else the sign of the gradient, rounding included
     cfg.actor.optim.grad_clip = 0.05
@@ -76,10 +78,37 @@ def reference(model_dir: Path) -> Qwen2ForCausalLM:
 
 
 def plain_logprobs(model: Qwen2ForCausalLM, sequence: TrainSequence) -> torch.Tensor:
-    """[R] of one sequence on its own."""
+    """[S] of one sequence on its own: of the tokens that the policy sampled."""
     tokens = torch.from_numpy(sequence.token_ids).long()
     logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
+    return logits.log_softmax(-1).gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0][sampled(sequence)]
+
+
+def sampled(sequence: TrainSequence) -> torch.Tensor:
+    """Which of the R response tokens the policy sampled, [R]."""
+    if sequence.token_mask is not None:
+        return torch.from_numpy(sequence.token_mask)
+    return torch.ones(len(sequence.token_ids) - sequence.num_prompt_tokens, dtype=torch.bool)
+
+
+def turns_mask(length: int) -> np.ndarray:
+    """True where the policy sampled: two runs of other tokens, where the response is long enough."""
+    mask = np.ones(length, np.bool_)
+    mask[length // 4 : length // 2] = False
+    mask[3 * length // 4 : length - 1] = False
+    return mask
+
+
+def in_turns(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
+    """The sequences, every other one of which holds tokens that the policy did not sample."""
+    found = []
+    for index, sequence in enumerate(sequences):
+        mask = turns_mask(len(sequence.rollout_logprobs)) if index % 2 else None
+        kept = slice(None) if mask is None else mask
+        logprobs, staleness = sequence.rollout_logprobs[kept], sequence.staleness[kept]
+        found.append(dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, token_mask=mask))
+    assert any(one.token_mask is not None and not one.token_mask.all() for one in found)
+    return tuple(found)
 
 
 def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[TrainSequence, ...]:
@@ -140,6 +169,7 @@ def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
 
 def reconfigure(worker: Any, cfg: Config) -> None:
     """Runs on a rank: what `start` would make of `cfg`, around the shards and the optimizer that are there."""
+    from dapo.own.loading import load, source_of
     from workers.training.fsdp import load_reference
     from workers.training.update import Updater
 
@@ -147,7 +177,9 @@ def reconfigure(worker: Any, cfg: Config) -> None:
     reference = load_reference(cfg, worker._mesh, worker._policy) if kl.loss_coeff or kl.reward_coeff else None
     worker._policy.entropy_gradient = cfg.algorithm.entropy_coeff != 0
     worker._optimizer.zero_grad()
-    worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh)
+    source = source_of(cfg, "algorithm.policy_loss")
+    own_loss = None if source is None else load(source)
+    worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh, own_loss)
 
 
 def update_on(worker: Any, work: "RankWork") -> "Updated":

@@ -19,10 +19,12 @@ from tests.support.training.plain_reference import (
     TEMPERATURE,
     distance,
     full_weights,
+    in_turns,
     make_sequences,
     on_all,
     plain_logprobs,
     reference,
+    sampled,
     update,
 )
 from workers.actor import ActorPool
@@ -34,23 +36,25 @@ def plain_tokens(
     algorithm: AlgorithmConfig,
     old: torch.Tensor | None = None,
     ref: torch.Tensor | None = None,
+    kept: torch.Tensor | float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """Everything about the R tokens of one response, each [R]; "loss" has a gradient and is not weighted yet.
+    """Everything about the tokens that the policy sampled, each [S]; "loss" has a gradient and is not weighted yet.
 
-    old: log-probabilities before the update (by default the model's own); ref: of the reference policy.
+    old: log-probabilities before the update (by default the model's own); ref: of the reference policy; kept: 1 where a
+    token carries the policy loss, else 0.
     """
     tokens = torch.from_numpy(sequence.token_ids).long()
     logits = model(tokens[None]).logits[0, sequence.num_prompt_tokens - 1 : -1] / TEMPERATURE
     distribution = logits.log_softmax(-1)
-    logprobs = distribution.gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
+    logprobs = distribution.gather(1, tokens[sequence.num_prompt_tokens :, None])[:, 0][sampled(sequence)]
+    entropy = -(distribution.exp() * distribution).sum(-1)[sampled(sequence)]
     old = logprobs.detach() if old is None else old
     rollout, staleness = torch.from_numpy(sequence.rollout_logprobs), torch.from_numpy(sequence.staleness)
     found = _plain_correction(old - rollout, algorithm.rollout_correction)
     if algorithm.rollout_correction.use_rollout_logprobs:
         old = rollout
     policy, found["low"], found["high"], found["dual"] = _plain_policy(logprobs, old, sequence.advantage, algorithm)
-    found["loss"] = policy * found["correction"] - algorithm.entropy_coeff * entropy
+    found["loss"] = policy * found["correction"] * kept - algorithm.entropy_coeff * entropy
     found["ref_kl"] = torch.zeros_like(rollout)
     if ref is not None:
         gap = logprobs - ref
@@ -79,7 +83,9 @@ def _plain_policy(
 
 
 def _plain_correction(difference: torch.Tensor, cfg: RolloutCorrectionConfig) -> dict[str, torch.Tensor]:
-    importance = torch.exp(difference.sum().repeat(len(difference)) if cfg.level == "sequence" else difference)
+    of_response = {"sequence": difference.sum(), "geometric": difference.mean()}
+    together = of_response.get(cfg.level)
+    importance = torch.exp(difference if together is None else together.repeat(len(difference)))
     low, high = {"none": (0.0, math.inf), "truncate": (0.0, cfg.upper), "mask": (cfg.lower, cfg.upper)}[cfg.mode]
     affected = (importance < low) | (importance > high)
     correction = {
@@ -101,10 +107,11 @@ def plain_update(
     with torch.no_grad():
         before = [[plain_tokens(model, s, algorithm) for s in sequences] for sequences in batch.minibatches]
         refs = [[plain_logprobs(base, s) if base else None for s in sequences] for sequences in batch.minibatches]
+    bounds = [_entropy_bound(tokens, algorithm.entropy_top_share) for tokens in before]
     losses, norms, trained = [], [], []
     for step, k in enumerate(batch.order):
         tokens = [
-            plain_tokens(model, sequence, algorithm, first["logprobs"], ref)
+            plain_tokens(model, sequence, algorithm, first["logprobs"], ref, first["entropy"] >= bounds[k])
             for sequence, first, ref in zip(batch.minibatches[k], before[k], refs[k], strict=True)
         ]
         weights = [sequence.token_weight for sequence in batch.minibatches[k]]
@@ -130,6 +137,12 @@ def plain_update(
         "parity/non_finite_tokens": 0,
         **_plain_parity(_joined([t for k in checked for t in before[k]])),
     }
+
+
+def _entropy_bound(tokens: Sequence[dict[str, torch.Tensor]], share: float) -> float:
+    """The lowest entropy of the share of a mini-batch's tokens with the highest."""
+    highest = sorted((float(entropy) for t in tokens for entropy in t["entropy"]), reverse=True)
+    return highest[math.ceil(share * len(highest)) - 1]
 
 
 def _joined(tokens: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -170,7 +183,8 @@ def _plain_parity(tokens: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float = 0.3) -> tuple[TrainSequence, ...]:
-    """Tokens of staleness 0, 1 and 7, within responses too; engines off by noise of these sizes, in nats."""
+    """Tokens of staleness 0, 1 and 7, within responses too; engines off by noise of these sizes, in nats. Every other
+    response holds tokens that the policy did not sample."""
     rng = np.random.default_rng(seed + 100)
     made = []
     for index, sequence in enumerate(make_sequences(model_dir, LENGTHS + LENGTHS, seed)):
@@ -180,7 +194,7 @@ def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float 
         logprobs = (sequence.rollout_logprobs + size * rng.normal(size=len(staleness))).astype(np.float32)
         advantage = sequence.advantage * (1 + index % 2)
         made.append(dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, advantage=advantage))
-    return tuple(made)
+    return in_turns(made)
 
 
 def assert_update(pool: ActorPool, cfg: Config, batch: TrainBatch) -> dict[str, float]:

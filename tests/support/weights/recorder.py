@@ -28,6 +28,8 @@ class Recorder:
 
     def __init__(self, fail=lambda step, index: None) -> None:
         self.events: list[str] = []
+        self.opened: list[str] = []  # transports
+        self.gathered: list[str] = []  # the transport of each bucket
         self.existing = self.most = 0
         self.refused = ""
         self.engines: tuple[int, ...] = (0, 1, 2)
@@ -36,14 +38,30 @@ class Recorder:
         self.admitted: list[tuple[int, ...]] = []
         self.canary: list[TrainSequence] = []
         self.awake = True
+        self.lent: tuple[int, ...] = ()
+        self.turns = 0  # how often the engines that are lent GPUs got them
+        self.dropped: list[tuple[int, ...]] = []
         self.lighter: list[bool] = []  # whether the engines sleep again less deep, at each time that this is asked
         self._fail = fail
 
     def restarts(self):
         return {}
 
-    def members(self):
-        return self.engines
+    def members(self, *, lent=False):
+        return tuple(k for k in self.engines if (k in self.lent) == lent)
+
+    def is_lent(self, number):
+        return number in self.lent
+
+    def has_turn(self, number):
+        return self.awake
+
+    def lend(self):
+        self.turns += 1
+
+    def drop(self, members):
+        self.dropped.append(members)
+        self.engines = tuple(k for k in self.engines if k not in members)
 
     def identities(self, members):
         return tuple((k, self.started_again.count(k)) for k in members)
@@ -82,12 +100,14 @@ class Recorder:
 
     async def open_weights(self, transport):
         self.transport = transport
+        self.opened.append(transport)
         return BUCKETS, [Endpoint(capacity=80, address="here", port=7), None]
 
-    async def join_weights(self, num_receivers):
+    async def join_weights(self, transport, num_receivers):
         await self._step("join", num_receivers)
 
-    async def gather_bucket(self, index, what):
+    async def gather_bucket(self, transport, index, what):
+        self.gathered.append(transport)
         self.existing += 1
         self.most = max(self.most, self.existing)
         await self._step("gather", index)

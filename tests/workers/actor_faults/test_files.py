@@ -63,7 +63,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_until_another_is_loaded(
         asyncio.run(pool.load(str(tmp_path / "none"), 0))
     again = str(tmp_path / "again")
     attempts = (pool.update(train_batch(0, sequences)), pool.save(again, 0), pool.export_hf(again))
-    for attempt in (*attempts, pool.gather_bucket(0, "a bucket")):
+    for attempt in (*attempts, pool.gather_bucket("broadcast", 0, "a bucket")):
         with pytest.raises(RemoteError, match="Refused: .* of no policy version; load a checkpoint"):
             asyncio.run(attempt)
     asyncio.run(pool.load(str(tmp_path / "state"), 0))

@@ -18,7 +18,6 @@ from tests.support.training.plain_reference import (
     checksum,
     make_config,
     on_all,
-    start_own_pool,
     start_pool,
     train_batch,
     update,
@@ -142,30 +141,3 @@ def test_three_skipped_steps_in_a_row_stop_and_the_ranks_still_save(
     assert updated.skipped == (1, 2, 3) and "3 optimizer steps in a row" in updated.stop
     assert updated.metrics["actor/optimizer_steps"] == 1, "none is taken after them"
     asyncio.run(pool.save(str(tmp_path / "one"), 1))
-
-
-def timeouts(worker: Any) -> set[float]:
-    """Runs on a rank: of all its process groups, in seconds."""
-    import torch.distributed as dist
-
-    groups = dist.distributed_c10d._world.pg_map
-    assert len(groups) >= 5, "all ranks, again for files, copies, shards, and those that share a sequence"
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    return {backend.options._timeout.total_seconds() for backend in backends}
-
-
-def test_every_process_group_has_the_deadline_of_an_update_or_of_a_checkpoint(
-    model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path
-) -> None:
-    """Those that FSDP, the optimizer or a checkpoint may have made too."""
-    cfg = make_config(model_dir, num_workers=4, fsdp_size=2, ulysses_sequence_parallel_size=2, timeout_s=1234.0)
-    cfg.checkpoint.timeout_s = 2345.0
-    pool = start_own_pool(cfg)
-    try:
-        asyncio.run(pool.update(train_batch(0, sequences)))
-        asyncio.run(pool.save(str(tmp_path / "state"), 1))
-        asyncio.run(pool.load(str(tmp_path / "state"), 1))
-        asyncio.run(pool.export_hf(str(tmp_path / "hf")))
-        assert on_all(pool, timeouts) == [{1234.0, 2345.0}] * 4
-    finally:
-        pool.close()

@@ -11,12 +11,11 @@ import psutil
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
 
 from dapo.report.watchdog import Watchdog
-from dapo.tiny.random_model import make_random_model
+from tests.support.engines.two import LONG
 from tests.support.local_actors import local_sync
-from tests.workers.test_rollout import LONG, PROMPT, change, group_of, largest_difference, make_config, sampling
+from tests.workers.test_rollout import PROMPT, change, group_of, largest_difference, sampling
 from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError
 
@@ -28,17 +27,12 @@ MANY = 100_000  # bytes of a bucket: the model takes many
 
 
 @pytest.fixture(scope="module")
-def engines(ray_cluster, tmp_path_factory, loop):
+def engines(two_engines):
     """(pool of two engines, what it said, the same model in transformers)."""
-    from tests.support.engines.started import started
-
-    path = str(make_random_model(tmp_path_factory.mktemp("model"), layers=2))
-    cfg = make_config(path, 2)
-    cfg.rollout.stall_timeout_s = 10
-    cfg.rollout.max_restarts = 100  # the last test says what comes of fewer
-    said: list[str] = []
-    with started(loop, cfg, said.append) as pool:
-        yield pool, said, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    pool, model = two_engines.fresh()
+    pool._cfg.stall_timeout_s = 10
+    yield pool, two_engines.said, model
+    two_engines.close()  # the last test leaves one of them
 
 
 def pids(pool, number: int) -> tuple[int, int]:

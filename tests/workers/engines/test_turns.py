@@ -13,8 +13,9 @@ from workers.remote import RemoteError
 class Slot:
     """An engine's place; `ends` ends the engine that is there."""
 
-    def __init__(self, number, options, cfg):
+    def __init__(self, number, options, cfg, *, count, lent):
         self.number, self.size, self.serving, self.proven = number, None, False, True
+        self.lent = lent
         self.restarts, self.slept, self.dropped = 0, [], 0
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
         self.let_start.set()
@@ -62,10 +63,11 @@ class Slot:
 def fleet(monkeypatch):
     """Runs a test on a keeper of two slots, its turns, and what was said."""
 
-    def run(test):
+    def run(test, lent=0):
         async def within():
             said = []
-            keeper = keeping.Keeper([{}, {}], RolloutConfig(num_engines=2), said.append, lambda number: None)
+            cfg = RolloutConfig(num_engines=2 - lent)
+            keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, lent)
             keeper.rejoin = rejoin
             turns = Turns(keeper, said.append)
             await keeper.start("model", {}, lambda number: ())
@@ -158,3 +160,37 @@ def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselve
         assert turns.proven
 
     fleet(test)
+
+
+def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
+    async def test(keeper, turns, said):
+        own, lent = keeper.slots
+        await turns.sleep()
+        assert (own.slept, lent.slept) == ([], [DEEPEST]) and own.serving and not lent.serving
+        assert own.proven and not lent.proven
+        assert (keeper.members(), keeper.members(lent=True)) == ((0,), (1,))
+        turns.served((0,))
+        assert not keeper.turn.is_set() and not turns.proven, "the actors keep their GPUs in a sync of the others"
+        for slot in keeper.slots:
+            slot.ends.set()
+        await settled()
+        assert (own.restarts, lent.restarts) == (1, 0), "only its own GPUs are free"
+        keeper.turn.set()
+        await settled()
+        assert lent.restarts == 1
+        turns.served((1,))
+        assert turns.proven
+
+    fleet(test, lent=1)
+
+
+@pytest.mark.parametrize(("number", "exhausted"), [(0, True), (1, False)])
+def test_engines_that_are_lent_gpus_are_none_that_a_run_could_go_on_with(fleet, number, exhausted):
+    async def test(keeper, turns, said):
+        slot = keeper.slots[number]
+        slot.spent, slot.most = (lambda: True), 5
+        slot.ends.set()
+        await settled()
+        assert "is given up" in said[-1] and bool(keeper.exhausted) == exhausted
+
+    fleet(test, lent=1)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.data.prompts import PromptOrder
+from dapo.data.order import PromptOrder
 from dapo.measure.clock import PhaseClock
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import DROPPED
@@ -93,7 +93,7 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
 
     async def run() -> None:
         pool = played_pool(world)
-        pool._fleet.observe = lambda prompt, response: lengths.append(response)
+        pool._fleet.observe = lambda prompt, response, seconds: lengths.append(response)
         groups = [asyncio.create_task(group(pool, f"g{k}", 100 * k)) for k in range(6)]
 
         async def abort() -> None:
@@ -113,6 +113,40 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
     assert sorted(kept) == sorted(set(range(len(world.log))) - world.lost), "each token once, none forgotten"
     whole = sorted(len(response.token_ids) for response in found.values() if not response.aborted)
     assert Counter(whole) <= Counter(lengths) and len(lengths) <= len(found), "the capacity sees whole lengths, once"
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), counts=st.lists(st.integers(0, 60), max_size=6))
+def test_what_lent_engines_put_down_goes_on_in_the_others_at_once(seed, counts):
+    world = World(random.Random(seed))
+    found: dict[tuple[str, int], Response] = {}
+
+    async def group(pool: RolloutPool, key: str, first: int, *, background: bool) -> None:
+        async for number, response in pool.generate(
+            key, PROMPT, SAMPLING, range(first, first + N), background=background
+        ):
+            found[key, number] = response
+
+    async def run() -> None:
+        pool = played_pool(world, engines=3, lent=2)
+        groups = [asyncio.create_task(group(pool, f"g{k}", 100 * k, background=k == 5)) for k in range(6)]
+        for count in counts:
+            await turns(count)
+            await pool.put_down()
+            assert [slot.serving for slot in pool._slots] == [True, False, False] and pool.serving
+            assert all(slot.load == 0 for slot in pool._slots[1:]), "the actors may have the GPUs"
+            await turns(count)
+            assert all(slot.load == 0 for slot in pool._slots[1:]), "nothing is sent there"
+            assert pool.members() == (0,) and pool.members(lent=True) == (1, 2)
+            pool.admit(pool.members(lent=True))
+            assert pool.has_turn(1)
+        await asyncio.wait_for(asyncio.gather(*groups), 30)
+
+    asyncio.run(run())
+    assert len(found) == 6 * N and not any(response.aborted for response in found.values())
+    kept = [number for response in found.values() for number in numbers(response)]
+    assert sorted(kept) == list(range(len(world.log))), "each token once, none forgotten"
+    assert {response.engine for (key, _), response in found.items() if key == "g5"} == {0}, "off what may sleep"
 
 
 class Watched(RolloutPool):

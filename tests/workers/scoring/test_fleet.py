@@ -54,7 +54,14 @@ class Worker:
     async def _start(self, *arguments):
         if self.starts:
             raise self.starts
-        return {"digest": self.digest, "reads_last": None, "granted": [], "without_canary": []}
+        return {
+            "digest": self.digest,
+            "reads_last": None,
+            "granted": [],
+            "without_canary": [],
+            "asynchronous": [],
+            "programs": "",
+        }
 
     async def _check(self):
         if self.checks:

@@ -64,7 +64,7 @@ def test_a_family_that_works_gives_transformers_logprobs_and_gradients(
     [work] = split_batch(train_batch(0, sequences), 1, 64)
 
     with torch.no_grad():
-        [found] = rank._updater._old_logprobs([[rank._updater._collate(sequences)]])[0]
+        [found] = rank._updater._before([[rank._updater._collate(sequences)]])[0]
         wanted = torch.cat([plain_logprobs(plain, sequence) for sequence in sequences])
     assert float((found[0] - wanted).abs().max()) <= 1e-5 < float(wanted.abs().max())
 

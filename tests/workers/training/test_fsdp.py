@@ -224,7 +224,7 @@ def reference_against_policy(worker: Any, sequences: tuple[Any, ...]) -> tuple[s
     reference = load_reference(worker._cfg, worker._mesh, worker._policy)
     updater = Updater(worker._policy, reference, worker._optimizer, worker._cfg, worker._mesh)
     batch = updater._collate(sequences)
-    [[theirs]], ([[own]], _) = updater._reference_of([[batch]]), updater._old_logprobs([[batch]])
+    [[theirs]], ([[own]], _) = updater._reference_of([[batch]]), updater._before([[batch]])
     types = {p.dtype for p in reference.parameters()}
     return types, float(own.abs().mean()), float((own - theirs).abs().max())
 

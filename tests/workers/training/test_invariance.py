@@ -26,6 +26,7 @@ from tests.support.training.plain_reference import (
     reconfigure,
     reference,
     start_pool,
+    turns_mask,
 )
 from tests.support.training.plain_update import plain_tokens
 from workers.actor import ActorPool, RankWork
@@ -58,8 +59,8 @@ def pools(ray_cluster: None, model_dir: Path) -> dict[int, ActorPool]:
 
 @pytest.fixture(scope="module")
 def groups(model_dir: Path) -> list[Group]:
-    """16 of 4 responses; some are truncated, one group altogether. The engine's log-probabilities are the model's plus
-    noise, so that every clip acts on some tokens."""
+    """16 of 4 responses; some are truncated, one group altogether, and half hold tokens that were not sampled. The
+    engine's log-probabilities are the model's plus noise, so that every clip acts on some tokens."""
     rng = np.random.default_rng(0)
     model = reference(model_dir)
     made = []
@@ -70,7 +71,7 @@ def groups(model_dir: Path) -> list[Group]:
         for sample in range(4):
             truncated = index == 5 or (index % 6 == 2 and sample == 1)
             ids = rng.integers(2, VOCABULARY, rng.integers(1, MAX_RESPONSE + 1)).astype(np.int32)
-            responses.append(_response(model, prompt_ids, ids, truncated, rng))
+            responses.append(_response(model, prompt_ids, ids, truncated, sample % 2 == 1, rng))
             reward = float(rng.normal())
             scores.append(Score(accuracy=reward, reward=reward, parts={}, metrics={}, prediction="", failure=""))
         draw = Draw(index=index, prompt=prompt)
@@ -78,7 +79,7 @@ def groups(model_dir: Path) -> list[Group]:
     return made
 
 
-def _response(model: Any, prompt: Any, ids: Any, truncated: bool, rng: np.random.Generator) -> Response:
+def _response(model: Any, prompt: Any, ids: Any, truncated: bool, turns: bool, rng: np.random.Generator) -> Response:
     draft = TrainSequence(
         token_ids=np.concatenate([prompt, ids]),
         num_prompt_tokens=len(prompt),
@@ -98,6 +99,7 @@ def _response(model: Any, prompt: Any, ids: Any, truncated: bool, rng: np.random
         policy_versions=(VersionSpan(version=0, start=0, end=len(ids)),),
         engine=0,
         seconds=0.0,
+        token_mask=turns_mask(len(ids)) if turns else None,
     )
 
 

@@ -20,6 +20,7 @@ from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
+    in_turns,
     make_config,
     make_model,
     make_sequences,
@@ -74,7 +75,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sequences(model_dir: Path) -> tuple[TrainSequence, ...]:
-    return make_sequences(model_dir, SEQUENCES, seed=3)
+    return in_turns(make_sequences(model_dir, SEQUENCES, seed=3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Fo
         set_adapters(worker._policy.model)
         updater = worker._updater
         batches = [updater._collate(sequences) for sequences in work.minibatches[0]]
-        [own], _ = updater._old_logprobs([batches])
+        [own], _ = updater._before([batches])
         totals = updater._forward_backward(batches, None, None)
     finally:
         logprobs.LOGITS_CHUNK_ELEMENTS.update(whole)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import CORRECTION_LEVELS, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.packing import pack
 from dapo.pools import BatchRefused
@@ -96,7 +96,8 @@ def with_reference(model_dir: Path, request: pytest.FixtureRequest) -> Started:
 
 
 def corrected(mode: str, level: str) -> dict[str, Any]:
-    return {"rollout_correction": RolloutCorrectionConfig(mode=mode, level=level, lower=0.9, upper=1.2)}
+    lower, upper = (0.99, 1.01) if level == "geometric" else (0.9, 1.2)
+    return {"rollout_correction": RolloutCorrectionConfig(mode=mode, level=level, lower=lower, upper=upper)}
 
 
 def steps(metrics: dict[str, float]) -> dict[str, float]:
@@ -110,7 +111,9 @@ def steps(metrics: dict[str, float]) -> dict[str, float]:
         pytest.param({"clip_ratio_c": 1.05, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="every_clip"),
         pytest.param({"policy_loss": "gspo", "clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3}, id="gspo"),
         pytest.param({"policy_loss": "cispo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="cispo"),
-        *(pytest.param(corrected(m, x), id=f"{m}_{x}") for m in ("truncate", "mask") for x in ("token", "sequence")),
+        *(pytest.param(corrected(m, x), id=f"{m}_{x}") for m in ("truncate", "mask") for x in CORRECTION_LEVELS),
+        pytest.param({"entropy_top_share": 0.2}, id="high_entropy_tokens"),
+        pytest.param({"entropy_top_share": 0.5, **ENGINES}, id="high_entropy_tokens_of_engines"),
         pytest.param(ENGINES, id="engines_logprobs"),
         *(pytest.param({"kl": dataclasses.replace(KL, estimator=e)}, id=f"kl_{e}") for e in ("k1", "k2", "k3")),
         pytest.param({"entropy_coeff": 0.5}, id="entropy_bonus"),

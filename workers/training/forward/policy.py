@@ -1,6 +1,7 @@
-"""Computes the policy over packed sequences: training sequences in, log-probability and entropy per response token out.
+"""Computes the policy over packed sequences: training sequences in, log-probability and entropy per sampled token out.
 
-Both are at the sampling temperature. Logits exist only at response positions, a chunk at a time.
+Both are at the sampling temperature. Logits exist only where a sampled token is predicted, a chunk at a time: response
+tokens that the policy did not sample are read like the prompt, and nothing that follows knows of them.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ ALONE = SequenceParallel()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Holds sequences laid end to end, T tokens, R of them generated. Made by `collate`, consumed by
+    """Holds sequences laid end to end, T tokens, R of them sampled. Made by `collate`, consumed by
     `workers.training.update`.
 
     Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
     token_ids, position_ids: [1, t] int64; positions restart at 0 in each sequence.
-    predictors: [r] int64, the place among the t whose logits predict each response token. labels: [r] int64, these
+    predictors: [r] int64, the place among the t whose logits predict each sampled token. labels: [r] int64, these
     tokens. counts: r of each rank.
-    Of all response tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
-    that a response token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
+    Of all sampled tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
+    that a sampled token belongs to, from 0. staleness: [R] int64, see `TrainSequence`.
     """
 
     token_ids: Tensor
@@ -91,7 +92,8 @@ def _lay_out(
     lengths += [filler] if filler else []
     predictors = [np.zeros(0, np.int64)]
     for sequence, end in zip(sequences, np.cumsum(lengths), strict=False):
-        predictors.append(np.arange(end - len(sequence.rollout_logprobs), end) - 1)
+        response = np.arange(end - len(sequence.token_ids) + sequence.num_prompt_tokens, end) - 1
+        predictors.append(response if sequence.token_mask is None else response[sequence.token_mask])
     positions = np.concatenate([np.arange(length) for length in lengths])
     return np.concatenate(parts).astype(np.int64), positions, np.concatenate(predictors), tuple(lengths)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
-from dapo.rewards import fork_server as child
+from dapo.rewards.calling import fork_server as child
 from tests.support.rewards.hostile.corpus import Item
 from workers.scoring.children import Children
 from workers.scoring.verdict import Verdict

@@ -1,5 +1,7 @@
 """Collation and log-probabilities of the packed policy, in one process."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,21 @@ def test_collate() -> None:
     assert batch.weights.tolist() == [1, 1, -0.5]
     assert batch.segment_ids.tolist() == [0, 0, 1]
     assert batch.staleness.tolist() == [3, 3, 1]
+
+
+def test_what_the_policy_did_not_sample_is_read_and_not_predicted() -> None:
+    mask = np.array([True, False, False, True, True])
+    whole = sequence([5, 6], [7, 8, 9, 10, 11])
+    turns = dataclasses.replace(
+        whole, rollout_logprobs=whole.rollout_logprobs[mask], staleness=whole.staleness[mask], token_mask=mask
+    )
+    batch = collate([sequence([3], [4]), turns], CPU)
+    assert batch.token_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10, 11]]
+    assert batch.predictors.tolist() == [0, 3, 6, 7]
+    assert batch.labels.tolist() == [4, 7, 10, 11]
+    assert batch.rollout_logprobs.tolist() == [-1, -1, -4, -5]
+    assert batch.segment_ids.tolist() == [0, 1, 1, 1]
+    assert [len(values) for values in (batch.advantages, batch.weights, batch.staleness)] == [4, 4, 4]
 
 
 def run(policy: PackedPolicy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,46 @@
+"""Checks of the judge that a run starts itself, before any worker starts: part of `dapo.config.checks`.
+
+In: a `Config`. Out: one line per problem, with key, value and remedy.
+"""
+
+from collections.abc import Iterator
+
+from dapo.config.names import JUDGE, engine_arguments, nearest
+from dapo.config.paths import checked_path
+from dapo.config.schema import Config
+
+KEY = "reward.judge.engine"
+# Arguments that dapo sets itself, and the key to use in their place.
+OWN = {
+    "model": f"{KEY}.path",
+    "trust_remote_code": f"{KEY}.trust_remote_code",
+    "data_parallel_size": f"{KEY}.num_engines",
+}
+
+
+def judge(cfg: Config) -> Iterator[str]:
+    """Checks the run's own judge; says nothing without `reward.judge.engine.path`."""
+    engine = cfg.reward.judge.engine
+    if not engine.path:
+        return
+    try:
+        checked_path(engine.path, key=f"{KEY}.path")
+    except ValueError as error:
+        yield str(error)
+    if cfg.reward.judge.url:
+        yield (
+            f"`reward.judge.url` ({cfg.reward.judge.url}) names a judge, and `{KEY}.path` ({engine.path}) lets the run "
+            "start one; leave one of the two empty"
+        )
+    specs = [*cfg.reward.functions, *(spec for source in cfg.data.sources for spec in source.functions)]
+    if not any(spec.path in ("judge", "dapo.rewards.judge") for spec in specs):
+        yield (
+            f"`{KEY}.path` ({engine.path}) lets the run start a judge, and no entry of `reward.functions` asks it; add "
+            "{path: judge, wrong: 0.0}, or leave the key empty"
+        )
+    known = engine_arguments()
+    for name in sorted(engine.vllm):
+        if name in OWN:
+            yield f"`{JUDGE}.{name}` is set by dapo itself; remove it and use `{OWN[name]}`"
+        elif known and name not in known:
+            yield f"`{JUDGE}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")

@@ -1,0 +1,103 @@
+"""Remembers how each prompt went: groups that an update used up in, pass rates by prompt out.
+
+The order of the draws (`dapo.data.order`) is decided by it, so it is a part of every checkpoint: `history.parquet`, a
+row per prompt that was visited. The sample store has a table of the same things for people to look at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dapo.sampling.outcome import ALL_CORRECT, classify
+from dapo.types import Group
+
+FILE = "history.parquet"
+NEWEST = 0.5  # least weight of the newest visit in pass rate and variance: the policy that made older ones is gone
+_SCHEMA = pa.schema(
+    {
+        "prompt": pa.int64(),
+        "visits": pa.int64(),
+        "pass_rate": pa.float64(),
+        "variance": pa.float64(),
+        "solved": pa.int64(),
+        "last_version": pa.int64(),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptHistory:
+    """Holds one number per prompt, by its id.
+
+    visits: groups used up that could be scored. pass_rate: mean accuracy of the visits, the newer the heavier
+    (`NEWEST`). variance: the same of the variance within a group. solved: last visits in a row with all responses
+    correct. last_version: policy version that the update after the last visit started from; -1 without a visit.
+    """
+
+    visits: NDArray[np.int64]
+    pass_rate: NDArray[np.float64]
+    variance: NDArray[np.float64]
+    solved: NDArray[np.int64]
+    last_version: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, prompts: int) -> "PromptHistory":
+        """Returns the history of so many prompts that nobody has visited."""
+        whole, real = np.zeros(prompts, dtype=np.int64), np.zeros(prompts)
+        return cls(
+            visits=whole, pass_rate=real, variance=real.copy(), solved=whole.copy(), last_version=np.full(prompts, -1)
+        )
+
+    def copy(self) -> "PromptHistory":
+        """Returns one that later visits do not change."""
+        return PromptHistory(
+            visits=self.visits.copy(),
+            pass_rate=self.pass_rate.copy(),
+            variance=self.variance.copy(),
+            solved=self.solved.copy(),
+            last_version=self.last_version.copy(),
+        )
+
+    def add(self, groups: Sequence[Group], *, version: int) -> None:
+        """Adds the visits of one update, which started from policy `version`, in the order of `groups`. A group that
+        cannot be scored says nothing."""
+        for group in groups:
+            accuracies = group.accuracies
+            if not accuracies:
+                continue
+            prompt = group.draw.prompt.id
+            self.visits[prompt] += 1
+            newest = max(1.0 / self.visits[prompt], NEWEST)
+            self.pass_rate[prompt] += newest * (float(np.mean(accuracies)) - self.pass_rate[prompt])
+            self.variance[prompt] += newest * (float(np.var(accuracies)) - self.variance[prompt])
+            self.solved[prompt] = self.solved[prompt] + 1 if classify(group) == ALL_CORRECT else 0
+            self.last_version[prompt] = version
+
+    def write(self, directory: Path) -> None:
+        """Writes `history.parquet`."""
+        visited = np.flatnonzero(self.visits)
+        columns = [visited, *(getattr(self, name)[visited] for name in _SCHEMA.names[1:])]
+        pq.write_table(pa.table(columns, schema=_SCHEMA), directory / FILE)
+
+    @classmethod
+    def read(cls, directory: Path, prompts: int) -> "PromptHistory":
+        """Reads what `write` wrote; without a file nobody has visited any. Raises ValueError for anything else."""
+        history, path = cls.empty(prompts), directory / FILE
+        if not path.is_file():
+            return history
+        try:
+            table = pq.read_table(path, schema=_SCHEMA)
+            visited = table["prompt"].to_numpy()
+            for name in _SCHEMA.names[1:]:
+                getattr(history, name)[visited] = table[name].to_numpy()
+        except (pa.ArrowException, OSError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no history of {prompts} prompts ({error}); remove this checkpoint's directory to continue "
+                "from the one before it"
+            ) from error
+        return history

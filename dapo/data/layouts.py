@@ -1,0 +1,126 @@
+"""Knows the columns of public data sets: rows of TRL's, GSM8K's and MATH's in, what stands in verl's columns out.
+
+Which layout a file has is told by the names of its columns (`data.format=auto`) where only one fits. Rows in verl's own
+columns (DAPO-Math-17k) are read as they are, by `dapo.data.files`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.rewards.reading.spelling import boxed
+
+VERL = "verl"
+VERL_COLUMNS = ("data_source", "prompt", "reward_model")
+TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
+MARK = "####"  # before GSM8K's final answers
+AUTO = "auto"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Says how rows become prompts. Made from `data`, or from an entry of `data.sources`.
+
+    format: as `data.format`. system_prompt: the first message, in place of the rows' own; "": theirs. entry: name of
+    the entry; "" without entries.
+    """
+
+    format: str = AUTO
+    system_prompt: str = ""
+    entry: str = ""
+
+
+AS_IT_IS = Reading()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Describes a layout. question: the column of the problem. truths: columns of which one at least gives the truth.
+    truth: reads it from a row, or returns None where it is not there; wants: what it looks for, for an error."""
+
+    name: str
+    question: str
+    truths: tuple[str, ...]
+    truth: Callable[[Row], str | None]
+    wants: str
+
+    def fits(self, columns: Sequence[str]) -> bool:
+        """Returns whether these columns can be read."""
+        return self.question in columns and any(name in columns for name in self.truths)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.question}; {' or '.join(self.truths)})"
+
+    def converted(self, row: Row, where: str, source: str) -> Row:
+        """Returns a row in verl's columns; the columns that are not read go into `extra_info`. where: the row, for an
+        error. source: its `data_source` where it has none. Raises ValueError."""
+        truth = self.truth(row)
+        if truth is None or not truth.strip():
+            there = ", ".join(f"`{name}`" for name in self.truths if row.get(name) is not None)
+            raise ValueError(
+                f"{where}: {f'column {there} lacks' if there else 'there is not'} {self.wants}, which `format` "
+                f"{self.name} reads as the ground truth; correct or remove the row, or give another `format`"
+            )
+        prompt = row[self.question] if self.question in row else None
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, list):
+            raise ValueError(f"{where}: column `{self.question}` must be text or messages; correct or remove the row")
+        read = {self.question, "data_source", *self.truths}
+        return {
+            "data_source": row.get("data_source") or source or self.name,
+            "prompt": prompt,
+            "reward_model": {"ground_truth": truth.strip()},
+            "extra_info": {name: value for name, value in row.items() if name not in read},
+        }
+
+
+def _plain(row: Row) -> str | None:
+    """Returns the first truth there is: of a worked solution its last box, where it has one."""
+    value = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return (boxed(value) or [value])[-1] if isinstance(value, str) else str(value)
+
+
+def _marked(row: Row) -> str | None:
+    answer = row.get("answer")
+    return answer.rpartition(MARK)[2].replace(",", "") if isinstance(answer, str) and MARK in answer else None
+
+
+def _of_solution(row: Row) -> str | None:
+    if row.get("answer") is not None:
+        return str(row["answer"])
+    found = boxed(row["solution"]) if isinstance(row.get("solution"), str) else []
+    return found[-1] if found else None
+
+
+LAYOUTS = (
+    Layout(name="trl", question="prompt", truths=TRUTHS, truth=_plain, wants="an answer"),
+    Layout(name="gsm8k", question="question", truths=("answer",), truth=_marked, wants=f"a final answer after {MARK}"),
+    Layout(name="math", question="problem", truths=("answer", "solution"), truth=_of_solution, wants="a \\boxed{...}"),
+)
+
+
+def layout_of(columns: Sequence[str], format: str, where: str, schema: str) -> Layout | None:
+    """Returns the layout of a file with these columns; None: verl's. format: as `data.format`. where: the file or row,
+    schema: verl's columns, for an error. Raises ValueError where they fit no layout, several, or not the one named."""
+    missing = [name for name in VERL_COLUMNS if name not in columns]
+    if not missing and format in (AUTO, VERL):
+        return None
+    fitting = [each for each in LAYOUTS if each.fits(columns) and format in (AUTO, each.name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    found = f"(found: {', '.join(columns)})"
+    if fitting:
+        names = " and ".join(str(each) for each in fitting)
+        raise ValueError(f"{where}: the columns {found} fit {names}; name one of them as `format`")
+    if named := next((each for each in LAYOUTS if each.name == format), None):
+        raise ValueError(f"{where}: the columns {found} are not those of `format` {named}; name another, or auto")
+    others = ", ".join(str(each) for each in LAYOUTS)
+    raise ValueError(
+        f"{where}: column {', '.join(f'`{name}`' for name in missing)} is missing {found}; the schema is {schema}; "
+        f"other formats are {others}"
+    )

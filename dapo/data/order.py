@@ -1,0 +1,269 @@
+"""Decides which prompt each draw visits.
+
+    draw k ─▶ its source and its rank there (`dapo.data.shares`) ─▶ a visit of that source's own order ─▶ a prompt
+
+Without a curriculum the visit is the rank, and all of it is a function of k alone. A curriculum
+(`dapo.data.curriculum`) skips visits by what is known of their prompts. Draws run ahead of verdicts, and how far
+depends on timing; so a draw is decided by what the trained policy knows alone: the groups that the updates so far have
+used up. What was decided and not used up when an update ends is decided anew, but for draws that live on (staleness
+above 0), which keep theirs. At staleness 0 the order is so a function of the seed and of the verdicts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapo.config.schema import Config
+from dapo.data.curriculum import Curriculum, curriculum_of
+from dapo.data.history import PromptHistory
+from dapo.data.shares import Shares
+from dapo.types import Draw, Group, Prompt
+
+FILE = "order.json"
+CHANCE = 1  # in a seed: the numbers that visits are skipped by, and not the order of an epoch
+
+
+class Epochs:
+    """Holds one source's own order of visits: `permutation(seed, epoch)[visit % num_prompts]`."""
+
+    def __init__(self, prompts: NDArray[np.int64], *, seed: int, source: int, shuffle: bool) -> None:
+        """Takes the ids of its prompts. source: its number; the first one's order is that of a run without sources."""
+        self.prompts = prompts
+        self._seed = seed
+        self._source = source
+        self._shuffle = shuffle
+        self._orders: dict[int, NDArray[np.int64]] = {}  # of the last epochs asked for
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def places(self, epoch: int) -> NDArray[np.int64]:
+        """Returns for each visit of an epoch the place of its prompt in `prompts`."""
+        if not self._shuffle:
+            return np.arange(len(self))
+        if epoch not in self._orders:
+            # Philox keyed by (seed, epoch): epochs are independent and none depends on the ones before it.
+            words = [self._seed, epoch, self._source] if self._source else [self._seed, epoch]
+            made = _generator(words).permutation(len(self))
+            self._orders = {key: order for key, order in self._orders.items() if key == epoch - 1} | {epoch: made}
+        return self._orders[epoch]
+
+    def prompt(self, visit: int) -> int:
+        """Returns the id of the prompt that a visit is to."""
+        epoch, place = divmod(visit, len(self))
+        return int(self.prompts[self.places(epoch)[place]])
+
+    def standing(self, epoch: int, chances: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Returns the visits of an epoch that are not skipped, in order. chances: of each prompt, in [0, 1]."""
+        luck = _generator([self._seed, epoch, self._source, CHANCE]).random(len(self))  # of the epoch's visits
+        return epoch * len(self) + np.flatnonzero(luck < chances[self.places(epoch)])
+
+
+def _generator(words: list[int]) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+
+
+class _Window:
+    """Holds the visits of one source that stand, from one visit on, as long as the chances are the same."""
+
+    def __init__(self, epochs: Epochs, chances: NDArray[np.float64], *, first: int, cursor: int) -> None:
+        """Decides nothing yet. first: rank of its first draw. cursor: visit from which on it takes."""
+        self.first, self.cursor, self.chances = first, cursor, chances
+        self._epochs = epochs
+        self._epoch = cursor // len(epochs)
+        self._visits = np.zeros(0, dtype=np.int64)
+
+    def visit(self, rank: int) -> int:
+        """Returns the visit of a draw."""
+        while len(self._visits) <= rank - self.first:
+            more = self._epochs.standing(self._epoch, self.chances)
+            self._visits = np.concatenate([self._visits, more[more >= self.cursor]])
+            self._epoch += 1
+        return int(self._visits[rank - self.first])
+
+    def after(self, rank: int) -> int:
+        """Returns the visit after that of the last draw before `rank`."""
+        return self.visit(rank - 1) + 1 if rank > self.first else self.cursor
+
+
+class Started(Protocol):
+    """Stands for `dapo.sampling.draws.Draws`. live: draws that have not ended. settled: the draws from it on are to be
+    decided anew."""
+
+    @property
+    def live(self) -> Mapping[int, object]: ...
+
+    @property
+    def settled(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderState:
+    """Holds what a curriculum adds to a checkpoint. first: the first draw that the history decides. cursors: of each
+    source, the visit from which on it does. visits: of draws before `first` that have not ended."""
+
+    first: int
+    cursors: list[int]
+    visits: dict[int, int]
+
+
+class PromptOrder:
+    """Decides which prompt a draw visits, and knows the history of the prompts."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Mapping[str, float] | None = None,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """Begins with draw 0. prompts: the position of each is its id. weights: of each source by name
+        (`Prompt.entry`); None: all prompts are of one."""
+        self._prompts = prompts
+        self._names = list(weights or {"": 1.0})
+        self._shares = Shares(list(weights.values()) if weights else [1.0])
+        number = {name: source for source, name in enumerate(self._names)}
+        of = np.array([number[prompt.entry] if weights else 0 for prompt in prompts], dtype=np.int64)
+        self._epochs = [
+            Epochs(np.flatnonzero(of == source), seed=seed, source=source, shuffle=shuffle)
+            for source in range(len(self._names))
+        ]
+        self._curriculum = curriculum
+        self._history = PromptHistory.empty(len(prompts))
+        self._metrics: dict[str, float] = {}
+        self._windows: list[_Window] = []
+        self._open(OrderState(first=0, cursors=[0] * len(self._names), visits={}), version=0)
+
+    @classmethod
+    def of(cls, cfg: Config, prompts: Sequence[Prompt]) -> "PromptOrder":
+        """Makes the order of a run from `data` and `trainer.seed`."""
+        return cls(
+            prompts,
+            seed=cfg.trainer.seed,
+            shuffle=cfg.data.shuffle,
+            weights={source.name: source.weight for source in cfg.data.sources} or None,
+            curriculum=curriculum_of(cfg.data, cfg.rollout.n),
+        )
+
+    def draw(self, index: int) -> Draw:
+        """Returns the visit number `index`, counted from 0 over the whole run."""
+        source, rank = self._shares.place(index)
+        return Draw(index=index, prompt=self._prompts[self._epochs[source].prompt(self._visit(index, source, rank))])
+
+    def _visit(self, index: int, source: int, rank: int) -> int:
+        if index in self._visits:
+            return self._visits[index]
+        window = self._windows[source] if self._windows else None
+        return rank if window is None or rank < window.first else window.visit(rank)
+
+    def _open(self, state: OrderState, *, version: int) -> None:
+        """Lets the history decide the draws from `state.first` on."""
+        self._first, self._visits = state.first, state.visits
+        if self._curriculum is None:
+            return
+        ranks = self._shares.counts(state.first)
+        self._windows = [
+            _Window(
+                epochs,
+                self._curriculum.chances(self._history, epochs.prompts, version=version),
+                first=rank,
+                cursor=cursor,
+            )
+            for epochs, rank, cursor in zip(self._epochs, ranks, state.cursors, strict=True)
+        ]
+
+    def learn(self, groups: Sequence[Group], draws: Started, *, version: int) -> None:
+        """Takes what the update to policy `version` used up."""
+        if self._curriculum is None:
+            self._history.add(groups, version=version - 1)
+            return
+        first = max(self._first, draws.settled)
+        ranks = self._shares.counts(first)
+        cursors = [window.after(rank) for window, rank in zip(self._windows, ranks, strict=True)]
+        visits = {index: self._visit(index, *self._shares.place(index)) for index in draws.live if index < first}
+        self._metrics = self._describe(ranks, cursors)
+        self._history.add(groups, version=version - 1)
+        self._open(OrderState(first=first, cursors=cursors, visits=visits), version=version)
+
+    def _describe(self, ranks: Sequence[int], cursors: Sequence[int]) -> dict[str, float]:
+        passed = sum(cursors) - sum(window.cursor for window in self._windows)
+        drawn = sum(ranks) - sum(window.first for window in self._windows)
+        shares, chances = self.shares(), np.concatenate([window.chances for window in self._windows])
+        return {
+            "curriculum/effective_prompts": float(1.0 / np.square(shares).sum() / len(shares)),
+            "curriculum/retired": float(np.mean(chances == 0)),
+            "curriculum/skipped": (passed - drawn) / passed if passed else 0.0,
+            "curriculum/visited": float(np.mean(self._history.visits > 0)),
+        }
+
+    def shares(self) -> NDArray[np.float64]:
+        """Returns the effective share of each prompt, by id: of the draws that are decided by what is known now, the
+        part that is expected to visit it."""
+        found = np.zeros(len(self._prompts))
+        for source, epochs in enumerate(self._epochs):
+            chances = self._windows[source].chances if self._windows else np.ones(len(epochs))
+            found[epochs.prompts] = self._shares.parts[source] * chances / chances.sum()
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what the curriculum did in the last step; nothing without one."""
+        return self._metrics
+
+    def visits_of(self, groups: Sequence[Group]) -> dict[int, int]:
+        """Returns what `know` needs to find the prompts of these groups again; nothing without a curriculum."""
+        if self._curriculum is None:
+            return {}
+        return {each.draw.index: self._visit(each.draw.index, *self._shares.place(each.draw.index)) for each in groups}
+
+    def know(self, visits: Mapping[int, int]) -> None:
+        """Takes the visits of draws that were decided elsewhere."""
+        self._visits = {**self._visits, **visits}
+
+    def saved(self) -> "SavedOrder":
+        """Returns what a checkpoint needs, as of now."""
+        cursors = [window.cursor for window in self._windows]
+        state = OrderState(first=self._first, cursors=cursors, visits=dict(self._visits))
+        return SavedOrder(history=self._history.copy(), state=state if self._windows else None)
+
+    def restore(self, directory: Path, *, version: int) -> None:
+        """Goes on as a checkpoint of policy `version` says. Raises ValueError where its files say something else."""
+        self._history = PromptHistory.read(directory, len(self._prompts))
+        if self._curriculum is not None and (directory / FILE).is_file():
+            self._open(_read_state(directory / FILE, len(self._names)), version=version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedOrder:
+    """Holds the history and, with a curriculum, what is decided by it. Made by `PromptOrder.saved`."""
+
+    history: PromptHistory
+    state: OrderState | None
+
+    def write(self, directory: Path) -> None:
+        """Writes `history.parquet` and, with a curriculum, `order.json`."""
+        self.history.write(directory)
+        if self.state is not None:
+            (directory / FILE).write_text(json.dumps(asdict(self.state)) + "\n", encoding="utf-8")
+
+
+def _read_state(path: Path, sources: int) -> OrderState:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        visits = {int(index): visit for index, visit in values["visits"].items()}
+        state = OrderState(first=values["first"], cursors=values["cursors"], visits=visits)
+        whole = [state.first, *state.cursors, *visits.values()]
+        if len(state.cursors) != sources or not all(type(number) is int and number >= 0 for number in whole):
+            raise ValueError(f"{len(state.cursors)} cursors for {sources} sources, or counts that are no whole numbers")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no order of draws ({error!r}); remove this checkpoint's directory to continue from the one "
+            "before it"
+        ) from error
+    return state

@@ -1,0 +1,84 @@
+"""Says which files a run reads and how, and reads those that it trains on: `data.train_files`, or `data.sources`.
+
+In: a configuration and a tokenizer. Out: prompts whose position is their id, those of each source in one piece.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from dapo.config.sampling import DataConfig
+from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
+from dapo.data.layouts import Reading
+from dapo.data.prompts import DataReport, load_prompts
+from dapo.types import Prompt
+
+TRAIN, HELD_OUT = "data.train_files", "data.val_files"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """Holds files that are read alike. key: where they stand in the configuration. name: of a held-out set."""
+
+    key: str
+    name: str = ""
+    files: list[str]
+    reading: Reading
+
+
+def train_files(data: DataConfig) -> Iterator[Files]:
+    """Yields the files of each source."""
+    if data.train_files:
+        yield Files(key=TRAIN, files=data.train_files, reading=Reading(format=data.format))
+    for index, source in enumerate(data.sources):
+        yield Files(key=f"data.sources[{index}].files", files=source.files, reading=_reading(source))
+
+
+def held_out_files(data: DataConfig) -> Iterator[Files]:
+    """Yields the files of each held-out set, those of `data.val_files` first; a plain list is one set without a
+    name."""
+    given = data.val_files or []
+    for name, files in given.items() if isinstance(given, dict) else [("", given)] if given else []:
+        key = f"{HELD_OUT}.{name}" if name else HELD_OUT
+        files = [files] if isinstance(files, str) else list(files)
+        yield Files(key=key, name=name, files=files, reading=Reading(format=data.format))
+    for index, source in enumerate(data.sources):
+        if source.val_files:
+            key = f"data.sources[{index}].val_files"
+            yield Files(key=key, name=source.name, files=source.val_files, reading=_reading(source))
+
+
+def _reading(source: SourceConfig) -> Reading:
+    return Reading(format=source.format, system_prompt=source.system_prompt, entry=source.name)
+
+
+def load_train(
+    cfg: Config,
+    tokenizer: Any,
+    *,
+    today: datetime | None = None,
+    told: Callable[[str, DataReport], None] = lambda key, report: None,
+) -> tuple[list[Prompt], DataReport]:
+    """Returns the prompts, and what became of the rows of all sources together.
+
+    tokenizer, today: as for `dapo.data.prompts.load_counted`. told: called with the key of each source and what became
+    of its rows. Raises ValueError: see there.
+    """
+    prompts: list[Prompt] = []
+    whole = DataReport(rows=0, duplicates=0, contradictory=0, too_long=0, kept=0)
+    for one in train_files(cfg.data):
+        found, report = load_prompts(
+            one.files,
+            tokenizer,
+            max_prompt_length=cfg.data.max_prompt_length,
+            max_contradictory=cfg.data.max_contradictory,
+            key=one.key,
+            reading=one.reading,
+            today=today,
+        )
+        told(one.key, report)
+        prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found] if prompts else found
+        whole = whole + report
+    return prompts, whole

@@ -1,0 +1,206 @@
+"""Finds functions of a person's own (`FILE.py:FUNCTION`) and calls them with what their parameters name.
+
+In: a configuration. Out: functions of one reading of their files, on the driver and, as a `Source` that travels, on
+every rank: no node needs the file, and no change of it reaches a run that has begun.
+"""
+
+import difflib
+import hashlib
+import importlib.abc
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dapo.config.fields import OWN
+from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
+from dapo.rewards.calling.loading import describe, run_module
+
+# What a function may ask for, by name; it takes any of them.
+PARAMETERS = {
+    "algorithm.policy_loss": (
+        *("logprobs", "old_logprobs", "advantages", "segment_ids"),
+        *("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    ),
+    "algorithm.advantage.function": ("rewards", "lengths", "parts", "part_weights", "normalize_by_std"),
+    "algorithm.token_weights": ("response_lengths", "mode", "group_sizes", "max_response_length"),
+    "filter_groups.function": ("group", "min_scored"),
+}
+
+
+class OwnFunctionError(RuntimeError):
+    """Says that a person's function raised, or gave what it must not; names the key, the function and its place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Holds the text of a file with the function that a key names. Made by `read`, consumed by `load`, on any node."""
+
+    key: str
+    path: str
+    name: str
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        """Returns the SHA-256 of the file."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def __str__(self) -> str:
+        return f"`{self.key}` ({self.path}:{self.name})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFunction:
+    """Holds a loaded function. takes: which of the key's parameters it asks for; None: all of them."""
+
+    source: Source
+    function: Callable[..., Any]
+    takes: frozenset[str] | None
+
+    def __call__(self, **available: Any) -> Any:
+        """Calls it with those of `available` that it asks for. Raises OwnFunctionError where it raises."""
+        given = available if self.takes is None else {name: available[name] for name in self.takes}
+        try:
+            return self.function(**given)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            own = [frame for frame in frames if frame.filename == self.source.path]
+            place = f" at line {own[-1].lineno} of {Path(self.source.path).name}" if own else ""
+            raise OwnFunctionError(f"{self.source} raised {describe(error)}{place}") from error
+
+
+def chosen(cfg: Config) -> dict[str, str]:
+    """Returns path and name of every function of a person's own that the configuration has, by key."""
+    algorithm = cfg.algorithm
+    values = (algorithm.policy_loss, algorithm.advantage.function, algorithm.token_weights, cfg.filter_groups.function)
+    return {key: value for key, value in zip(PARAMETERS, values, strict=True) if OWN.fullmatch(value)}
+
+
+def make_absolute(cfg: Config) -> None:
+    """Makes the paths absolute; ready names stay."""
+    algorithm = cfg.algorithm
+    algorithm.policy_loss = _absolute(algorithm.policy_loss)
+    algorithm.advantage.function = _absolute(algorithm.advantage.function)
+    algorithm.token_weights = _absolute(algorithm.token_weights)
+    cfg.filter_groups.function = _absolute(cfg.filter_groups.function)
+
+
+def _absolute(value: str) -> str:
+    found = OWN.fullmatch(value)
+    return f"{_file(found[1])}:{found[2]}" if found else value
+
+
+def _file(path: str) -> Path:
+    """Returns the absolute path of a file, inside a package too (`pkg://PACKAGE/NAME`)."""
+    return Path(resolve_path(path)).expanduser().absolute()
+
+
+_loaded: dict[tuple[str, str], OwnFunction] = {}  # of this process: one reading per run
+
+
+def forget() -> None:
+    """Lets files be read again: a run begins."""
+    _loaded.clear()
+
+
+def own_function(key: str, value: str) -> OwnFunction:
+    """Returns the function that a key names, of the first reading since `forget`. Raises ValueError as `read`, `load`
+    do."""
+    if (key, value) not in _loaded:
+        _loaded[key, value] = load(read(key, value))
+    return _loaded[key, value]
+
+
+def source_of(cfg: Config, key: str) -> Source | None:
+    """Returns what ranks need to load the function of a key; None for a ready one."""
+    value = chosen(cfg).get(key)
+    return None if value is None else own_function(key, value).source
+
+
+def digests(cfg: Config) -> dict[str, str]:
+    """Returns a line by key that says which functions these are, wherever their files lie."""
+    found = {key: own_function(key, value).source for key, value in chosen(cfg).items()}
+    return {key: f"{Path(one.path).name}:{one.name}, sha256 {one.digest}" for key, one in found.items()}
+
+
+def read(key: str, value: str) -> Source:
+    """Reads the file. Raises ValueError where there is none."""
+    found = OWN.fullmatch(value)
+    assert found is not None, value
+    path = _file(found[1])
+    try:
+        return Source(key=key, path=str(path), name=found[2], text=path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"`{key}` ({value}): the file cannot be read ({error}); give FILE.py:FUNCTION") from None
+
+
+def load(source: Source) -> OwnFunction:
+    """Runs the file's text as a module of its own, and finds the function. The file's folder does not enter the search
+    path: it can import what is installed, and no file beside it.
+
+    Raises:
+        ValueError: it cannot be imported, has no such function, or one that asks for what there is not.
+    """
+    try:
+        module = _module(source)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{source} cannot be imported ({describe(error)}); it can import what is installed on every node, and no "
+            "file beside it"
+        ) from error
+    function = vars(module).get(source.name)
+    if function is None:
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(source.name, names, cutoff=0.4) or names[:5]
+        hint = f"did you mean {' or '.join(near)}?" if near else "it defines no function"
+        raise ValueError(f"{source} is not in the file; {hint}")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"{source} must be a plain function, and it is {type(function).__name__} or async")
+    return OwnFunction(source=source, function=function, takes=_takes(source, function))
+
+
+def _takes(source: Source, function: Callable[..., Any]) -> frozenset[str] | None:
+    there, asked = PARAMETERS[source.key], inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in asked):
+        return None
+    unknown = [
+        one.name
+        for one in asked
+        if one.kind is one.POSITIONAL_ONLY or one.name not in there and one.default is one.empty and not _rest(one)
+    ]
+    if unknown:
+        raise ValueError(
+            f"{source} asks for {', '.join(unknown)}, which it is not given; parameters are given by name, any of "
+            f"{', '.join(there)}; give others a default"
+        )
+    return frozenset(one.name for one in asked) & frozenset(there)
+
+
+def _rest(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.VAR_POSITIONAL
+
+
+def _module(source: Source) -> ModuleType:
+    name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
+    return run_module(importlib.util.spec_from_loader(name, _Text(source)))
+
+
+class _Text(importlib.abc.SourceLoader):
+    """Loads a module from the text that travelled, under the name of its file; writes no bytecode."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._source.path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        if path != self._source.path:  # of bytecode
+            raise OSError(path)
+        return self._source.text

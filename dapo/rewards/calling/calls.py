@@ -1,0 +1,186 @@
+"""Runs the async reward functions of a worker in one process: many responses at a time in one event loop.
+
+In: items over a socket. Out: for each what the functions gave, or why they gave nothing. A call that fails for a reason
+of the network or the server is tried again with growing pauses; without an answer in time the response is unscorable.
+"""
+
+import asyncio
+import errno
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from dapo.config.reward import RemoteConfig
+from dapo.rewards.calling.by_entry import FunctionsByEntry
+from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, pack
+from dapo.rewards.calling.functions import RewardFunctionError, error_of
+from dapo.rewards.calling.loading import LoadedFunction, describe, tail
+
+BEAT_S = 1.0  # between two signs of life: a function that blocks the event loop gives none
+MAX_PAUSE_S = 30.0  # of the pauses that double; a server may ask for more
+
+
+# Of the run's own, all alike: each with its `url` and the `key` that it asks for.
+servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default=())
+
+
+class Retry(Exception):
+    """Says that a call may do better later; for async reward functions to raise. after_s: the least pause in seconds,
+    such as a server's Retry-After."""
+
+    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class Unanswered(Exception):
+    """Says that no call was answered in time, and why the last one was not."""
+
+
+class Pace:
+    """Spaces calls evenly. per_minute: calls of this process; 0: no bound."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._gap_s = 60.0 / per_minute if per_minute else 0.0
+        self._next = 0.0
+
+    async def turn(self) -> None:
+        """Waits until the next call may go out."""
+        now = time.monotonic()
+        at = max(now, self._next)
+        self._next = at + self._gap_s
+        if at > now:
+            await asyncio.sleep(at - now)
+
+
+async def answer(
+    call: Callable[[], Any], config: RemoteConfig, pace: Pace, rng: random.Random | None = None
+) -> tuple[Any, dict[str, float]]:
+    """Returns what a call gave, with the metrics latency_s, of the call that was answered, and retries.
+
+    Waiting for a turn does not count against `timeout_s`, so that a low rate makes nothing unscorable.
+
+    Raises:
+        Unanswered: no answer within `timeout_s`, or after `retries`. Whatever else the call raises, it is not retried.
+    """
+    left, pause, reason = config.timeout_s, config.backoff_s, ""
+    passing: tuple[type[Exception], ...] = (Retry, OSError, *_transport_errors())  # a TimeoutError is an OSError
+    for tries in range(config.retries + 1):
+        await pace.turn()
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(config.call_timeout_s, left)) as limit:
+                value = await call()
+            return value, {"latency_s": time.monotonic() - began, "retries": float(tries)}
+        except passing as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError from error
+            late = f"no answer within {min(config.call_timeout_s, left):.3g} s"
+            reason = late if limit.expired() else describe(error)
+            asked_s = error.after_s if isinstance(error, Retry) else 0.0
+        wait_s = max(asked_s, pause * (rng or random).uniform(0.5, 1.0))
+        pause = min(2 * pause, MAX_PAUSE_S)
+        left -= time.monotonic() - began + wait_s
+        if left <= 0 or tries == config.retries:
+            break
+        await asyncio.sleep(wait_s)
+    raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}")
+
+
+def serve(channel: socket.socket, functions: FunctionsByEntry, config: RemoteConfig) -> None:
+    """Answers items until the reward worker closes its end."""
+    asyncio.run(_serve(channel, functions, config))
+
+
+async def _serve(channel: socket.socket, functions: FunctionsByEntry, config: RemoteConfig) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    pace = Pace(config.calls_per_minute)
+    running: set[asyncio.Task[None]] = {asyncio.create_task(_beat(writer))}
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
+            item = json.loads(await reader.readexactly(size))
+            task = asyncio.create_task(_reply(writer, functions, config, pace, item))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+
+async def _beat(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(pack({"number": 0}))
+        await asyncio.sleep(BEAT_S)
+
+
+async def _reply(
+    writer: asyncio.StreamWriter, functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]
+) -> None:
+    try:
+        reply = await given(functions, config, pace, item)
+        frame = pack({**reply, "number": item["number"]})
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    writer.write(frame)
+
+
+async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> dict[str, Any]:
+    """Returns `given`, what each async function gave by its label, or `failure` (a kind of `Score.failure`) and
+    `detail`. A function of weight 0 that was not answered gives None: it is only recorded."""
+    own = functions.of(item["entry"])
+    jobs = {label: asyncio.create_task(_one(label, f, config, pace, item)) for label, f in own.asynchronous()}
+    found: dict[str, Any] = {}
+    try:
+        for label, job in jobs.items():
+            try:
+                found[label] = await job
+            except Unanswered as error:
+                if own.counts(label):
+                    return {"failure": "remote", "detail": f"reward function `{label}`: {error}"}
+                found[label] = None
+            except RewardFunctionError as error:
+                return {"failure": "error", "detail": str(error)}
+    finally:
+        for job in jobs.values():
+            job.cancel()
+        await asyncio.gather(*jobs.values(), return_exceptions=True)
+    return {"given": found}
+
+
+async def _one(label: str, function: LoadedFunction, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> Any:
+    """Returns what one function gave, its metrics added."""
+    text, source = tail(item["text"], function.reads_last), item["source"]
+    servers.set(item.get("servers", ()))
+
+    def call() -> Any:
+        return function.call(
+            data_source=source,
+            solution_str=text,
+            ground_truth=item["ground_truth"],
+            extra_info=item["extra_info"],
+            **function.kwargs,
+        )
+
+    try:
+        value, metrics = await answer(call, config, pace)
+    except (Unanswered, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise error_of(label, function, source, error) from error
+    return {**metrics, **value} if isinstance(value, dict) else {**metrics, "score": value}
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Returns what clients raise for a broken connection, of those that a function has loaded."""
+    httpx, aiohttp = sys.modules.get("httpx"), sys.modules.get("aiohttp")
+    found: list[type[Exception]] = []
+    if httpx is not None:
+        found.append(httpx.TransportError)
+    if aiohttp is not None:
+        found += [aiohttp.ClientConnectionError, aiohttp.ClientPayloadError]
+    return tuple(found)

@@ -1,0 +1,21 @@
+"""Carries values between a reward worker and its processes, as `dapo.sandbox.frames` does; numpy's are among them."""
+
+from typing import Any
+
+import numpy as np
+
+from dapo.sandbox import frames
+from dapo.sandbox.frames import HEADER, read_frame
+
+__all__ = ["EXIT_MEMORY", "HEADER", "pack", "read_frame"]
+
+EXIT_MEMORY = 77  # exit status of a process at its memory limit
+
+
+def pack(value: Any) -> bytes:
+    """Returns a frame. Numpy's values become Python's; what JSON has no form for becomes text."""
+    return frames.pack(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

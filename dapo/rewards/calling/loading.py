@@ -1,0 +1,238 @@
+"""Finds reward functions: ready ones by their short name, a person's own in a file or an importable module.
+
+In: an entry of `reward.functions`. Out: the loaded function with what its module says about it: how much of a text it
+reads, and known answers to check it with.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dapo.config.reward import JudgeConfig, RewardFunctionConfig
+from dapo.report.redact import redacted
+
+READY = ("math", "math_verify", "gsm8k", "code", "format", "overlong", "judge")  # modules of this package
+PACKAGE = "dapo.rewards"
+SECTION = "reward.functions"  # where the functions of a run stand
+OWN, OWN_MODEL = "own", "judge"  # in place of the address and the name of a model that the run serves itself
+MAX_MESSAGE_CHARS = 200  # of a person's exception, which may quote the model's text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canary:
+    """Holds an answer whose score is known. Made by `canaries` of a reward module, scored by the child processes."""
+
+    solution_str: str
+    ground_truth: str
+    extra_info: dict[str, Any]
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedFunction:
+    """Holds a reward function, ready to be called.
+
+    reads_last: characters at the end of a solution that it looks at (`READS_LAST` of its module); None: all of them.
+    runs_programs: whether it runs programs of the model in the sandbox (`RUNS_PROGRAMS` of its module).
+    file: where it is defined, for messages. digest: of that file. asynchronous: it is an `async def`.
+    """
+
+    call: Callable[..., Any]
+    kwargs: dict[str, Any]
+    reads_last: int | None
+    runs_programs: bool
+    canaries: tuple[Canary, ...]
+    file: str
+    digest: str
+    asynchronous: bool
+
+
+def load(spec: RewardFunctionConfig, *, index: int = 0, section: str = SECTION) -> LoadedFunction:
+    """Returns the function of an entry; index is its place in the section of the configuration.
+
+    A file is loaded under a name of its own: it shadows no module, and its folder does not enter the search path.
+    Raises ValueError naming `SECTION[index]`, the value and the remedy.
+    """
+    key = f"{section}[{index}]"
+    _check_numbers(spec, key)
+    module = _load_module(spec.path, f"{key}.path")
+    function = _member(module, spec, f"{key}.name")
+    _check_signature(function, spec, key)
+    reads_last = vars(module).get("READS_LAST")
+    if not (reads_last is None or type(reads_last) is int and reads_last >= 0):
+        raise ValueError(f"`{key}.path` ({spec.path}): READS_LAST ({reads_last!r}) must be a number of characters")
+    return LoadedFunction(
+        call=function,
+        kwargs=dict(spec.kwargs),
+        reads_last=reads_last,
+        runs_programs=vars(module).get("RUNS_PROGRAMS") is True,
+        canaries=_canaries(module, spec, key),
+        file=str(module.__file__),
+        digest=hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest(),
+        asynchronous=inspect.iscoroutinefunction(function),
+    )
+
+
+def with_judge(functions: Sequence[RewardFunctionConfig], judge: JudgeConfig) -> list[RewardFunctionConfig]:
+    """Returns the functions, those that are the ready `judge` with the keys of `reward.judge` as arguments, where their
+    own `kwargs` do not say otherwise: its address is `OWN` where the run starts the judge."""
+    keys = asdict(judge)
+    if keys.pop("engine")["path"]:
+        keys |= {"url": OWN, "model": OWN_MODEL}
+    return [
+        replace(spec, kwargs={**keys, **spec.kwargs}) if ready_name(spec.path) == "judge" else spec
+        for spec in functions
+    ]
+
+
+def tail(text: str, reads_last: int | None) -> str:
+    """Returns the last `reads_last` characters; None: all of them."""
+    return text if reads_last is None else text[max(0, len(text) - reads_last) :]
+
+
+def ready_name(path: str) -> str | None:
+    """Returns `math` for `math` and for `dapo.rewards.math`; None for a person's own."""
+    name = path.removeprefix(PACKAGE + ".")
+    return name if name in READY else None
+
+
+def describe(error: BaseException) -> str:
+    """Returns type and shortened message; escaped, because it may quote the model's text."""
+    message = str(error)
+    short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+    return f"{type(error).__name__}: {ascii(short)[1:-1]}"
+
+
+def labels(specs: Sequence[RewardFunctionConfig], section: str = SECTION) -> tuple[str, ...]:
+    """Returns a name per function for metrics: a ready one's short name, else the function's own, or module.name where
+    several share it, as verl's convention invites."""
+    names = [ready_name(spec.path) or spec.name for spec in specs]
+    found: list[str] = []
+    for index, (spec, name) in enumerate(zip(specs, names, strict=True)):
+        module = Path(spec.path).stem if spec.path.endswith(".py") else spec.path
+        taken = names.count(name) > 1 or name in READY or name == "reward_model"  # parts that the worker records
+        label = f"{module}.{spec.name}" if taken and ready_name(spec.path) is None else name
+        if label in found:
+            raise ValueError(
+                f"`{section}[{index}]` ({label}) has the name of `{section}[{found.index(label)}]`; "
+                "rename one, or drop it if they are the same"
+            )
+        found.append(label)
+    return tuple(found)
+
+
+def _member(module: ModuleType, spec: RewardFunctionConfig, key: str) -> Callable[..., Any]:
+    members = vars(module)
+    if spec.name not in members:
+        names = [member for member, value in members.items() if callable(value) and not member.startswith("_")]
+        near = difflib.get_close_matches(spec.name, names, cutoff=0.4) or names[:5]
+        hint = f"did you mean {' or '.join(near)}?" if near else "it defines no public function"
+        raise ValueError(f"`{key}` ({spec.name!r}) is not in {spec.path}; {hint}")
+    function = members[spec.name]
+    if not callable(function):
+        raise ValueError(
+            f"`{key}` ({spec.name!r}) in {spec.path} is a {type(function).__name__}; it must be a function"
+        )
+    return function
+
+
+def _check_numbers(spec: RewardFunctionConfig, key: str) -> None:
+    for field, value in (("weight", spec.weight), ("wrong", spec.wrong)):
+        if not math.isfinite(value):
+            raise ValueError(f"`{key}.{field}` ({value}) must be a finite number")
+    if not _is_plain(spec.kwargs):
+        raise ValueError(
+            f"`{key}.kwargs` ({redacted(spec.kwargs)}) must be texts, numbers, lists and mappings with text keys"
+        )
+    if spec.weight * spec.wrong > 0:
+        raise ValueError(
+            f"`{key}.wrong` ({spec.wrong}) times `{key}.weight` ({spec.weight}) must not be above 0: it would pay "
+            "a policy for breaking the function; give `wrong` the score that the weight makes the worst"
+        )
+
+
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """Returns whether it reaches a child process unchanged."""
+    try:
+        return bool(json.loads(json.dumps(kwargs)) == kwargs)
+    except (TypeError, ValueError):
+        return False
+
+
+def _check_signature(function: Callable[..., Any], spec: RewardFunctionConfig, key: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a callable of another language, which has none
+        return
+    try:
+        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={}, **spec.kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"`{key}` ({spec.name} of {spec.path}) cannot be called with data_source, solution_str, ground_truth, "
+            f"extra_info and `{key}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
+        ) from None
+
+
+def _canaries(module: ModuleType, spec: RewardFunctionConfig, key: str) -> tuple[Canary, ...]:
+    give: Callable[[str, dict[str, Any]], Iterable[tuple[str, str, dict[str, Any], float]]] | None
+    give = vars(module).get("canaries")
+    if give is None:
+        return ()
+    try:
+        return tuple(
+            Canary(solution_str=text, ground_truth=truth, extra_info=extra, score=float(score))
+            for text, truth, extra, score in give(spec.name, dict(spec.kwargs))
+        )
+    except Exception as error:
+        raise ValueError(
+            f"`{key}.path` ({spec.path}): canaries({spec.name!r}, kwargs) failed ({describe(error)}); it must give "
+            "(solution_str, ground_truth, extra_info, score) of known answers"
+        ) from error
+
+
+def _load_module(path: str, key: str) -> ModuleType:
+    """Imports a ready one, a file or a dotted module. Code that ends the process at import is an import error too."""
+    file = Path(path).expanduser().resolve() if path.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"`{key}` ({path!r}): there is no file {file}; give an absolute path or a dotted module")
+    ready = ready_name(path)
+    try:
+        if file is not None:
+            return load_file(file, "reward")
+        return importlib.import_module(f"{PACKAGE}.{ready}" if ready else path)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{key}` ({path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted module "
+            f"that can be imported on every node, or one of {', '.join(READY)}"
+        ) from error
+
+
+def load_file(file: Path, kind: str) -> ModuleType:
+    """Returns a file as a module of its own: it shadows no other, and its folder does not enter the search path. kind:
+    of function that it is loaded for, a part of the module's name."""
+    name = f"dapo_{kind}_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    return run_module(importlib.util.spec_from_file_location(name, file))
+
+
+def run_module(spec: ModuleSpec | None) -> ModuleType:
+    """Returns the module that a specification describes, executed. Raises what its code raises, and then forgets it."""
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module

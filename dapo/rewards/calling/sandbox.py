@@ -1,0 +1,69 @@
+"""Limits what a reward child may use: memory, files, and, where the kernel grants it, no process and no network.
+
+In: `LimitsConfig`. Out: the calling process limited for good, and the names of what the kernel granted. CPU time is a
+timer per item (`fork_server.py`) and wall-clock time the parent's business. seccomp(2) needs no privilege, works in
+containers, and holds for root, for whom RLIMIT_NPROC does nothing.
+"""
+
+import errno
+import os
+import platform
+import resource
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from dapo.config.reward import LimitsConfig
+from dapo.sandbox import bpf, kernel
+from dapo.sandbox.bpf import ALLOW, ERRNO, JUMP_BITS, JUMP_EQUAL, JUMP_FROM, LOAD, RETURN, step
+from dapo.sandbox.kernel import lower_limit, mapped_bytes
+
+MAX_OPEN_FILES = 64
+_CLONE_THREAD = 0x10000
+# System calls by architecture: asm/unistd.h.
+_CALLS = {
+    "x86_64": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "ptrace": 101, "process_vm_writev": 311}
+    | {"clone": 56, "clone3": 435, "socket": 41, "io_uring_setup": 425},
+    "aarch64": {"execve": 221, "execveat": 281, "ptrace": 117, "process_vm_writev": 271}
+    | {"clone": 220, "clone3": 435, "socket": 198, "io_uring_setup": 425},
+}
+_PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "ptrace", "process_vm_writev")
+_NETWORK_CALLS = ("socket", "io_uring_setup")  # a ring opens sockets behind the filter's back
+
+
+def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str]:
+    """Limits this process for good. Returns what the kernel granted of `processes` and `network`."""
+    kernel.die_with(os.getppid())
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file beyond the limit is an OSError
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, a child goes first
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_NOFILE, open_files)
+    lower_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+    lower_limit(resource.RLIMIT_AS, mapped_bytes() + limits.memory_bytes)
+    wanted = {"processes": not limits.allow_processes, "network": not limits.allow_network}
+    denied = [name for name, deny in wanted.items() if deny]
+    return denied if denied and _filter(denied) else []
+
+
+def _filter(denied: list[str]) -> bool:
+    """Installs the filter; False where the kernel or the machine's architecture knows none."""
+    return bpf.is_known_machine() and bpf.install(_program(platform.machine(), denied))
+
+
+def _program(machine: str, denied: list[str]) -> list[bytes]:
+    """Returns a filter by which denied calls fail with EPERM; a new thread is no new process. clone3 hides its flags
+    from a filter: ENOSYS sends the C library back to clone."""
+    numbers = _CALLS[machine]
+    refuse = step(RETURN, ERRNO | errno.EPERM)
+    code = [step(LOAD, bpf.ARCHITECTURE), step(JUMP_EQUAL, bpf.AUDIT[machine], 1, 0), refuse, step(LOAD, bpf.NUMBER)]
+    code += [step(JUMP_FROM, bpf.X32, 0, 1), refuse]
+    calls = [*(_PROCESS_CALLS if "processes" in denied else ()), *(_NETWORK_CALLS if "network" in denied else ())]
+    for call in calls:
+        if call in numbers:
+            code += [step(JUMP_EQUAL, numbers[call], 0, 1), refuse]
+    if "processes" in denied:
+        code += [step(JUMP_EQUAL, numbers["clone3"], 0, 1), step(RETURN, ERRNO | errno.ENOSYS)]
+        code += [step(JUMP_EQUAL, numbers["clone"], 0, 3), step(LOAD, bpf.argument(0))]
+        code += [step(JUMP_BITS, _CLONE_THREAD, 1, 0), refuse]
+    return [*code, step(RETURN, ALLOW)]

@@ -1,0 +1,171 @@
+"""Lets a model judge a response: asks an OpenAI-compatible endpoint and reads the score from its reply.
+
+The response is adversarial text that the judge reads as a person would: it may try to talk the judge over. Only the
+judge's reply is searched for the score, and only the placeholders of the template are filled in.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import httpx
+
+from dapo.rewards.calling.calls import Retry, servers
+from dapo.rewards.calling.loading import OWN
+
+RETRIED = (408, 409, 425, 429)  # and all from 500 on: the server's trouble, not the request's
+_FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
+_clients: dict[str, httpx.AsyncClient] = {}
+_turn = count()
+
+
+async def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    url: str,
+    model: str,
+    prompt: str,
+    pattern: str,
+    values: Mapping[str, float],
+    lowest: float,
+    highest: float,
+    max_tokens: int,
+    temperature: float,
+    key_variable: str,
+    prompt_cost: float,
+    completion_cost: float,
+) -> dict[str, float]:
+    """Asks the judge once. The arguments behind extra_info are the keys of `reward.judge`.
+
+    Returns score, as the reply has it, and the metrics prompt_tokens, completion_tokens and cost.
+
+    Raises:
+        Retry: the server is busy or fails, or the reply has no score. ValueError: the server refuses the request.
+    """
+    fields = {"prompt": (extra_info or {}).get("prompt", ""), "response": solution_str, "ground_truth": ground_truth}
+    text = _FIELD.sub(lambda field: fields[field[1]], prompt)
+    base, secret = _own() if url == OWN else (url, os.environ[key_variable] if key_variable else "")
+    response = await _client(base, proxies=url != OWN).post(
+        f"{base.rstrip('/')}/chat/completions",
+        headers={"Authorization": f"Bearer {secret}"} if secret else {},
+        json={
+            "model": model,
+            "messages": [{"role": "user", "content": text.encode("utf-8", "replace").decode()}],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        },
+    )
+    reply, usage = _read(response)
+    prompt_tokens, completion_tokens = (float(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+    return {
+        "score": read_score(reply, pattern, values, lowest, highest),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "cost": (prompt_tokens * prompt_cost + completion_tokens * completion_cost) / 1e6,
+    }
+
+
+def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the arguments of the function, the keys of `reward.judge`, before anything starts."""
+    if kwargs["url"] != OWN and not str(kwargs["url"]).startswith(("http://", "https://")):
+        yield (
+            f"`reward.judge.url` ({kwargs['url']!r}) must be an address such as http://HOST:8000/v1; or give the model "
+            "of a judge that the run starts itself, `reward.judge.engine.path`"
+        )
+    if not kwargs["model"]:
+        yield "`reward.judge.model` is empty; give the name under which the endpoint serves the judge"
+    if "{response}" not in kwargs["prompt"]:
+        yield "`reward.judge.prompt` has no {response}; say where the judge reads it"
+    try:
+        if re.compile(kwargs["pattern"]).groups < 1:
+            yield f"`reward.judge.pattern` ({kwargs['pattern']!r}) must have a group around the score"
+    except re.error as error:
+        yield f"`reward.judge.pattern` ({kwargs['pattern']!r}) is no regular expression ({error})"
+    if not kwargs["lowest"] < kwargs["highest"]:
+        yield (
+            f"`reward.judge.lowest` ({kwargs['lowest']:g}) must be below `reward.judge.highest` ({kwargs['highest']:g})"
+        )
+    if kwargs["key_variable"] and kwargs["key_variable"] not in os.environ:
+        yield (
+            f"`reward.judge.key_variable` names {kwargs['key_variable']}, which is not set; export it here and on "
+            "every node, or leave the key empty"
+        )
+
+
+def read_score(reply: str, pattern: str, values: Mapping[str, float], lowest: float, highest: float) -> float:
+    """Returns the score in a reply: the first group of the pattern's last match, by `values` where it has any, else as
+    a number. Raises Retry where there is none, or one outside of lowest..highest."""
+    found = list(_compiled(pattern).finditer(reply))
+    if not found:
+        raise Retry("the judge's reply has no score")
+    text = found[-1][1].strip()
+    try:
+        score = float(values[text] if values else text)
+    except (KeyError, ValueError):
+        raise Retry("the judge's reply has another score than `reward.judge.values` or a number") from None
+    if not lowest <= score <= highest:
+        raise Retry(f"the judge's score is outside of {lowest:g}..{highest:g}")
+    return score
+
+
+def retry_after_s(header: str) -> float:
+    """Returns the seconds that a Retry-After header asks for, given as seconds or as a date; 0 for anything else."""
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
+    """Returns the reply's text and the tokens it took. Nothing of a server's words reaches a log."""
+    status = response.status_code
+    if status in RETRIED or status >= 500:
+        raise Retry(f"the judge's server answered {status}", retry_after_s(response.headers.get("retry-after", "")))
+    if status != 200:
+        raise ValueError(
+            f"the judge's server answered {status}: check `reward.judge.url`, `reward.judge.model` and the key in "
+            "`reward.judge.key_variable`"
+        )
+    try:
+        body = response.json()
+        reply, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
+        if isinstance(reply, str) and isinstance(usage, dict):
+            return reply, usage
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        pass
+    raise Retry("the judge's server answered with something else than a chat completion")
+
+
+def _own() -> tuple[str, str]:
+    """Returns address and key of one of the run's own servers, the next one at each call: a retry goes to another."""
+    there = servers.get()
+    if not there:
+        raise Retry("no judge of the run's own serves")
+    one = there[next(_turn) % len(there)]
+    return one["url"], one["key"]
+
+
+def _client(url: str, *, proxies: bool) -> httpx.AsyncClient:
+    """Returns the client of this process for a server, with its open connections. The caller sets deadlines. proxies:
+    whether what the environment says of them counts."""
+    if url not in _clients:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        _clients[url] = httpx.AsyncClient(timeout=None, limits=limits, trust_env=proxies)
+    return _clients[url]
+
+
+@lru_cache(maxsize=8)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

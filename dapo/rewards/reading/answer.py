@@ -1,0 +1,132 @@
+"""Finds the answer of a solution, reads it, and says whether it is the ground truth.
+
+The answer follows the last `Answer:` in the last 300 characters (DAPO's rule, paper section 2.4) or, where there is
+none, is what the last \\boxed{...} there holds. Work is bounded by those 300 characters, whatever they are.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from dapo.rewards.reading.lists import has_separator, is_list, items_spelling, last_answer, list_spelling
+from dapo.rewards.reading.spelling import (
+    boxed,
+    careful_spelling,
+    dapo_spelling,
+    enclosed_number,
+    line_of_last_box,
+    number,
+    plain_number,
+    printable,
+)
+
+TAIL_CHARS = 300  # where the answer is looked for
+MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
+
+_LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
+_DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
+_DIGIT = re.compile(r"[0-9]")
+
+# What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
+_SENTINELS = frozenset(
+    ["invalid", "invalidanswer", "noanswer", "unscorable", "none", "null", "nan", "\ufffd"]
+    + ["answer", "theanswer", "youranswer", "finalanswer"]
+)
+_UPPER_SENTINELS = ("N/A", "NA", "<NA>", "NaT")  # n/a is a fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Holds one answer as it was understood. Made by `read`; compared by `agree`.
+
+    dapo, careful: its two spellings. value: its exact number, else None. several: it is a list of answers, and items
+    their spelling, "" for one answer. nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to
+    9; it is then never right.
+    shown: what is recorded of it, printable: its spelling; of a list, which a spelling might shorten to one item, the
+    whole text.
+    """
+
+    dapo: str
+    careful: str
+    value: Fraction | None
+    several: bool
+    items: str
+    nothing: bool
+    shown: str
+
+
+NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, items="", nothing=True, shown="")
+
+
+def find_answer(solution: str) -> str:
+    """Returns the text of the answer, as it was written, or "".
+
+    After the last label with something behind it, the first line that holds more than markup: a display formula may
+    follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, with those on its
+    line that it is joined with (`last_answer`).
+    """
+    tail = solution[-TAIL_CHARS:]
+    for start in reversed([match.end() for match in _LABEL.finditer(tail)]):
+        for line in tail[start:].split("\n"):
+            if _says_something(line):
+                return last_answer(line) if len(set(boxed(line))) > 1 else line
+    line = line_of_last_box(tail)
+    return last_answer(line) if line else ""
+
+
+def read(text: str) -> Reading:
+    """Returns how an answer's text is understood, in a solution and in the data alike.
+
+    DAPO's spelling decides the number where it is one, so that all answers that its rule accepts are accepted.
+    """
+    if not text.isascii() and any(char.isdecimal() and not char.isascii() for char in text):
+        return NO_ANSWER
+    text = with_dollars(text)
+    careful = careful_spelling(text)
+    dapo = dapo_spelling(text)
+    word = careful.strip("[]<>(){}\\'?!- ").lower().replace("_", "")
+    if word in _SENTINELS or careful in _UPPER_SENTINELS or not (careful or any(map(str.isalnum, dapo))):
+        return NO_ANSWER
+    if is_list(text):
+        whole, items = list_spelling(text), items_spelling(text)
+        shown = printable(text.strip())
+        return Reading(dapo="", careful=whole, value=None, several=True, items=items, nothing=False, shown=shown)
+    value, shown = plain_number(dapo), dapo
+    if value is None:
+        value, shown = number(careful), careful
+    if value is None and not has_separator(text):  # in `x = 4, y = (5)` it is one of two
+        value = enclosed_number(careful)
+    return Reading(dapo=dapo, careful=careful, value=value, several=False, items="", nothing=False, shown=shown)
+
+
+def with_dollars(text: str) -> str:
+    """Returns the text with dollars for all math delimiters."""
+    return _DELIMITERS.sub("$", text)
+
+
+@lru_cache(maxsize=4096)
+def read_truth(text: str) -> Reading:
+    """Reads a ground truth, which all responses of a group share."""
+    return read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
+
+
+def agree(answer: Reading, truth: Reading) -> bool:
+    """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling; a list
+    item by item, in order."""
+    if answer.nothing or truth.nothing or answer.several != truth.several:
+        return False
+    if answer.dapo and answer.dapo == truth.dapo:
+        return True
+    if answer.value is not None and truth.value is not None:
+        return answer.value == truth.value
+    if answer.items and answer.items == truth.items:
+        return True
+    return bool(answer.careful) and answer.careful == truth.careful
+
+
+def _says_something(line: str) -> bool:
+    """Returns whether a line holds more than white space and markup."""
+    if not line or line.isspace():
+        return False
+    return bool(_DIGIT.search(line) or careful_spelling(line)) or any(map(str.isalnum, dapo_spelling(line)))

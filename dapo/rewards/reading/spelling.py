@@ -1,0 +1,265 @@
+"""Spells an answer's text: DAPO's own spelling, and a more careful one; and the number that a spelling is.
+
+Adversarial text: regular expressions over a bounded text, never evaluated. What is dropped follows Minerva (arXiv
+2206.14858, appendix D), from which DAPO's rule comes.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 100  # a longer number is compared as a string
+
+# DAPO's rule, in its order: each step works on what the one before has left, so that none can be moved or merged.
+_DAPO_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+_DAPO_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_DAPO_UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
+_DAPO_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_DAPO_FRAC = re.compile(r"(frac)([^{])(.)")
+_DAPO_SQRT = re.compile(r"(sqrt)([^{])")
+
+_SPECIAL_TOKENS = re.compile(
+    r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</[a-z]{1,20}>)\s*)+$"
+)
+_BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*\{?)[\s({]*$")
+RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/\u2212]|\^(?!\s*\{?\s*\\circ)|\\(?:times|cdot|div))")
+# A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
+_BOX_IN_EXPRESSION = re.compile(
+    r"(?:[0-9)}]\s*-|[0-9A-Za-z)}]\s*[+/^]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)\s*\\f?boxed"
+    r"|\\f?boxed\s*\{[^{}]*\}\s*(?:-\s*[0-9\\(]|[+/^]\s*[0-9A-Za-z\\({]|\\(?:times|cdot|div))"
+)
+# An inequality in the clause before the last `=`, 3 < x = 5: no value is named there.
+_INEQUALITY = re.compile(r"(?:[<>]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z]))(?:(?![A-Za-z]{2})[^,;:])*$")
+_EXPONENT = re.compile(r"\^\s*\{?\s*[23]\s*\}?")
+
+_REMOVED = re.compile(
+    r"\\[,!$()\[\]]|\$|\\(?:left|right|displaystyle)(?![a-zA-Z])"  # thin space, math delimiters
+    r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|°(?!\s*[0-9])"
+)
+_DOLLAR_INSIDE = re.compile(r"(?<=[0-9])\s*(?<!\\)\$+\s*(?=\.?[0-9])")  # 4 $2$ is not 42
+_SPACE = re.compile(r"\\[;: ]|\\q?quad(?![a-zA-Z])|~")
+_WRAPPER = re.compile(
+    r"\\(?:text|textnormal|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+)
+_WORD = (
+    r"(?:dollars?|cents?|usd|percent|degrees?|units?|square|cubic|mm|[cg]m|km|(?:milli|centi|kilo)?meters?|inch(?:es)?"
+    r"|feet|foot|ft|yards?|miles?|mph|(?:kilo)?grams?|kg|pounds?|lbs?|ounces?|oz|lit(?:er|re)s?|sec(?:ond)?s?"
+    r"|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|points?|ways?|integers?|people|students?|pages?"
+    r"|digits?|edges?|meals?|multiples)"
+)
+# What makes a formula a part of something else: $5$ million, $5$x, e$5$, x > $5$.
+_SCALE = r"(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])"
+_GOES_ON = re.compile(rf"(?:\s|\\[!,;: ])*{_SCALE}|[A-Za-z!]|\\[A-Za-z]", re.IGNORECASE)
+_BEGAN_BEFORE = re.compile(r"(?<![A-Za-z])[A-Za-z]$|[<>]\s*$")
+# Single letters are no units here: in `3m` they are more often a variable.
+_UNIT = re.compile(rf"(?<=[0-9}})]) ?(?:\\?%|{_WORD}(?: (?:per )?{_WORD})*(?: ?\^ ?\{{?[23]\}}?)?)$", re.IGNORECASE)
+_SCRIPT = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
+_SQRT = re.compile(r"\\sqrt ?([0-9])")
+_FRAC = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))")
+_ANY_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+# Of the white characters those that a person sees as space: a control character must not vanish (5<US>2 is not 52).
+_WHITE = re.compile(r"[ \t\n\u00a0\u2000-\u200a\u202f\u3000]+")
+
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_PLAIN = re.compile(rf"[+-]?{_DECIMAL}")
+_MIXED = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+)/([0-9]+)")
+_POWER_OF_TEN = re.compile(
+    rf"([+-]?{_DECIMAL})\\(?:times|cdot)10\^(?:([0-9])|\{{([+-]?[0-9]{{1,2}})\}})"
+)  # 1.5\times10^3
+_IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
+_LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
+
+
+def dapo_spelling(text: str) -> str:
+    """Returns the answer as DAPO's rule spells it (verl, reward_score/math_dapo.py), or "" where that loses a part.
+
+    Two differences: commas are dropped from thousands alone (its rule reads `1,2` as 12), and of a text with a formula
+    it keeps the formula alone, also in `-$42$`, `$41$ $42$` and `$1$+1`: those it does not read here.
+    """
+    text = text.rpartition("=")[2]
+    if not _formula_is_all(text):
+        return ""
+    for old, new in _DAPO_REPLACED:
+        text = text.replace(old, new)
+    for part in _DAPO_REMOVED:
+        text = text.replace(part, "")
+    first = text.split("$", 2)
+    text = first[1] if len(first) == 3 else text
+    if "\\" in text:
+        for wrapper in _DAPO_UNWRAPPED:
+            text = wrapper.sub(r"\1", text)
+        text = _DAPO_BOXED.sub(r"\1", text)
+    text = _DAPO_SQRT.sub(r"\1{\2}", _DAPO_FRAC.sub(r"\1{\2}{\3}", text)).replace("$", "")
+    ends = text.strip().strip(",")
+    if _GROUPED.fullmatch(ends) or ends.isdigit():
+        text = ends.replace(",", "")
+    return text.strip()
+
+
+def _formula_is_all(text: str) -> bool:
+    """Returns whether the first $formula$ of a text is all of the answer: no other one, no digit or operator next to
+    it."""
+    parts = text.replace("\\$", "").split("$")
+    if len(parts) < 3:
+        return True
+    formula = parts[1].strip()
+    if any(other.strip(" {}") not in ("", formula) for other in parts[3:-1:2]):
+        return False
+    around = parts[0::2] if len(parts) % 2 else [*parts[0::2], parts[-1]]  # the last dollar may open nothing
+    if any(char.isdigit() for char in _EXPONENT.sub("", " ".join(around))):
+        return False
+    return not (_LEFT_OPERATOR.search(parts[0]) or RIGHT_OPERATOR.match(parts[2]))
+
+
+def careful_spelling(text: str, *, right_side: bool = True) -> str:
+    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup or closing dot."""
+    text = formula(text, right_side=right_side)
+    if _PLAIN.fullmatch(text):
+        return text
+    text = _DOLLAR_INSIDE.sub("\ufffd", text)
+    text = without_units(_SPACE.sub(" ", _REMOVED.sub("", text)).replace("{,}", ","))
+    text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", _SQRT.sub(r"\\sqrt{\1}", _SCRIPT.sub(r"\1\2", text)))
+    return _trim(text if _MIXED.fullmatch(text) else text.replace(" ", ""))
+
+
+def formula(text: str, *, right_side: bool = True) -> str:
+    """Returns the part of an answer that says it: `5` of `x = 5`, of `it is $5$ indeed` and of `\\boxed{5}`.
+
+    Without markup around; printable, on one line. right_side: of an equation, what stands right of the last `=`.
+    """
+    text = _WHITE.sub(" ", text.strip("\r")).replace("\u2212", "-")
+    if ">" in text[-12:]:
+        text = _SPECIAL_TOKENS.sub("", text)
+    text = _trim(printable(text))
+    if _PLAIN.fullmatch(text):
+        return text
+    side = _right_side(text) if right_side else text
+    contents = [] if _BOX_IN_EXPRESSION.search(side) else boxed(side)
+    text = contents[-1] if contents else side
+    text = _inside_dollars(text)
+    return _right_side(text) if right_side else text
+
+
+def printable(text: str) -> str:
+    """Returns the text with U+FFFD for what cannot be shown, which must neither vanish (4<NUL>2 is not 42) nor reach a
+    log or a database."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def without_units(text: str) -> str:
+    """Returns the text without commands around words, and without the unit behind a number."""
+    if "\\" in text:
+        text = unwrapped(_ANY_FRAC.sub(r"\\frac", text))
+    return _UNIT.sub("", _trim(_WHITE.sub(" ", text)))
+
+
+def unwrapped(text: str) -> str:
+    """Returns the text with \\text{...} and the like as what they hold."""
+    for _ in range(3):  # \textbf{\text{...}}: deeper nesting is not an answer
+        text = _WRAPPER.sub(r" \1 ", text)
+    return text
+
+
+def boxed(text: str) -> list[str]:
+    """Returns what the \\boxed{...} of a text hold, in order: of nested ones the innermost, no open or empty one."""
+    return [inside for _, _, inside in boxes(text)]
+
+
+def boxes(text: str, *, outermost: bool = False) -> list[tuple[int, int, str]]:
+    """Returns the boxes of `boxed`, each as where it begins, where it ends, and what it holds; outermost: where the
+    outermost box around it does."""
+    begins = {match.end(): match.start() for match in _BOXED.finditer(text)} if "box" in text else {}
+    found: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, int]] = []  # of every open brace, what it holds from, and how many boxes were before
+    for place, char in enumerate(text if begins else "", 1):
+        if char == "{":
+            opened.append((place, len(found)))
+        elif char == "}" and opened:
+            start, before = opened.pop()
+            inside = text[start : place - 1]
+            if start not in begins:
+                continue
+            if len(found) > before and outermost:
+                found[before:] = [(begins[start], place, inner) for _, _, inner in found[before:]]
+            elif len(found) == before and not inside.isspace() and inside:
+                found.append((begins[start], place, inside))
+    return found
+
+
+def line_of_last_box(text: str) -> str:
+    """Returns the line of the last box, or the lines where it spans several; "" where there is none."""
+    found = boxes(text, outermost=True)
+    if not found:
+        return ""
+    start = end = found[-1][1]
+    for begin, close, _ in reversed(found):
+        if close >= start:  # it reaches into the line
+            start = text.rfind("\n", 0, begin) + 1
+    return text[start:end] + text[end:].partition("\n")[0]
+
+
+def number(text: str) -> Fraction | None:
+    """Returns the exact value of an integer, decimal, fraction or mixed number in a careful spelling; else None.
+
+    A fraction that comes out even, 84/2, is a division that was not carried
+    out: None. Of powers only those of ten of scientific notation, with two digits: `1e999999999` would have to be
+    written out.
+    """
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    if power := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(power[1]) * Fraction(10) ** int(power[2] or power[3])
+    if _GROUPED.fullmatch(text):
+        text = text.replace(",", "")
+    if _PLAIN.fullmatch(text):
+        return Fraction(text)
+    match = _MIXED.fullmatch(text) or _LATEX.fullmatch(text)
+    if match is None or int(match[4]) == 0:
+        return None
+    sign, whole, top, bottom = match.groups()
+    value = int(whole or 0) + Fraction(int(top), int(bottom))
+    if value.denominator == 1:
+        return None
+    return -value if sign == "-" else value
+
+
+def enclosed_number(text: str) -> Fraction | None:
+    """Returns the value of a number in parentheses in a careful spelling; None for all else."""
+    enclosed = _IN_PARENTHESES.fullmatch(text)
+    return number(enclosed[1]) if enclosed else None
+
+
+def plain_number(text: str) -> Fraction | None:
+    """Returns the value of an integer or decimal in DAPO's spelling; None for all else."""
+    return Fraction(text) if len(text) <= MAX_NUMBER_CHARS and _PLAIN.fullmatch(text) else None
+
+
+def _trim(text: str) -> str:
+    """Returns the text without markdown emphasis and quotation marks around it and punctuation behind."""
+    return text.lstrip(' *_`"').rstrip(' *_`".,;:')
+
+
+def _inside_dollars(text: str) -> str:
+    """Returns the formula of `the answer is $5$ indeed`; the whole text when it is not all of the answer."""
+    text = text.replace("$$", "$")
+    parts = text.replace("\\$", "").split("$")
+    if len(parts) != 3 or not _formula_is_all(text):
+        return text
+    before, inside, behind = parts
+    plus = bool(before.strip()) and inside.lstrip().startswith("+")
+    return text if plus or _BEGAN_BEFORE.search(before) or _GOES_ON.match(behind) else inside
+
+
+def _right_side(text: str) -> str:
+    """Returns `5` of `x = 2 + 3 = 5`; the whole text where the last `=` stands in braces or behind an inequality."""
+    left, _, right = text.rpartition("=")
+    return right if right.count("{") == right.count("}") and not _INEQUALITY.search(left) else text

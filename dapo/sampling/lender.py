@@ -1,0 +1,97 @@
+"""Lends the actors' GPUs to engines while the actors wait for a batch that is far from full (`trainer.colocate=lend`).
+
+    collect ─▶ consider ─ pays? ─▶ wake, take the weights ─▶ serve ─▶ batch full ─▶ leave: put down, sleep ─▶ update
+
+In: what the batch still lacks, whenever that changes. Out: engines that serve, and GPUs that are free again before the
+actors need them. What a switch costs is measured: until it is, the engines wake as soon as there is anything to wait
+for, so that the first steps tell.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from dapo.report.console import warn
+from dapo.sampling.lending import Lending, Slots
+
+
+class Lender:
+    """Wakes the engines at most once per batch."""
+
+    def __init__(
+        self,
+        slots: Callable[[], Slots],
+        wake: Callable[[], Awaitable[float | None]],
+        sleep: Callable[[], Awaitable[None]],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Lends nothing yet. wake: see `workers.weight_sync.WeightSync.lend`; sleep: takes the GPUs back. now: the time
+        in seconds, of any origin."""
+        self._slots, self._wake, self._sleep, self._now = slots, wake, sleep, now
+        self._wake_s: float | None = None
+        self._sleep_s: float | None = None
+        self._waking: asyncio.Task[None] | None = None
+        self._since: float | None = None  # when the engines came to serve
+        self._wakes, self._awake_s, self._gain_s = 0, 0.0, 0.0
+
+    def consider(self, missing: int, on_awake: Callable[[], None]) -> None:
+        """Begins to wake the engines if it pays. missing: responses that the batch needs and that did not start.
+        on_awake: called when the engines serve."""
+        if self._waking is not None:
+            return
+        slots = self._slots()
+        if missing + slots.queued and self._pays(slots, missing + slots.queued):
+            self._waking = asyncio.create_task(self._lend(on_awake))
+
+    def _pays(self, slots: Slots, waiting: int) -> bool:
+        if self._wake_s is None or self._sleep_s is None:
+            return True
+        lending = Lending(own=slots.own, lent=slots.lent, wake_s=self._wake_s, sleep_s=self._sleep_s)
+        gain_s = lending.gain_s(waiting, slots.response_s)
+        self._gain_s += max(0.0, gain_s)
+        return gain_s > 0
+
+    async def _lend(self, on_awake: Callable[[], None]) -> None:
+        self._wakes += 1
+        try:
+            seconds = await self._wake()
+        except RuntimeError as error:  # the run goes on without them; actors that are lost are noticed elsewhere
+            warn(f"engines could not use the actors' GPUs: {error}")
+            return
+        if seconds is not None:
+            self._wake_s, self._since = seconds, self._now()
+            on_awake()
+
+    async def leave(self) -> None:
+        """Gives the GPUs back to the actors: returns when the engines on them sleep."""
+        if self._waking is None:
+            return
+        await self._settled(self._waking)
+        began = self._now()
+        await self._sleep()
+        self._sleep_s = self._now() - began
+        self._waking = None
+
+    async def close(self) -> None:
+        """Waits for a wake under way, which leaves no engine between two states."""
+        if self._waking is not None:
+            await self._settled(self._waking)
+            self._waking = None
+
+    async def _settled(self, waking: asyncio.Task[None]) -> None:
+        await asyncio.wait([waking])  # it has a deadline
+        if self._since is not None:
+            self._awake_s += self._now() - self._since
+            self._since = None
+
+    def lap(self) -> dict[str, float]:
+        """Returns what was lent since the last lap, as metrics."""
+        found = {
+            "perf/lending/wakes": float(self._wakes),
+            "perf/lending/awake_s": self._awake_s,
+            "perf/lending/forecast_s": self._gain_s,
+        }
+        self._wakes, self._awake_s, self._gain_s = 0, 0.0, 0.0
+        costs = {"perf/lending/wake_s": self._wake_s, "perf/lending/sleep_s": self._sleep_s}
+        return found | {name: seconds for name, seconds in costs.items() if seconds is not None}

@@ -1,0 +1,165 @@
+"""Filters the system calls of a confined program: those that a computation needs, and no other.
+
+In: the process number that the filter is for. Out: a filter. What is not listed fails with EPERM, as a call that is
+newer than the lists with ENOSYS, so that the C library falls back to an older one. Numbers: asm/unistd.h.
+"""
+
+import errno
+import platform
+import signal
+from itertools import pairwise
+
+from dapo.sandbox.bpf import (
+    ALLOW,
+    AND,
+    ARCHITECTURE,
+    AUDIT,
+    ERRNO,
+    JUMP_ABOVE,
+    JUMP_BITS,
+    JUMP_EQUAL,
+    JUMP_FROM,
+    KILL_PROCESS,
+    LOAD,
+    NUMBER,
+    RETURN,
+    X32,
+    argument,
+    step,
+)
+
+# Whatever their arguments: on files (Landlock or the mounts say which), memory, time, threads and the process itself.
+_FREE = {
+    "x86_64": """
+        read 0 write 1 close 3 fstat 5 lseek 8 mmap 9 mprotect 10 munmap 11 brk 12 rt_sigaction 13 rt_sigprocmask 14
+        rt_sigreturn 15 rt_sigpending 127 rt_sigtimedwait 128 rt_sigsuspend 130 pread64 17 pwrite64 18 readv 19
+        writev 20 preadv 295 pwritev 296 preadv2 327 pwritev2 328 access 21 faccessat 269 faccessat2 439 pipe 22
+        pipe2 293 select 23 pselect6 270 poll 7 ppoll 271 epoll_create 213 epoll_create1 291 epoll_ctl 233
+        epoll_wait 232 epoll_pwait 281 epoll_pwait2 441 eventfd 284 eventfd2 290 timerfd_create 283
+        timerfd_settime 286 timerfd_gettime 287 sched_yield 24 mremap 25 msync 26 mincore 27 madvise 28 dup 32
+        dup2 33 dup3 292 pause 34 nanosleep 35 clock_nanosleep 230 getitimer 36 setitimer 38 alarm 37 getpid 39
+        sendfile 40 copy_file_range 326 uname 63 fsync 74 fdatasync 75 ftruncate 77 fallocate 285 getdents 78
+        getdents64 217 getcwd 79 chdir 80 fchdir 81 rename 82 renameat 264 renameat2 316 unlink 87 unlinkat 263
+        readlink 89 readlinkat 267 gettimeofday 96 time 201 getrlimit 97 setrlimit 160 getrusage 98 sysinfo 99
+        times 100 getuid 102 getgid 104 geteuid 107 getegid 108 getppid 110 getpgrp 111 getpgid 121 getsid 124
+        getresuid 118 getresgid 120 getgroups 115 sigaltstack 131 statfs 137 fstatfs 138 stat 4 lstat 6
+        newfstatat 262 statx 332 umask 95 gettid 186 futex 202 futex_waitv 449 sched_getaffinity 204
+        sched_getparam 143 sched_getscheduler 145 sched_get_priority_max 146 sched_get_priority_min 147
+        set_tid_address 218 clock_gettime 228 clock_getres 229 exit 60 exit_group 231 set_robust_list 273
+        arch_prctl 158 getcpu 309 getrandom 318 rseq 334 membarrier 324 restart_syscall 219 recvfrom 45 sendto 44
+        shutdown 48 getsockopt 55 getsockname 51 getpeername 52 fadvise64 221 flock 73 close_range 436
+    """,
+    "aarch64": """
+        read 63 write 64 close 57 fstat 80 lseek 62 mmap 222 mprotect 226 munmap 215 brk 214 rt_sigaction 134
+        rt_sigprocmask 135 rt_sigreturn 139 rt_sigpending 136 rt_sigtimedwait 137 rt_sigsuspend 133 pread64 67
+        pwrite64 68 readv 65 writev 66 preadv 69 pwritev 70 preadv2 286 pwritev2 287 faccessat 48 faccessat2 439
+        pipe2 59 pselect6 72 ppoll 73 epoll_create1 20 epoll_ctl 21 epoll_pwait 22 epoll_pwait2 441 eventfd2 19
+        timerfd_create 85 timerfd_settime 86 timerfd_gettime 87 sched_yield 124 mremap 216 msync 227 mincore 232
+        madvise 233 dup 23 dup3 24 nanosleep 101 clock_nanosleep 115 getitimer 102 setitimer 103 getpid 172
+        sendfile 71 copy_file_range 285 uname 160 fsync 82 fdatasync 83 ftruncate 46 fallocate 47 getdents64 61
+        getcwd 17 chdir 49 fchdir 50 renameat 38 renameat2 276 unlinkat 35 readlinkat 78 gettimeofday 169
+        getrlimit 163 setrlimit 164 getrusage 165 sysinfo 179 times 153 getuid 174 getgid 176 geteuid 175 getegid 177
+        getppid 173 getpgid 155 getsid 156 getresuid 148 getresgid 150 getgroups 158 sigaltstack 132 statfs 43
+        fstatfs 44 newfstatat 79 statx 291 umask 166 gettid 178 futex 98 futex_waitv 449 sched_getaffinity 123
+        sched_getparam 121 sched_getscheduler 120 sched_get_priority_max 125 sched_get_priority_min 126
+        set_tid_address 96 clock_gettime 113 clock_getres 114 exit 93 exit_group 94 set_robust_list 99 getcpu 168
+        getrandom 278 rseq 293 membarrier 283 restart_syscall 128 recvfrom 207 sendto 206 shutdown 210 getsockopt 209
+        getsockname 204 getpeername 205 fadvise64 223 flock 32 close_range 436
+    """,
+}
+# With some arguments only.
+_PARTLY = {
+    "x86_64": """
+        open 2 openat 257 clone 56 clone3 435 kill 62 tgkill 234 prctl 157 prlimit64 302 fcntl 72 ioctl 16
+        socketpair 53
+    """,
+    "aarch64": """
+        openat 56 clone 220 clone3 435 kill 129 tgkill 131 prctl 167 prlimit64 261 fcntl 25 ioctl 29 socketpair 199
+    """,
+}
+_NEW = 424  # from here on the architectures share their numbers; clone3 hides its flags from a filter
+_CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020080  # a thread, in no new namespace
+_TRUNCATE, _ACCESS_AND_TRUNCATE = 0o1000, 0o1003  # O_TRUNC beside O_RDONLY truncates, and old Landlocks allow it
+_UNIX, _STREAM, _TYPE = 1, 1, 0xF
+_NAME_SET, _NAME_GET, _NAME_MEMORY = 15, 16, 0x53564D41  # of prctl
+_TERMINAL_AND_WAITING = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of ioctl
+# Of fcntl: what makes the kernel send signals to others.
+_SIGNALS = (8, 10, 15, 1024, 1026)
+
+
+def filter_of(pid: int) -> list[bytes]:
+    """Returns the filter for the process `pid` of this machine's architecture."""
+    machine = platform.machine()
+    code = [step(LOAD, ARCHITECTURE), step(JUMP_EQUAL, AUDIT[machine], 1, 0), step(RETURN, KILL_PROCESS)]
+    code += [step(LOAD, NUMBER), step(JUMP_FROM, X32, 0, 1), _refuse(errno.EPERM)]
+    for first, last in _ranges(sorted(_numbers(_FREE[machine]).values())):
+        code += [step(JUMP_FROM, first, 0, 2), step(JUMP_ABOVE, last, 1, 0), step(RETURN, ALLOW)]
+    partly = _numbers(_PARTLY[machine])
+    for name, checks in _checks(pid).items():
+        if name in partly:
+            code += [step(JUMP_EQUAL, partly[name], 0, len(checks)), *checks]
+    code += [step(JUMP_FROM, _NEW, 0, 1), _refuse(errno.ENOSYS)]
+    return [*code, _refuse(errno.EPERM)]
+
+
+def _checks(pid: int) -> dict[str, list[bytes]]:
+    """Returns, per call, what looks at its arguments and ends in a result."""
+    to_itself = {
+        name: [
+            *(step(LOAD, argument(0)), step(JUMP_EQUAL, pid, 1, 0), _refuse(errno.EPERM)),
+            # No program can end in SIGKILL by itself: one that did was killed by somebody else, such as the kernel.
+            *(step(LOAD, argument(signal_at)), step(JUMP_EQUAL, signal.SIGKILL, 0, 1), _refuse(errno.EPERM)),
+            step(RETURN, ALLOW),
+        ]
+        for name, signal_at in (("kill", 1), ("tgkill", 2))
+    }
+    opening = {
+        name: [
+            *(step(LOAD, argument(flags_at)), step(AND, _ACCESS_AND_TRUNCATE)),
+            *(step(JUMP_EQUAL, _TRUNCATE, 0, 1), _refuse(errno.EPERM), step(RETURN, ALLOW)),
+        ]
+        for name, flags_at in (("open", 1), ("openat", 2))
+    }
+    return {
+        **to_itself,
+        **opening,
+        "clone": [
+            *(step(LOAD, argument(0)), step(JUMP_BITS, _CLONE_NEW, 0, 1), _refuse(errno.EPERM)),
+            *(step(JUMP_BITS, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM), step(RETURN, ALLOW)),
+        ],
+        "clone3": [_refuse(errno.ENOSYS)],
+        "prctl": _one_of(0, (_NAME_SET, _NAME_GET, _NAME_MEMORY)),
+        "prlimit64": _one_of(0, (0,)),  # of this process
+        "ioctl": _one_of(1, _TERMINAL_AND_WAITING),
+        "fcntl": [
+            step(LOAD, argument(1)),
+            *(part for command in _SIGNALS for part in (step(JUMP_EQUAL, command, 0, 1), _refuse(errno.EPERM))),
+            step(RETURN, ALLOW),
+        ],
+        "socketpair": [
+            *(step(LOAD, argument(0)), step(JUMP_EQUAL, _UNIX, 1, 0), _refuse(errno.EPERM)),
+            *(step(LOAD, argument(1)), step(AND, _TYPE), step(JUMP_EQUAL, _STREAM, 1, 0), _refuse(errno.EPERM)),
+            step(RETURN, ALLOW),
+        ],
+    }
+
+
+def _one_of(index: int, values: tuple[int, ...]) -> list[bytes]:
+    """Returns the check that an argument is one of `values`."""
+    allowed = [part for value in values for part in (step(JUMP_EQUAL, value, 0, 1), step(RETURN, ALLOW))]
+    return [step(LOAD, argument(index)), *allowed, _refuse(errno.EPERM)]
+
+
+def _refuse(number: int) -> bytes:
+    return step(RETURN, ERRNO | number)
+
+
+def _numbers(listing: str) -> dict[str, int]:
+    words = listing.split()
+    return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}
+
+
+def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
+    """Returns runs of consecutive numbers, each by its first and last."""
+    cuts = [0, *(place + 1 for place, (a, b) in enumerate(pairwise(numbers)) if b != a + 1), len(numbers)]
+    return [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts)]

@@ -1,0 +1,170 @@
+"""Runs programs in the sandbox: the one call that everything else of this package is for.
+
+    with Sandbox(limits) as sandbox:
+        outcome = sandbox.run(Program(source="print(int(input()) + 1)", stdin="41"))
+
+In: a `Program`. Out: its `Outcome`, or a `SandboxError` where the machinery failed, and not the program.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from dapo.config.sandbox import SandboxConfig
+from dapo.sandbox.frames import contents, pack, read_frame, receive_piece, send_piece
+from dapo.sandbox.jobs import SETUP_S, longest_s
+from dapo.sandbox.program import FILES, Confinement, Outcome, Program, SandboxError
+
+START_S = 120.0  # the imports of packages, and a probe of each way to confine
+LOOK_MS = 1000  # between two looks at whether the server lives
+TRIES = 2  # of a program for which the machinery failed
+_SERVER = "dapo.sandbox.server"
+
+
+class Sandbox:
+    """Holds a server that runs programs, any number at once. Whoever made it starts a new one when it ends; a process
+    forked from there may use it. way: how programs are confined. pid: the server's process number."""
+
+    def __init__(self, limits: SandboxConfig, *, allow_unconfined: bool = False, files: Sequence[str] = FILES) -> None:
+        """Starts the server and waits until a probe has been confined. files: ways to keep it from files, in the order
+        in which they are tried.
+
+        Raises ValueError where the kernel can confine nothing, or for a package that is not installed; SandboxError
+        where the server does not start.
+        """
+        self.limits = limits
+        self._settings = {"packages": limits.packages, "allow_unconfined": allow_unconfined, "files": list(files)}
+        self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._owner = os.getpid()
+        self._reviving = threading.Lock()
+        self._server = self._start()
+        try:
+            self.way = self._greeting()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Returns the server's process number."""
+        return self._server.pid
+
+    def descriptors(self) -> list[int]:
+        """Lists what no process but this one needs to hold open."""
+        return [self._theirs.fileno()]
+
+    def restart(self) -> None:
+        """Starts a new server in the place of one that has ended; programs wait for it."""
+        self._hello.close()
+        self._server = self._start()
+
+    def close(self) -> None:
+        """Ends the server, and with it all programs."""
+        self._hello.close()
+        self._requests.close()
+        self._theirs.close()
+        if os.getpid() == self._owner:
+            with suppress(subprocess.TimeoutExpired):
+                self._server.wait(SETUP_S)  # it removes its directory, because no client is left
+            self._server.kill()
+            self._server.wait()
+
+    def run(self, program: Program, limits: SandboxConfig | None = None) -> Outcome:
+        """Returns what a program did. limits: instead of the sandbox's own; their `packages` are not looked at.
+
+        Raises:
+            SandboxError: the machinery failed, twice; this says nothing about the program.
+        """
+        frame = pack(asdict(program))
+        for left in reversed(range(TRIES)):
+            try:
+                return self._try(frame, limits or self.limits)
+            except SandboxError:
+                if not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _try(self, frame: bytes, limits: SandboxConfig) -> Outcome:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(SETUP_S)
+            try:
+                with theirs:
+                    send_piece(self._requests, asdict(limits), [theirs.fileno()])
+                with suppress(BrokenPipeError, ConnectionResetError):  # then the answer says why
+                    ours.sendall(frame)
+                self._wait(ours, time.monotonic() + 2 * SETUP_S + longest_s(limits))
+                reply, handles = receive_piece(ours, 3)
+            except OSError as error:
+                raise SandboxError(f"the sandbox gave no outcome ({type(error).__name__}: {error})") from None
+        if reply is None:
+            raise SandboxError("the sandbox's server ended while the program ran")
+        if "error" in reply:
+            raise SandboxError(f"the sandbox failed: {reply['error']}")
+        stdout, stderr, result = (
+            contents(handle, limits.output_bytes).decode("utf-8", "replace") for handle in handles
+        )
+        return Outcome(stdout=stdout, stderr=stderr, result=result, **reply)
+
+    def _wait(self, channel: socket.socket, deadline: float) -> None:
+        """Waits for an answer, and meanwhile replaces a server that has ended. Raises TimeoutError."""
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        while not poll.poll(LOOK_MS):
+            self._revive()
+            if time.monotonic() > deadline:
+                raise TimeoutError("no answer in time")
+
+    def _revive(self) -> None:
+        with self._reviving:
+            if os.getpid() == self._owner and self._server.poll() is not None:
+                self.restart()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self._hello, theirs = socket.socketpair()
+        with theirs:
+            handles = [self._theirs.fileno(), theirs.fileno()]
+            return subprocess.Popen(
+                [sys.executable, "-m", _SERVER, *map(str, handles), json.dumps(self._settings)],
+                pass_fds=handles,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(os.environ),
+                cwd="/",
+            )
+
+    def _greeting(self) -> Confinement:
+        self._hello.settimeout(START_S)
+        try:
+            words: dict[str, Any] | None = read_frame(self._hello)
+        except OSError as error:
+            raise SandboxError(f"the sandbox's server did not start within {START_S:g} s ({error})") from None
+        if words is None:
+            raise SandboxError("the sandbox's server ended at its start; its output is in this process's log")
+        if "error" in words:
+            raise ValueError(words["error"])
+        return Confinement(**words)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns what the server needs, and no secret: one thread each, and a hash seed, so that a program always does the
+    same."""
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    kept = {name: variables[name] for name in ("LD_LIBRARY_PATH", "TMPDIR", "PYTHONHOME") if name in variables}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    return {**kept, **threads, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}

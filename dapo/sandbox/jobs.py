@@ -1,0 +1,272 @@
+"""Starts, watches and ends the processes of programs, on the server's side.
+
+In: limits and a socket per program. Out: over that socket, how it ended with the files that it wrote, or why the
+machinery failed. One thread, one poll object.
+"""
+
+import os
+import resource
+import secrets
+import select
+import shutil
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dapo.config.sandbox import SandboxConfig
+from dapo.sandbox.child import BEGUN, MAX_WORDS, become
+from dapo.sandbox.confine import Place
+from dapo.sandbox.frames import send_piece
+from dapo.sandbox.program import Confinement
+
+CHECK_MS = 50  # between two looks at what runs
+SETUP_S = 20.0  # from the fork to the program's beginning
+FIRST_USER, USERS = 2_000_000_000, 1 << 24  # numbers that no account has
+_OUTPUTS = ("stdout", "stderr", "result")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """Holds a running program. ready: descriptor that tells of its beginning. began: of the fork, then of the program.
+    before_s: CPU time up to then. waited_s: the longest that one of its threads waited for a core. used_s, used_at: its
+    CPU time when it was last seen to grow, and when that was. reason, error: why it was stopped, by its own fault or by
+    the machinery's."""
+
+    pid: int
+    channel: socket.socket
+    outputs: list[int]
+    ready: int
+    folder: str
+    limits: SandboxConfig
+    number: int
+    began: float = field(default_factory=time.monotonic)
+    runs: bool = False
+    before_s: float = 0.0
+    waited_s: float = 0.0
+    used_s: float = 0.0
+    used_at: float = field(default_factory=time.monotonic)
+    reason: str = ""
+    error: str = ""
+
+
+class Jobs:
+    """Holds all running programs, which are confined in one way. running: by process number."""
+
+    def __init__(self, way: Confinement, folder: str, readable: tuple[str, ...]) -> None:
+        """Makes ready for programs, each of which gets a directory of its own in `folder`."""
+        self.way = way
+        self.running: dict[int, Job] = {}
+        self.poll = select.poll()
+        self._folder = folder
+        self._readable = readable
+        self._first_user = FIRST_USER + 64 * secrets.randbelow(USERS)  # other servers have other users
+        self._wake, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self.poll.register(self._wake, select.POLLIN)
+        self._checked = time.monotonic()
+
+    def close(self) -> None:
+        """Takes back what `__init__` did to this process."""
+        signal.set_wakeup_fd(-1)
+        os.close(self._wake)
+        os.close(self._wake_write)
+
+    def begin(self, limits: SandboxConfig, channel: socket.socket) -> None:
+        """Starts a child that reads its program from `channel`; the outcome goes there too."""
+        used = {job.number for job in self.running.values()}
+        number = next(number for number in range(len(used) + 1) if number not in used)
+        user = self._first_user + number
+        folder = f"{self._folder}/{number}"
+        opened: list[int] = []
+        try:
+            os.mkdir(folder, 0o700)
+            if self.way.own_user:
+                os.chown(folder, user, user)
+            for name in _OUTPUTS:
+                opened.append(os.memfd_create(name))
+            outputs = list(opened)
+            opened += os.pipe()
+            ready, ready_write = opened[-2:]
+            place = Place(folder=folder, readable=self._readable, user=user, parent=os.getpid(), limits=limits)
+            pid = os.fork()
+        except OSError as error:
+            _reply(channel, {"error": f"no process for a program: {error}"}, [])
+            channel.close()
+            for handle in opened:
+                os.close(handle)
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        if pid == 0:
+            become(self.way, place, channel, outputs, ready_write)
+        os.close(ready_write)
+        self.running[pid] = Job(
+            pid=pid, channel=channel, outputs=outputs, ready=ready, folder=folder, limits=limits, number=number
+        )
+        self.poll.register(ready, select.POLLIN)
+        self.poll.register(channel, 0)  # its other end closes when nobody wants the outcome any more
+
+    def turn(self, timeout_ms: int | None) -> list[tuple[int, int]]:
+        """Waits for something to happen, sees to it, and returns what was not about programs."""
+        jobs = {job.ready: job for job in self.running.values()} | {
+            job.channel.fileno(): job for job in self.running.values()
+        }
+        others = []
+        for handle, event in self.poll.poll(timeout_ms):
+            if handle == self._wake:
+                os.read(self._wake, 4096)
+                self._collect()
+            elif handle not in jobs:
+                others.append((handle, event))
+            elif jobs[handle].pid in self.running:
+                self._hear(jobs[handle], handle)
+        if time.monotonic() >= self._checked + CHECK_MS / 1e3:
+            for job in self.running.values():
+                with suppress(OSError):  # it has just ended, or somebody took its directory away
+                    self._check(job)
+            self._checked = time.monotonic()
+        return others
+
+    def kill_all(self) -> None:
+        """Ends all programs."""
+        for job in list(self.running.values()):
+            self._stop(job, error="the sandbox's server ends")
+            os.waitpid(job.pid, 0)
+
+    def _hear(self, job: Job, handle: int) -> None:
+        if handle == job.channel.fileno():
+            self.poll.unregister(handle)
+            self._stop(job, error="nobody waits for the outcome")
+            return
+        words = os.read(job.ready, MAX_WORDS)
+        self.poll.unregister(job.ready)
+        if words == BEGUN:
+            job.runs, job.began, job.before_s = True, time.monotonic(), _cpu_seconds(job.pid)
+        else:
+            self._stop(job, error=words.decode(errors="replace") or "its process ended before the program began")
+
+    def _check(self, job: Job) -> None:
+        """Stops what is beyond its limits."""
+        limits, elapsed = job.limits, time.monotonic() - job.began
+        if not job.runs:
+            if elapsed > SETUP_S:
+                self._stop(job, error=f"the program did not begin within {SETUP_S:g} s")
+            return
+        if (used_s := _cpu_seconds(job.pid)) > job.used_s:
+            job.used_s, job.used_at = used_s, time.monotonic()
+        if used_s - job.before_s >= limits.cpu_s:
+            self._stop(job, reason="cpu")
+        elif _threads(job.pid) > limits.threads + 1:
+            self._stop(job, reason="threads")
+        elif len(os.listdir(job.folder)) > limits.files:
+            self._stop(job, reason="files")
+        elif elapsed >= limits.wall_s:
+            job.waited_s = max(job.waited_s, _waited_seconds(job.pid))
+            if elapsed - job.waited_s - _waits_since(job) >= limits.wall_s:
+                self._stop(job, reason="wall")
+            elif elapsed >= longest_s(limits):
+                self._stop(job, error="the machine is so busy that the program got no core")
+
+    def _stop(self, job: Job, *, reason: str = "", error: str = "") -> None:
+        """Kills a program; the first that is said of it counts."""
+        if not (job.reason or job.error):
+            job.reason, job.error = reason, error
+        with suppress(ProcessLookupError):
+            if not self.way.calls:
+                os.killpg(job.pid, signal.SIGKILL)  # what it was free to start
+            os.kill(job.pid, signal.SIGKILL)
+
+    def _collect(self) -> None:
+        while self.running:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            waited_s = _waited_seconds(ended.si_pid)
+            _, status, usage = os.wait4(ended.si_pid, 0)
+            job = self.running.pop(ended.si_pid, None)
+            if job is not None:
+                job.waited_s = max(job.waited_s, waited_s)
+                self._report(job, os.waitstatus_to_exitcode(status), usage)
+
+    def _report(self, job: Job, status: int, usage: resource.struct_rusage) -> None:
+        """Tells the client, and removes every trace of the program."""
+        for handle in (job.ready, job.channel.fileno()):
+            with suppress(KeyError):
+                self.poll.unregister(handle)
+        if not job.runs and not job.error:
+            self._hear_the_last(job)
+        os.close(job.ready)
+        cpu_s = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s)
+        wall_s = max(cpu_s / (job.limits.threads + 1), time.monotonic() - job.began - job.waited_s)
+        reason = job.reason or _reason(job, status, cpu_s)
+        if status == -signal.SIGKILL and not (reason or job.error):
+            job.error = "something outside of the sandbox killed the program, such as a machine short of memory"
+        shutil.rmtree(job.folder, ignore_errors=True)
+        if job.error:
+            _reply(job.channel, {"error": job.error}, [])
+        else:
+            _reply(job.channel, {"exit": status, "reason": reason, "cpu_s": cpu_s, "wall_s": wall_s}, job.outputs)
+        job.channel.close()
+        for handle in job.outputs:
+            os.close(handle)
+
+    def _hear_the_last(self, job: Job) -> None:
+        """Reads of a process that has ended whether its program began."""
+        words = os.read(job.ready, MAX_WORDS)
+        job.runs = words == BEGUN
+        if not job.runs:
+            job.error = words.decode(errors="replace") or "its process ended before the program began"
+
+
+def longest_s(limits: SandboxConfig) -> float:
+    """Returns the seconds after which a program that got no core is given up; it is not to blame."""
+    return 10.0 * limits.wall_s + SETUP_S
+
+
+def _reason(job: Job, status: int, cpu_s: float) -> str:
+    """Returns why the kernel ended a program, as far as it was at a limit."""
+    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= job.limits.cpu_s):
+        return "cpu"
+    full = any(os.fstat(handle).st_size >= job.limits.output_bytes for handle in job.outputs)
+    return "output" if full or status == -signal.SIGXFSZ else ""
+
+
+def _reply(channel: socket.socket, value: dict[str, object], outputs: list[int]) -> None:
+    with suppress(OSError):  # the client is gone
+        send_piece(channel, value, outputs)
+
+
+def _waits_since(job: Job) -> float:
+    """Returns the seconds since a program last had a core, where it wants one: the kernel counts a wait at its end."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{job.pid}/task"):
+            with suppress(OSError):
+                if Path(f"/proc/{job.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R":
+                    return time.monotonic() - job.used_at
+    return 0.0
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the CPU time of all threads of a child so far, by its own clock: see clock_getcpuclockid(3)."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
+
+
+def _threads(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
+
+
+def _waited_seconds(pid: int) -> float:
+    """Returns the longest that a thread of a child was ready and had no core; 0 where the kernel does not count it."""
+    longest = 0
+    with suppress(OSError, ValueError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                longest = max(longest, int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]))
+    return longest / 1e9

@@ -1,0 +1,70 @@
+"""Finds the rollout function: a ready one by its short name, a person's own in a file or an importable module.
+
+In: `rollout.function`. Out: the loaded function; or a ValueError with key, value and remedy.
+"""
+
+import hashlib
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dapo.config.sampling import RolloutFunctionConfig
+from dapo.rewards.calling.loading import describe, load_file
+from dapo.turns.session import Function
+
+READY = ("one_turn", "retry", "tool_use")  # modules of this package
+PACKAGE = "dapo.turns"
+KEY = "rollout.function"
+
+
+def load(spec: RolloutFunctionConfig) -> Function:
+    """Returns the function. A file is loaded under a name of its own: it shadows no module, and its folder does not
+    enter the search path."""
+    try:
+        module = _module(spec.path)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{KEY}.path` ({spec.path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted "
+            f"module that can be imported on every node, or one of {', '.join(READY)}"
+        ) from error
+    function = vars(module).get(spec.name)
+    if not inspect.iscoroutinefunction(function):
+        there = [name for name, value in vars(module).items() if inspect.iscoroutinefunction(value)]
+        raise ValueError(
+            f"`{KEY}.name` ({spec.name!r}) must be an `async def` function of {spec.path}, which has "
+            f"{', '.join(there) or 'none'}"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None, **spec.kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"`{KEY}` ({spec.name} of {spec.path}) cannot be called with prompt, generate, sampling and "
+            f"`{KEY}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
+        ) from None
+    return function
+
+
+def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:
+    """Returns whether the function, called with `kwargs`, runs programs of the model in the sandbox: its module says so
+    by RUNS_PROGRAMS, which is true or the name of the argument that turns it on."""
+    flag = vars(sys.modules[function.__module__]).get("RUNS_PROGRAMS")
+    return flag is True or (isinstance(flag, str) and bool(kwargs.get(flag)))
+
+
+def file_of_function(spec: RolloutFunctionConfig) -> dict[str, str]:
+    """Returns a line that says which file a person's own function is of, by key: a run that goes on compares it."""
+    if not spec.path.endswith(".py"):
+        return {}
+    file = Path(spec.path).expanduser()
+    return {f"{KEY}.path": f"{file.name}:{spec.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"}
+
+
+def _module(path: str) -> ModuleType:
+    if path in READY:
+        return importlib.import_module(f"{PACKAGE}.{path}")
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
+    return load_file(Path(path).expanduser().resolve(), "rollout")

@@ -1,0 +1,111 @@
+"""Runs a rollout function for one response, from one request for tokens to the next. Plain asyncio.
+
+In: what the policy sampled. Out: the next `Ask`, the `Trajectory`, or why there is none.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from dapo.rewards.calling.loading import describe
+from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
+from dapo.types import Prompt, Sampling
+
+PLACEHOLDER = "dapo turn"  # stands for the policy's text where the chat template is asked what follows it
+
+Function = Callable[..., Awaitable[Any]]
+
+
+class Turns:
+    """Fulfils `dapo.turns.protocol.Generate` for one call of a function."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._last: tuple[int, ...] = ()
+        self._answer: asyncio.Future[Generated] | None = None
+
+    async def __call__(
+        self, token_ids: Sequence[int] = (), *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None
+    ) -> Generated:
+        """Raises ValueError for tokens that there are not, and where another call is not awaited yet."""
+        if self._answer is not None:
+            raise ValueError("`generate` was called before its last call had ended; await one after the other")
+        ids, size = tuple(int(token) for token in token_ids), len(self.tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise ValueError(f"`token_ids` holds {wrong[0]}, and the tokenizer has the tokens 0 to {size - 1}")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"`max_tokens` ({max_tokens}) must be at least 1; leave it out for no cap of this turn")
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if "" in strings:
+            raise ValueError("`stop` holds an empty string, which would end every turn before it begins")
+        self._answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(Ask(token_ids=ids, max_tokens=max_tokens, stop=strings))
+        try:
+            generated = await self._answer
+        finally:
+            self._answer = None
+        self._last = generated.token_ids or ids or self._last
+        return generated
+
+    def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns what `dapo.turns.protocol.Generate` says. Raises ValueError where the template drops a turn."""
+        turns = [{"role": "user", "content": PLACEHOLDER[::-1]}, {"role": "assistant", "content": PLACEHOLDER}]
+        turns += [{"role": role, "content": content} for role, content in messages]
+        whole = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        _, found, rest = whole.rpartition(PLACEHOLDER)
+        if not found:
+            raise ValueError("the chat template drops what the assistant said; append tokens of your own instead")
+        ids: list[int] = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
+        return ids[1:] if self._last and ids[:1] == [self._last[-1]] else ids
+
+    def answer(self, generated: Generated) -> None:
+        """Lets the function go on."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(generated)
+
+
+class Session:
+    """Holds one call of a function."""
+
+    def __init__(
+        self, function: Function, kwargs: dict[str, Any], prompt: Prompt, sampling: Sampling, tokenizer: Any
+    ) -> None:
+        """Starts the call."""
+        self._turns = Turns(tokenizer)
+        self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs))
+
+    async def step(self, timeout_s: float) -> Step:
+        """Returns what the function wants next, within `timeout_s`."""
+        asked = asyncio.ensure_future(self._turns.asked.get())
+        try:
+            await asyncio.wait({asked, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+        finally:
+            asked.cancel()
+        if not self._task.done():
+            return Failed(detail=f"it did not go on within {timeout_s:g} s (`rollout.function.timeout_s`)")
+        if self._task.cancelled():
+            return Failed(detail="it was cancelled")
+        if (error := self._task.exception()) is not None:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return Failed(detail=f"{describe(error)} at line {place.lineno} of {place.filename}")
+        result = self._task.result()
+        if not isinstance(result, Trajectory) or not isinstance(result.text, str):
+            return Failed(detail=f"it returned {type(result).__name__}; it must return a Trajectory with text")
+        return result
+
+    async def resume(self, generated: Generated, timeout_s: float) -> Step:
+        """Hands over what it asked for; returns what it wants next."""
+        self._turns.answer(generated)
+        return await self.step(timeout_s)
+
+    def close(self) -> None:
+        """Ends the call."""
+        self._task.cancel()
+
+
+async def _called(function: Function, prompt: Prompt, turns: Turns, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
+    return await function(prompt, turns, sampling, **kwargs)

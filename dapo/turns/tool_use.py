@@ -1,0 +1,106 @@
+"""Gives the policy a calculator and, where that is wanted, a Python interpreter, which it may call several times.
+
+    policy: <calc>17*23</calc>               tool: <result>391</result>   policy: ... Answer: 391
+    policy: <python>print(2**9)</python>     tool: <result>512</result>   policy: ... Answer: 512
+
+A parser for arithmetic reads what is between `<calc>` and `</calc>`; nothing runs it as a program. Programs run in the
+sandbox (`dapo.sandbox`), each by itself.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+
+from dapo.turns.interpreter import interpret
+from dapo.turns.protocol import Generate, Trajectory
+from dapo.types import Prompt, Sampling
+
+RUNS_PROGRAMS = "python"  # the argument that lets it run programs of the model
+BEGIN, END = "<calc>", "</calc>"
+PYTHON_BEGIN, PYTHON_END = "<python>", "</python>"
+MAX_CHARS, MAX_DIGITS = 200, 60  # of what is worked out, and of its result
+MAX_EXPONENT = 200
+
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+}
+
+
+async def rollout(
+    prompt: Prompt,
+    generate: Generate,
+    sampling: Sampling,
+    *,
+    max_calls: int = 4,
+    python: bool = False,
+    max_result_chars: int = 400,
+) -> Trajectory:
+    """Returns the text of all turns, results included. After `max_calls` the policy is answered no more.
+
+    python: whether there is an interpreter too. max_result_chars: of what a program wrote.
+    """
+    text, given = "", ()
+    encode = lambda shown: tuple(generate.tokenizer(shown, add_special_tokens=False)["input_ids"])  # noqa: E731
+    for _ in range(max_calls):
+        turn = await generate(given, stop=(END, PYTHON_END) if python else END)
+        text += turn.text
+        said = turn.text.rstrip()
+        if turn.finish_reason == "stop" and said.endswith(END):
+            result = calculate(said.rpartition(BEGIN)[2].removesuffix(END))
+        elif turn.finish_reason == "stop" and python and said.endswith(PYTHON_END):
+            source = said.rpartition(PYTHON_BEGIN)[2].removesuffix(PYTHON_END)
+            result = await interpret(source, max_result_chars)
+        else:
+            return Trajectory(text=text)
+        shown = f"<result>{result}</result>"
+        text, given = text + shown, encode(shown)
+    return Trajectory(text=text + (await generate(given)).text)
+
+
+def calculate(expression: str) -> str:
+    """Returns the value of an expression of numbers, `+ - * / // % **` and brackets: exact, as an integer or fraction;
+    or `error`, with the reason.
+
+    >>> calculate("17*23"), calculate("1/3 + 1/6"), calculate("2**10"), calculate("1/0"), calculate("x")
+    ('391', '1/2', '1024', 'error: division by zero', 'error: not arithmetic')
+    """
+    if len(expression) > MAX_CHARS:
+        return "error: too long"
+    try:
+        value = str(_value(ast.parse(expression.strip(), mode="eval").body))
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return "error: not arithmetic"
+    return value if len(value) <= MAX_DIGITS else "error: too long"
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(Fraction(str(number)))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            exponent = _value(right)
+            if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+                raise ValueError("exponent")
+            return _bounded(Fraction(_value(left) ** int(exponent)))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(op)](_value(left), _value(right)))
+    raise ValueError("not arithmetic")
+
+
+def _bounded(value: Fraction) -> Fraction:
+    """Raises ValueError for numbers that take long to compute with."""
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4096:
+        raise ValueError("too large")
+    return value

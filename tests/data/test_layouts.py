@@ -1,0 +1,117 @@
+"""Columns of public data sets: found by their names, read alike from any kind of file, refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.data.files import SCHEMA, read_chunks
+from dapo.data.layouts import Reading, layout_of
+
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+USER = [{"role": "user", "content": "1+1"}]
+WORKED = "We have $1+1=\\boxed{2}$, so \\boxed{\\frac{4}{2}}."
+
+
+def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+ROWS = [
+    pytest.param({"prompt": "1+1", "answer": "2"}, "trl", USER, "2", {}, id="trl-text"),
+    pytest.param({"prompt": CHAT, "answer": "2", "level": 3}, "trl", CHAT, "2", {"level": 3}, id="trl-messages"),
+    pytest.param({"prompt": "1+1", "solution": WORKED}, "trl", USER, "\\frac{4}{2}", {}, id="trl-solution"),
+    pytest.param({"prompt": "1+1", "solution": "$2$"}, "trl", USER, "$2$", {}, id="trl-solution-alone"),
+    pytest.param({"prompt": "1+1", "ground_truth": 2}, "trl", USER, "2", {}, id="trl-number"),
+    pytest.param({"question": "1+1", "answer": "It is\n#### 1,234"}, "gsm8k", USER, "1234", {}, id="gsm8k"),
+    pytest.param(
+        {"problem": "1+1", "level": "Level 1", "type": "Algebra", "solution": WORKED},
+        "math",
+        USER,
+        "\\frac{4}{2}",
+        {"level": "Level 1", "type": "Algebra"},
+        id="math",
+    ),
+    pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
+]
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+@pytest.mark.parametrize("entry", ["", "mine"])
+@pytest.mark.parametrize(("row", "name", "messages", "truth", "extra"), ROWS)
+def test_a_layout_is_found_by_its_columns(
+    tmp_path: Path,
+    write: Callable[[Path, list[dict[str, Any]]], str],
+    entry: str,
+    row: dict[str, Any],
+    name: str,
+    messages: list[dict[str, str]],
+    truth: str,
+    extra: dict[str, Any],
+) -> None:
+    for format in ("auto", name):
+        (one,) = read_chunks(write(tmp_path, [row]), "data.train_files", Reading(format=format, entry=entry))
+        assert one.prompts == [messages] and one.reward_models == [{"ground_truth": truth}]
+        assert one.rest(0)["data_source"] == (entry or name)
+        assert one.rest(0)["extra_info"] == extra
+
+
+def test_a_data_source_of_the_rows_stays(tmp_path: Path) -> None:
+    row = {"question": "1+1", "answer": "#### 2", "data_source": "openai/gsm8k"}
+    (one,) = read_chunks(parquet(tmp_path, [row]), "data.train_files", Reading(entry="mine"))
+    assert one.rest(0)["data_source"] == "openai/gsm8k" and one.rest(0)["extra_info"] == {}
+
+
+@pytest.mark.parametrize(
+    ("columns", "format", "said"),
+    [
+        (["question", "answer", "problem"], "auto", r"fit gsm8k \(question; answer\) and math .* name one of them as"),
+        (["prompt", "answer", "question"], "auto", r"fit trl .* and gsm8k .*; name one of them as `format`"),
+        (["query", "reply"], "auto", r"`prompt`, `reward_model` is missing \(found: query, reply\); .* trl \(prompt; "),
+        (["question", "answer"], "math", r"\(found: question, answer\) are not those of `format` math \(problem; "),
+        (["question", "answer"], "verl", r"`data_source`, `prompt`, `reward_model` is missing"),
+    ],
+)
+def test_columns_that_fit_none_or_several_are_refused(columns: list[str], format: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^FILE: .*{said}"):
+        layout_of(columns, format, "FILE", SCHEMA)
+
+
+def test_a_named_layout_decides_between_several() -> None:
+    found = layout_of(["question", "answer", "problem"], "math", "FILE", SCHEMA)
+    assert found is not None and found.name == "math"
+    assert layout_of(["data_source", "prompt", "reward_model", "answer"], "auto", "FILE", SCHEMA) is None
+    trl = layout_of(["data_source", "prompt", "reward_model", "answer"], "trl", "FILE", SCHEMA)
+    assert trl is not None and trl.name == "trl"
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        (
+            {"question": "1", "answer": "#### 1"},
+            {"question": "1+1", "answer": "2"},
+            "column `answer` lacks a final ans",
+        ),
+        ({"problem": "1", "solution": "\\boxed{1}"}, {"problem": "1", "solution": "1"}, r"`solution` lacks a \\boxed"),
+        ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "there is not an answer, which `format` trl"),
+        ({"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "1"}, "column `prompt` must be text or messages"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(
+    tmp_path: Path, write: Callable[..., str], good: dict[str, Any], bad: dict[str, Any], said: str
+) -> None:
+    name = write(tmp_path, [good, bad])
+    with pytest.raises(ValueError, match=rf"`KEY`: {name}, row 1 \(counted from 0\): .*{said}"):
+        list(read_chunks(name, "KEY", Reading()))

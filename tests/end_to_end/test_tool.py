@@ -1,0 +1,52 @@
+"""DAPO teaches a tool: in the experiment `tool_tiny` held-out accuracy comes from calls of the calculator."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.report.log import read_metrics
+from dapo.report.names import undocumented
+from tests.support.cluster import join_cluster
+from tests.support.runs import START_S, Runs, checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(3600)]
+
+TOOL = "tool_tiny"
+WITHOUT = "rollout.function.path="
+
+
+def accuracy_without_the_tool(model: Path, out: Path) -> float:
+    line = [sys.executable, "-m", "dapo.evaluate", f"+experiment={TOOL}", f"model.path={model}", "eval.n=1", WITHOUT]
+    done = subprocess.run(
+        [*line, f"trainer.output_dir={out}", join_cluster()], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 0, done.stderr
+    problems = json.loads((out / "evaluation_001.json").read_text())["problems"]
+    verdicts = [verdict for problem in problems for verdict in problem["accuracy"]]
+    return sum(map(float, verdicts)) / len(verdicts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_model_learns_to_call_the_calculator(runs: Runs, tmp_path: Path, seed: int) -> None:
+    """The reward is for the right answer alone."""
+    run = runs.train(compose([f"trainer.seed={seed}", f"trainer.output_dir={tmp_path / 'run'}"], TOOL))
+    lines = read_metrics(run / "metrics.jsonl")
+    assert undocumented(name for line in lines for name in line) == []
+    before, *_, after = (line for line in lines if "eval/accuracy" in line)
+    assert before["eval/accuracy"] <= 0.3 and after["eval/accuracy"] >= 0.7
+    assert before["eval/turns_mean"] <= 1.6 and after["eval/turns_mean"] >= 1.9
+    assert accuracy_without_the_tool(checkpoint(run) / "hf", tmp_path / "without") <= 0.1
+
+
+def test_a_short_run(runs: Runs, tmp_path: Path) -> None:
+    small = ("rollout.n=4", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "actor.num_workers=1")
+    no_eval = ("eval.every=0", "eval.before_train=false", "eval.after_train=false", "data.val_files=[]")
+    given = [*small, *no_eval, "trainer.total_steps=1", f"trainer.output_dir={tmp_path / 'run'}"]
+    [line] = read_metrics(runs.train(compose(given, TOOL)) / "metrics.jsonl")
+    assert 1 < line["rollout/turns_mean"] < 2 and 0 < line["rollout/accuracy"] < 1
+    assert line["actor/grad_norm"] > 0 and line["parity/mean_abs_logprob_diff"] < 1e-4

@@ -1,0 +1,175 @@
+"""The reward function `code`: 200 solutions with known verdicts, what is a block, what is the same output."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from dapo.config.reward import RewardFunctionConfig
+from dapo.config.sandbox import SandboxConfig
+from dapo.rewards.calling.fork_server import Item
+from dapo.rewards.code import compute_score, last_block
+from dapo.rewards.reading.expected import agrees, read_tests, returned
+from tests.support.rewards.reward_children import use
+from tests.support.sandbox.problems import solutions
+
+SANDBOX = SandboxConfig(cpu_s=0.5, wall_s=1.0, total_s=10.0)
+
+
+@pytest.fixture
+def busy():
+    """Two processes for each core that only compute."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    yield
+    for spinner in spinners:
+        spinner.kill()
+        spinner.wait()
+
+
+def scores(cases, partial, count):
+    async def body(children):
+        items = [Item(source="t", text=c.text, ground_truth=c.ground_truth, extra_info={}) for c in cases]
+        verdicts = await asyncio.gather(*map(children.score, items))
+        return [(case.name, verdict.score) for case, verdict in zip(cases, verdicts, strict=True)]
+
+    function = RewardFunctionConfig(path="code", kwargs={"partial": partial})
+    limits = {"wall_s": 120.0, "cpu_s": 5.0, "memory_bytes": 512 << 20, "sandbox": SANDBOX}
+    return use(function, body, count=count, timeout_s=600, **limits)
+
+
+def test_200_solutions_with_one_process_are_scored_by_their_share():
+    cases = solutions()
+    assert len(cases) == 200 and len({(case.text, case.ground_truth) for case in cases}) == 200
+    wanted = [(case.name, case.share, case.share, "") for case in cases]
+    got = [(name, score.reward, score.accuracy, score.failure) for name, score in scores(cases, True, 1)]
+    assert got == wanted
+
+
+def test_200_solutions_with_four_processes_on_a_busy_machine_are_right_or_wrong(busy):
+    cases = solutions(1)
+    wanted = [(case.name, 1.0 if case.share == 1 else -1.0, float(case.share == 1), "") for case in cases]
+    got = [(name, score.reward, score.accuracy, score.failure) for name, score in scores(cases, False, 4)]
+    assert got == wanted
+
+
+def test_a_sandbox_that_is_killed_costs_no_verdict():
+    cases = [case for case in solutions(2) if "ever" not in case.name]
+
+    async def body(children):
+        async def kill():
+            server = psutil.Process(children.about["pid"])
+            for _ in range(3):
+                (sandbox,) = [one for one in server.children() if "dapo.sandbox.server" in one.cmdline()]
+                sandbox.kill()
+                await asyncio.sleep(1.0)
+                await asyncio.to_thread(until_replaced, server, sandbox.pid)
+
+        items = [Item(source="t", text=c.text, ground_truth=c.ground_truth, extra_info={}) for c in cases]
+        *verdicts, _ = await asyncio.gather(*map(children.score, items), kill())
+        return [(verdict.score.reward, verdict.score.failure) for verdict in verdicts]
+
+    function = RewardFunctionConfig(path="code", kwargs={"partial": True})
+    limits = {"wall_s": 120.0, "cpu_s": 5.0, "memory_bytes": 512 << 20, "sandbox": SANDBOX}
+    assert use(function, body, count=2, timeout_s=600, **limits) == [(case.share, "") for case in cases]
+
+
+def until_replaced(server, pid):
+    deadline = time.monotonic() + 60
+    while not [one for one in server.children() if one.pid != pid and "dapo.sandbox.server" in one.cmdline()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        pytest.param("```python\nx\n```", "x\n", id="one"),
+        pytest.param("```\nx\n```\nand\n```py\ny\n```", "y\n", id="the-last"),
+        pytest.param("```python\nx\n```\n```text\n1\n```", "x\n", id="another-language"),
+        pytest.param("```python\nx = '''\n  ```\n'''", "x = '''\n", id="a-fence-inside-ends-it"),
+        pytest.param("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", id="a-longer-fence"),
+        pytest.param("~~~python\nx\n~~~", "x\n", id="tildes"),
+        pytest.param("1. So:\n   ```python\n   if x:\n     y\n   ```", "if x:\n  y\n", id="in-a-list"),
+        pytest.param("```python\nx\ny", "x\ny", id="open-to-the-end"),
+        pytest.param("```Python 3\nx\n```", "x\n", id="more-words"),
+        pytest.param("print(1)", "", id="none"),
+        pytest.param("so ```x``` it is", "", id="in-a-line"),
+        pytest.param("", "", id="empty"),
+    ],
+)
+def test_the_last_block(text, block):
+    assert last_block(text) == block
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        pytest.param("1 2\n3\n", "1 2\n3", True, id="end-of-line"),
+        pytest.param("1  2 \r\n3\n\n", "1 2\n3", True, id="white-space"),
+        pytest.param("1 2 3\n", "1 2\n3", False, id="other-lines"),
+        pytest.param("\n1", "1", False, id="empty-line-before"),
+        pytest.param("0.3333333", "0.33333333333", True, id="rounded"),
+        pytest.param("0.334", "0.33333333333", False, id="not-rounded"),
+        pytest.param("1", "1.0", True, id="whole"),
+        pytest.param("1.0", "1", False, id="a-fraction-for-a-whole"),
+        pytest.param("1000001", "1000000", False, id="whole-numbers-are-exact"),
+        pytest.param("yes", "YES", False, id="case"),
+        pytest.param("nan", "nan", True, id="words"),
+        pytest.param("inf", "1e999", False, id="infinity"),
+        pytest.param("1_0.5", "10.5", False, id="underscore"),
+        pytest.param("\u0661.5", "1.5", False, id="other-digits"),
+        pytest.param("", "", True, id="nothing"),
+    ],
+)
+def test_the_same_output(output, expected, same):
+    assert agrees(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "same"),
+    [
+        pytest.param("[1, 2]", [1, 2], True, id="list"),
+        pytest.param("3", [3], True, id="listed"),
+        pytest.param("[3]", 3, False, id="not-listed"),
+        pytest.param("0.30000000000000004", 0.3, True, id="rounded"),
+        pytest.param('{"1": 2}', {"1": 2}, True, id="object"),
+        pytest.param("1", True, True, id="bool"),
+        pytest.param("NaN", float("nan"), False, id="nan"),
+        pytest.param("1" * 400, 1.5, False, id="huge"),
+        pytest.param("9" * 5000, 1, False, id="too-many-digits"),
+        pytest.param("[" * 100000, [], False, id="nested"),
+        pytest.param("", None, False, id="nothing"),
+        pytest.param("null", None, True, id="none"),
+    ],
+)
+def test_the_same_result(result, expected, same):
+    assert returned(result, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        pytest.param("42", "no problem for `code`", id="a-number"),
+        pytest.param("{", "no JSON", id="no-json"),
+        pytest.param("[" * 100000, "no JSON", id="nested"),
+        pytest.param('{"inputs": []}', "the lists `inputs` and `outputs`", id="no-outputs"),
+        pytest.param('{"inputs": [], "outputs": []}', "0 inputs", id="no-tests"),
+        pytest.param('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs", id="lengths"),
+        pytest.param('{"inputs": ["x"], "outputs": [1], "fn_name": "f"}', "no JSON", id="arguments"),
+    ],
+)
+def test_a_ground_truth_that_is_no_problem_is_refused(truth, says):
+    with pytest.raises(ValueError, match=says):
+        read_tests(truth)
+
+
+def test_only_the_first_tests_count_where_asked():
+    truth = json.dumps({"inputs": ["1", "2", "3"], "outputs": ["1", "2", "0"]})
+    text = "```\nprint(input())\n```"
+    assert [compute_score("", text, truth, max_tests=n)["score"] for n in (0, 2)] == [-1.0, 1.0]
+    assert compute_score("", text, truth, partial=True)["passed"] == pytest.approx(2 / 3)

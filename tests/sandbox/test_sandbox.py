@@ -1,0 +1,298 @@
+"""The sandbox as a library: what a program gets and gives, and what is its fault and what the machinery's."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dapo.config.sandbox import SandboxConfig
+from dapo.sandbox.client import Sandbox
+from dapo.sandbox.frames import pack, send_piece
+from dapo.sandbox.program import Program, SandboxError
+from dapo.sandbox.server import sweep
+
+LIMITS = SandboxConfig(cpu_s=20.0, wall_s=20.0, total_s=60.0)
+WAITS = "open('here', 'w').close()\nimport time; time.sleep(100)"
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(LIMITS) as made:
+        yield made
+
+
+def programs_of(sandbox):
+    return psutil.Process(sandbox.pid).children()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "stdin", "stdout", "status"),
+    [
+        pytest.param("print(int(input()) + 1)", "41\n", "42\n", 0, id="input"),
+        pytest.param("import sys; print(sys.stdin.read().split())", "a\nb", "['a', 'b']\n", 0, id="all-of-it"),
+        pytest.param("print(open(0).read())", "x", "x\n", 0, id="descriptor"),
+        pytest.param("print(input())", "\u00e9\u4e2d\n", "\u00e9\u4e2d\n", 0, id="unicode"),
+        pytest.param("input()", "", "", 1, id="no-input"),
+        pytest.param("if __name__ == '__main__': print(__name__)", "", "__main__\n", 0, id="main"),
+        pytest.param("import sys; print(1); sys.exit(3)", "", "1\n", 3, id="exit"),
+        pytest.param("raise SystemExit('no')", "", "", 1, id="exit-with-words"),
+        pytest.param("print(1); 1 / 0", "", "1\n", 1, id="exception"),
+        pytest.param(
+            "import atexit; atexit.register(print, 'last'); print('first')", "", "first\nlast\n", 0, id="atexit"
+        ),
+        pytest.param(
+            "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+            *("", "late\n", 0),
+            id="threads-are-waited-for",
+        ),
+        pytest.param("import random; print(random.random(), hash('x'))", "", None, 0, id="the-same-each-time"),
+        pytest.param("import numpy; print(numpy.arange(3).sum())", "", "3\n", 0, id="numpy"),
+        pytest.param(
+            "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(1)", "", "1\n", 0, id="files"
+        ),
+        pytest.param("import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))", "", "5\n", 0, id="asyncio"),
+        pytest.param("import dapo", "", "", 1, id="not-ours"),
+    ],
+)
+def test_a_program_runs_as_python_runs_it(sandbox, source, stdin, stdout, status):
+    outcome = sandbox.run(Program(source=source, stdin=stdin))
+    wanted = sandbox.run(Program(source=source, stdin=stdin)).stdout if stdout is None else stdout
+    assert (outcome.stdout, outcome.exit, outcome.reason) == (wanted, status, "")
+    assert outcome.succeeded is (status == 0)
+
+
+def test_a_traceback_shows_the_program_alone(sandbox):
+    outcome = sandbox.run(Program(source="def f():\n    return 1 / 0\nf()\n"))
+    assert outcome.stderr.splitlines()[:3] == [
+        "Traceback (most recent call last):",
+        '  File "program.py", line 3, in <module>',
+        "    f()",
+    ]
+    assert outcome.stderr.endswith("ZeroDivisionError: division by zero\n") and "dapo" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "result"),
+    [
+        pytest.param("def f(a, b): return a + b", (1, 2), "3", id="function"),
+        pytest.param("class Solution:\n    def f(self, a): return [a]", ("x",), '["x"]', id="method"),
+        pytest.param("def f(): return (1, {2: None})", (), '[1, {"2": null}]', id="tuple"),
+        pytest.param("import numpy\ndef f(): return numpy.arange(2)", (), "[0, 1]", id="array"),
+        pytest.param("def f(): return range(2)", (), "[0, 1]", id="range"),
+        pytest.param("def f(a: List[int]): return gcd(*a)", ([4, 6],), "2", id="familiar-names"),
+        pytest.param("def f(): return pow(2, 5, 7), sum([1])", (), "[4, 1]", id="builtins-stay"),
+    ],
+)
+def test_a_function_is_called(sandbox, source, arguments, result):
+    outcome = sandbox.run(Program(source=source, function="f", arguments=arguments, familiar=True))
+    assert (outcome.result, outcome.exit) == (result, 0), outcome.stderr
+
+
+def test_familiar_names_are_there_only_where_asked_for(sandbox):
+    assert "NameError" in sandbox.run(Program(source="deque()")).stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "limits", "reason"),
+    [
+        pytest.param("while True: pass", {"cpu_s": 0.1}, "cpu", id="cpu"),
+        pytest.param("import time; time.sleep(100)", {"wall_s": 0.1}, "wall", id="wall"),
+        pytest.param("print('x' * 100)", {"output_bytes": 50}, "output", id="output"),
+        pytest.param(
+            "import time\nfor n in range(9): open(str(n), 'w').close()\ntime.sleep(100)",
+            {"files": 3},
+            "files",
+            id="files",
+        ),
+    ],
+)
+def test_what_is_beyond_a_limit_is_stopped(sandbox, source, limits, reason):
+    outcome = sandbox.run(Program(source=source), replace(LIMITS, **limits))
+    assert outcome.reason == reason and not outcome.succeeded
+
+
+def test_memory_ends_where_it_is_limited(sandbox):
+    assert sandbox.run(Program(source="x = bytearray(300 << 20)")).succeeded
+    less = sandbox.run(Program(source="x = bytearray(300 << 20)"), replace(LIMITS, memory_bytes=200 << 20))
+    assert less.stderr.endswith("MemoryError\n") and not less.succeeded
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waiting for a core")
+def test_time_without_a_core_is_not_the_programs(sandbox):
+    """It computes for most of its wall-clock limit, and beside it compute eight others for each core."""
+    count = 8 * (os.cpu_count() or 1)
+    spin = [sys.executable, "-c", "while True: pass"]  # each in a session: the kernel may share cores by these
+    spinners = [subprocess.Popen(spin, start_new_session=True) for _ in range(count)]
+    try:
+        began = time.monotonic()
+        cpu_s = 0.4
+        source = f"import time; b = time.process_time()\nwhile time.process_time() < b + {cpu_s}: pass"
+        limits = replace(LIMITS, cpu_s=2 * cpu_s, wall_s=1.5 * cpu_s)
+        outcome = sandbox.run(Program(source=source), limits)
+        elapsed = time.monotonic() - began
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+    assert outcome.succeeded, outcome
+    assert elapsed > limits.wall_s > outcome.wall_s
+
+
+def in_the_background(sandbox, source=WAITS):
+    """Starts a run and returns the thread and where its outcome or error goes."""
+    found = []
+
+    def run():
+        try:
+            found.append(sandbox.run(Program(source=source)))
+        except SandboxError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_a_program_that_somebody_kills_is_run_once_more_and_then_has_no_outcome():
+    with Sandbox(LIMITS) as sandbox:
+        thread, found = in_the_background(sandbox)
+        killed = []
+        for _ in range(2):
+            (one,) = until(lambda: [child for child in programs_of(sandbox) if child.pid not in killed])
+            killed.append(one.pid)
+            until(lambda one=one: not one.is_running() or one.status() == psutil.STATUS_SLEEPING)
+            os.kill(one.pid, signal.SIGKILL)
+        thread.join()
+        assert isinstance(found[0], SandboxError)
+        assert sandbox.run(Program(source="print(1)")).stdout == "1\n"
+
+
+def test_a_server_that_ends_is_replaced_and_its_programs_end_with_it():
+    with Sandbox(LIMITS) as sandbox:
+        first = sandbox.pid
+        thread, found = in_the_background(sandbox, "import time; time.sleep(1); print('done')")
+        (program,) = until(lambda: programs_of(sandbox))
+        os.kill(first, signal.SIGKILL)
+        thread.join()
+        assert found[0].stdout == "done\n"
+        assert sandbox.pid != first
+        until(lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_program_that_nobody_waits_for_is_ended(sandbox):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        send_piece(sandbox._requests, asdict(LIMITS), [theirs.fileno()])
+    ours.sendall(pack(asdict(Program(source=WAITS))))
+    until(lambda: programs_of(sandbox))
+    ours.close()
+    until(lambda: not programs_of(sandbox))
+    assert sandbox.run(Program(source="print(1)")).stdout == "1\n"
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    os.chmod(tmp_path, 0o755)
+    with Sandbox(LIMITS) as sandbox:
+        server = psutil.Process(sandbox.pid)
+        (folder,) = tmp_path.iterdir()
+        assert sandbox.run(Program(source="open('x', 'w').write('x')")).succeeded
+        before = server.num_fds()  # perhaps with the few of the program that has just ended
+        for _ in range(20):
+            sandbox.run(Program(source="open('x', 'w').write('x')"))
+        until(lambda: server.num_fds() <= before)
+        assert list(folder.iterdir()) == []
+    assert not folder.exists() and not server.is_running()
+
+
+HANDLES = """
+import os
+from dapo.config.sandbox import SandboxConfig
+from dapo.sandbox.client import Sandbox
+from dapo.sandbox.program import Program
+
+program = Program(source="print('x')")
+nothing = os.listdir("/proc/self/fd")
+with Sandbox(SandboxConfig()) as sandbox:
+    sandbox.run(program)
+    before = os.listdir("/proc/self/fd")
+    assert {sandbox.run(program).stdout for _ in range(20)} == {"x\\n"}
+    print(before != nothing, before == os.listdir("/proc/self/fd"))
+print(nothing == os.listdir("/proc/self/fd"))
+"""
+
+
+def test_no_descriptor_is_left_open_where_programs_are_run_from():
+    """A process of its own looks: in that of the tests, the threads of Ray and asyncio open and close others."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", HANDLES], env=env, capture_output=True, text=True, timeout=300)
+    assert (done.stdout.split(), done.stderr) == (["True", "True", "True"], "")
+
+
+def test_what_a_killed_server_left_behind_goes_when_another_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    os.chmod(tmp_path, 0o755)
+    with Sandbox(LIMITS) as sandbox:
+        (left,) = tmp_path.iterdir()
+        os.kill(sandbox.pid, signal.SIGKILL)
+        assert sandbox.run(Program(source="print(1)")).succeeded
+        (held,) = set(tmp_path.iterdir()) - {left}
+        sweep(tmp_path)
+        assert left.exists(), "a server that starts holds its directory only a moment later"
+        for folder in (left, held):
+            os.utime(folder, (0, 0))
+        sweep(tmp_path)
+        assert not left.exists() and held.exists()
+        assert sandbox.run(Program(source="open('x', 'w').write('x')")).succeeded
+
+
+def test_a_server_whose_owner_is_killed_ends(tmp_path):
+    program = (
+        "import os, signal\nfrom dapo.config.sandbox import SandboxConfig\nfrom dapo.sandbox.client import Sandbox\n"
+        "sandbox = Sandbox(SandboxConfig())\nprint(sandbox.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    until(lambda: not psutil.pid_exists(int(done.stdout)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_way_to_confine_it_refuses_to_start():
+    with pytest.raises(ValueError, match="cannot be confined on this machine.*reward.limits.allow_unconfined=true"):
+        Sandbox(LIMITS, files=[])
+    with Sandbox(LIMITS, files=[], allow_unconfined=True) as sandbox:
+        assert sandbox.way.files == "" and "allow_unconfined" in sandbox.way.describe()
+        assert sandbox.run(Program(source="print(1)")).stdout == "1\n"
+
+
+def test_a_package_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"`reward.limits.sandbox.packages` names 'no_such_package'"):
+        Sandbox(replace(LIMITS, packages=["numpy", "no_such_package"]))
+
+
+def test_a_machine_that_gives_no_process_is_not_the_programs_fault(tmp_path, monkeypatch):
+    """Its directory is gone, as when somebody empties /tmp."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    os.chmod(tmp_path, 0o755)
+    with Sandbox(LIMITS) as sandbox:
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+        with pytest.raises(SandboxError, match="no process for a program"):
+            sandbox.run(Program(source="print(1)"))

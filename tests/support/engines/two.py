@@ -1,0 +1,53 @@
+"""Two real engines of a small random model, which the test files of a process share one after the other."""
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo.config.plan import PlannedConfig
+from dapo.tiny.random_model import make_random_model
+from tests.support.engines.started import started
+from tests.support.local_actors import local_sync
+from workers.rollout import RolloutPool
+
+LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
+STALL_S = 60
+
+
+def make_config(path: str, engines: int) -> PlannedConfig:
+    cfg = PlannedConfig()
+    cfg.model.path, cfg.model.dtype = path, "float32"
+    cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
+    cfg.rollout.num_engines = engines
+    cfg.rollout.vllm = {"max_num_seqs": 64}
+    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, STALL_S
+    return cfg
+
+
+class TwoEngines:
+    """path: of the model. said: what the pool has warned of."""
+
+    def __init__(self, loop: asyncio.Runner, folder: Path) -> None:
+        self.path = str(make_random_model(folder, layers=2))
+        self.said: list[str] = []
+        self._loop = loop
+        self._running = ExitStack()
+        self._pool: RolloutPool | None = None
+
+    def fresh(self) -> tuple[RolloutPool, torch.nn.Module]:
+        """The pool, which serves version 0, and the same model in transformers."""
+        if self._pool is None:
+            cfg = make_config(self.path, 2)
+            cfg.rollout.max_restarts = 100  # tests kill engines
+            self._pool = self._running.enter_context(started(self._loop, cfg, self.said.append))
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        self._loop.run(local_sync(self._pool, model)(0))
+        return self._pool, model
+
+    def close(self) -> None:
+        """Ends the engines; who asks for them once more gets others."""
+        self._pool = None
+        self._running.close()

@@ -1,0 +1,222 @@
+"""Ready rollout functions and the README's, with a policy that says what the test wants; and wrong ones."""
+
+import asyncio
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo.config.compose import compose
+from dapo.config.sampling import RolloutFunctionConfig
+from dapo.config.schema import Config
+from dapo.driver.preflight import preflight
+from dapo.run import make_paths_absolute
+from dapo.state.run_dir import claim_output_dir
+from dapo.tiny.tokenizer import END
+from dapo.turns import retry, tool_use
+from dapo.turns.loading import file_of_function, load, runs_programs
+from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
+from dapo.turns.session import Session
+from dapo.turns.tool_use import calculate
+from dapo.types import Sampling
+from tests.support.engines.functions import TOKENIZER
+from tests.support.fakes import make_prompt
+
+SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=400)
+README = Path(__file__).resolve().parents[2] / "dapo" / "turns" / "README.md"
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def conversation(function, answers: list[str], **kwargs) -> tuple[list[str], Step, list[Ask]]:
+    """What the policy reads before each turn, how it ends, and what was asked for. An answer ends with `END` unless it
+    ends with a stop string."""
+
+    async def play() -> tuple[list[str], Step, list[Ask]]:
+        session = Session(function, kwargs, make_prompt(1), SAMPLING, TOKENIZER)
+        step, read, asked = await session.step(10), [], []
+        for answer in answers:
+            assert isinstance(step, Ask), step
+            read.append(TOKENIZER.decode(step.token_ids))
+            asked.append(step)
+            whole = answer if step.stop and answer.endswith(step.stop) else answer + END
+            generated = Generated(token_ids=ids_of(whole), text=answer, finish_reason="stop")
+            step = await session.resume(generated, 10)
+        return read, step, asked
+
+    return asyncio.run(play())
+
+
+def test_retry_goes_on_as_the_chat_template_does() -> None:
+    read, end, _ = conversation(retry.rollout, ["It is 4.", "It is 5."], feedback="Sure?")
+    assert end == Trajectory(text="It is 5.")
+    turns = [("user", "1+4"), ("assistant", "It is 4."), ("user", "Sure?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    whole = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    first = TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert first + "It is 4." + END + read[1] == whole and read[0] == ""
+
+
+def test_a_turn_that_its_stop_string_ended_is_closed_before_the_next() -> None:
+    async def stops(prompt, generate, sampling):
+        await generate(stop="?")
+        return Trajectory(text=(await generate(generate.after([("user", "Go on.")]))).text)
+
+    read, _, _ = conversation(stops, ["What?", "5"])
+    assert read[1] == f"{END}<|user|>Go on.{END}<|assistant|>"
+
+
+def test_tool_use_works_out_what_the_policy_writes() -> None:
+    answers = ["I need <calc>17*23</calc>", "and <calc>391+1/0</calc>", "so 391."]
+    read, end, asked = conversation(tool_use.rollout, answers)
+    assert read == ["", "<result>391</result>", "<result>error: division by zero</result>"]
+    assert end == Trajectory(text=f"{answers[0]}{read[1]}{answers[1]}{read[2]}{answers[2]}")
+    assert [ask.stop for ask in asked] == [("</calc>",)] * 3
+
+
+def test_tool_use_ends_after_its_last_call() -> None:
+    read, end, asked = conversation(tool_use.rollout, ["<calc>2*3</calc>", "<calc>6*6</calc>"], max_calls=1)
+    assert read == ["", "<result>6</result>"] and asked[1].stop == ()
+    assert end == Trajectory(text="<calc>2*3</calc><result>6</result><calc>6*6</calc>")
+
+
+def test_tool_use_runs_programs_in_the_sandbox_where_it_may() -> None:
+    answers = [
+        "First <python>\nfor k in range(3):\n    print(k * k)\n</python>",
+        "<python>import socket; print(1); socket.socket()</python>",
+        "<python>x = 1</python>",
+        "<calc>2*3</calc>",
+        "so 6.",
+    ]
+    read, end, asked = conversation(tool_use.rollout, answers, python=True, max_result_chars=60)
+    assert read[1] == "<result>0\n1\n4</result>" and read[3:] == ["<result>no output</result>", "<result>6</result>"]
+    assert read[2].startswith("<result>1\nerror: PermissionError") and asked[0].stop == ("</calc>", "</python>")
+    assert isinstance(end, Trajectory) and end.text.endswith("<result>6</result>so 6.")
+    read, end, _ = conversation(tool_use.rollout, ["<python>print(1)</python>"])
+    assert end == Trajectory(text="<python>print(1)</python>"), "there is no interpreter unless it is asked for"
+
+
+def test_the_sandbox_starts_only_with_what_runs_programs(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("RUNS_PROGRAMS = True\nasync def rollout(prompt, generate, sampling): ...\n")
+    assert runs_programs(load(RolloutFunctionConfig(path=str(tmp_path / "my.py"))), {})
+    assert [runs_programs(tool_use.rollout, {"python": on}) for on in (True, False)] == [True, False]
+    assert not runs_programs(retry.rollout, {"python": True})
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("123456789*987654321", "121932631112635269"),
+        ("0.1+0.2", "3/10"),
+        ("-(7//2) % 5", "2"),
+        ("2**-2", "1/4"),
+        ("9**9**9", "error: not arithmetic"),
+        ("2**200*2**200", "error: too long"),
+        ("7**200**1*7**200*7**200*7**200*7**200*7**200*7**200*7**200", "error: not arithmetic"),
+        ("().__class__", "error: not arithmetic"),
+        ("open('x')", "error: not arithmetic"),
+        ("True+1", "error: not arithmetic"),
+        ("1j", "error: not arithmetic"),
+        ("1e999", "error: not arithmetic"),
+        ("0**-1", "error: division by zero"),
+        ("5%0", "error: division by zero"),
+        ("(" * 90, "error: not arithmetic"),
+        ("", "error: not arithmetic"),
+        ("1+" * 150 + "1", "error: too long"),
+        ("\0", "error: not arithmetic"),
+    ],
+)
+def test_the_calculator_is_exact_and_has_an_answer_to_everything(expression: str, result: str) -> None:
+    assert calculate(expression) == result
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "hint.py").write_text(code)
+    function = load(RolloutFunctionConfig(path=str(tmp_path / "hint.py"), name="hint"))
+    read, end, _ = conversation(function, ["A: 3", "A: 1"])
+    assert read[1].startswith("<|user|>") and end == Trajectory(text="A: 1")
+    read, end, _ = conversation(function, ["A: 1"])
+    assert end == Trajectory(text="A: 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"token_ids": [10**6]}, "`token_ids` holds 1000000"),
+        ({"token_ids": [-1]}, "`token_ids` holds -1"),
+        ({"max_tokens": 0}, "`max_tokens` (0) must be at least 1"),
+        ({"stop": ["a", ""]}, "`stop` holds an empty string"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(arguments, says) -> None:
+    async def wrong(prompt, generate, sampling):
+        await generate(**arguments)
+
+    _, end, _ = conversation(wrong, [])
+    assert isinstance(end, Failed) and says in end.detail
+
+
+SOUND = "async def rollout(prompt, generate, sampling, *, size=1):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "says"),
+    [
+        ("import no_such_module", {}, "`rollout.function.path`"),
+        ("raise SystemExit(2)", {}, "cannot be imported"),
+        ("def rollout(prompt, generate, sampling):\n    pass", {}, "must be an `async def` function"),
+        (SOUND, {"name": "rolout"}, "which has rollout"),
+        (SOUND, {"kwargs": {"sise": 3}}, "['sise']"),
+        ("async def rollout(prompt):\n    pass", {}, "cannot be called with prompt, generate, sampling"),
+    ],
+)
+def test_a_wrong_function_is_named_before_anything_starts(tmp_path: Path, text: str, settings, says: str) -> None:
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(ValueError, match=re.escape("`rollout.function")) as error:
+        load(RolloutFunctionConfig(path=str(tmp_path / "my.py"), **settings))
+    assert says in str(error.value)
+
+
+def test_ready_ones_and_a_sound_file_load(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(SOUND)
+    for path, kwargs in (("one_turn", {}), ("retry", {"attempts": 3}), ("tool_use", {}), (str(tmp_path / "my.py"), {})):
+        assert np.iterable(load(RolloutFunctionConfig(path=path, kwargs=kwargs)).__code__.co_varnames)
+
+
+def test_a_file_is_found_from_wherever_a_worker_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.py").write_text(SOUND)
+    monkeypatch.chdir(tmp_path)
+    cfg = Config()
+    cfg.model.path, cfg.rollout.function.path = str(tmp_path), "my.py"
+    make_paths_absolute(cfg)
+    assert cfg.rollout.function.path == str(tmp_path / "my.py") and load(cfg.rollout.function)
+
+
+def test_a_wrong_function_ends_the_preflight() -> None:
+    cfg = Config()
+    cfg.rollout.function.path = "/no/such/file.py"
+    with pytest.raises(ValueError, match=r"`rollout.function.path` \('/no/such/file.py'\) cannot be imported"):
+        preflight(cfg)
+
+
+def test_a_run_that_goes_on_notices_another_text(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(SOUND)
+    cfg = compose([f"rollout.function.path={tmp_path / 'my.py'}"], "dapo_tiny")
+
+    def start() -> None:
+        with claim_output_dir(str(tmp_path / "run"), "auto", asdict(cfg)) as run:
+            run.check_own(file_of_function(cfg.rollout.function))
+            run.record_inputs(file_of_function(cfg.rollout.function))
+            (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")  # it got somewhere
+
+    start()
+    start()
+    (tmp_path / "my.py").write_text(SOUND + "# another\n")
+    with pytest.raises(ValueError, match=r"`rollout.function.path` is another function \(my.py:rollout, sha256 "):
+        start()
+    assert file_of_function(RolloutFunctionConfig(path="retry")) == {}

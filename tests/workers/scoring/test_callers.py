@@ -1,0 +1,116 @@
+"""A person's async functions: called many at a time, retried, timed out, and replaced when their process ends."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
+from dapo.rewards.calling.fork_server import Item
+from workers.scoring.children import Children
+from workers.scoring.verdict import Verdict
+
+HEAD = "import asyncio, os, time\nfrom dapo.rewards.calling.calls import Retry\ncalls = {}\n"
+SIGNATURE = "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+QUICK = RemoteConfig(timeout_s=5.0, call_timeout_s=1.0, retries=3, backoff_s=0.01)
+
+
+def score(folder: Path, body: str, texts: list[str], remote: RemoteConfig = QUICK, **options: Any) -> list[Verdict]:
+    file = folder / "mine.py"
+    file.write_text(HEAD + SIGNATURE + "".join(f"    {line}\n" for line in body.splitlines()))
+    items = [Item(source="s", text=text, ground_truth="7", extra_info={}) for text in texts]
+
+    async def run() -> list[Verdict]:
+        limits = LimitsConfig(cpu_s=1.0, wall_s=3.0)
+        functions = [RewardFunctionConfig(path=str(file))]
+        async with Children(functions, limits, 1, remote, **{"concurrency": 16, **options}) as children:
+            async with asyncio.timeout(60):
+                found = list(await asyncio.gather(*[children.score(item) for item in items]))
+            assert len(children.pids) >= 2
+            return found
+
+    return asyncio.run(run())
+
+
+def test_calls_wait_together(tmp_path: Path) -> None:
+    body = (
+        "calls['open'] = calls.get('open', 0) + 1\nmost = calls['most'] = max(calls.get('most', 0), calls['open'])\n"
+        "while calls['most'] < 8:\n    await asyncio.sleep(0.01)\n"
+        "calls['open'] -= 1\nreturn {'score': 1.0, 'acc': True, 'most': calls['most']}"
+    )
+    found = score(tmp_path, body, ["x"] * 8)
+    assert [(one.score.reward, one.score.accuracy, one.score.metrics["compute_score/most"]) for one in found] == [
+        (1.0, 1.0, 8.0)
+    ] * 8
+
+
+@pytest.mark.parametrize(
+    "error", ["Retry('busy')", "ConnectionResetError()", "TimeoutError()", "OSError('gone')"], ids=lambda text: text[:6]
+)
+def test_what_passes_is_retried(tmp_path: Path, error: str) -> None:
+    body = (
+        "calls[solution_str] = calls.get(solution_str, 0) + 1\n"
+        f"if calls[solution_str] < 3:\n    raise {error}\nreturn float(calls[solution_str])"
+    )
+    found = score(tmp_path, body, ["a", "b"])
+    assert [(one.score.reward, one.score.metrics["compute_score/retries"]) for one in found] == [(3.0, 2.0)] * 2
+
+
+def test_what_does_not_pass_is_no_zero(tmp_path: Path) -> None:
+    found = score(tmp_path, "raise Retry('busy')", ["a"])
+    assert (found[0].score.failure, math.isnan(found[0].score.reward)) == ("remote", True)
+    assert found[0].detail == "reward function `compute_score`: 4 calls were not answered; the last: Retry: busy"
+
+
+def test_a_defect_is_reported_at_once(tmp_path: Path) -> None:
+    found = score(tmp_path, "calls['n'] = calls.get('n', 0) + 1\nraise KeyError(calls['n'])", ["a"])
+    assert (found[0].score.failure, math.isnan(found[0].score.reward)) == ("error", True)
+    assert "KeyError: 1 on data source 's', at line 6 of mine.py" in found[0].detail
+
+
+def test_a_call_without_an_answer_is_cut_off_and_tried_again(tmp_path: Path) -> None:
+    body = "calls['n'] = calls.get('n', 0) + 1\nif calls['n'] == 1:\n    await asyncio.sleep(60)\nreturn 1.0"
+    found = score(tmp_path, body, ["a"], RemoteConfig(timeout_s=5.0, call_timeout_s=0.2, retries=1, backoff_s=0.01))
+    assert (found[0].score.reward, found[0].score.metrics["compute_score/retries"]) == (1.0, 1.0)
+
+
+def test_a_server_that_asks_for_a_long_pause_ends_the_waiting(tmp_path: Path) -> None:
+    found = score(tmp_path, "raise Retry('busy', after_s=3600)", ["a"])
+    assert found[0].score.failure == "remote" and "1 calls were not answered" in found[0].detail
+
+
+@pytest.mark.parametrize(
+    ("line", "failure"), [("os._exit(3)", "crash"), ("time.sleep(600)", "wall")], ids=["ends", "blocks"]
+)
+def test_a_process_that_ends_or_hangs_is_replaced(tmp_path: Path, line: str, failure: str) -> None:
+    body = f"if solution_str == 'bad':\n    {line}\nawait asyncio.sleep(0.1)\nreturn 1.0"
+    first, second = score(tmp_path, body, ["bad", "good"], concurrency=1)
+    assert (first.score.failure, math.isnan(first.score.reward)) == (failure, True)
+    assert second.score.reward == 1.0
+
+
+def test_calls_are_spaced(tmp_path: Path) -> None:
+    body = (
+        "now = time.monotonic()\ngap = now - calls.get('last', -9.0)\ncalls['last'] = now\n"
+        "return {'score': 1.0, 'gap': gap}"
+    )
+    remote = RemoteConfig(timeout_s=0.05, call_timeout_s=1.0, retries=0, backoff_s=0.01, calls_per_minute=600.0)
+    found = score(tmp_path, body, ["x"] * 5, remote)
+    gaps = sorted(one.score.metrics["compute_score/gap"] for one in found)
+    assert min(gaps) >= 0.09 and [one.score.reward for one in found] == [1.0] * 5
+
+
+def test_metrics_and_accuracy_of_a_plain_function_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + SIGNATURE + "    return 0.25\n")
+
+    async def run() -> Verdict:
+        functions = [RewardFunctionConfig(path="math"), RewardFunctionConfig(path=str(file), weight=2.0)]
+        async with Children(functions, LimitsConfig(), 1, QUICK, 4) as children:
+            assert children.about["without_canary"] == ["compute_score"]
+            return await children.score(Item(source="s", text="Answer: 7", ground_truth="7", extra_info={}))
+
+    found = asyncio.run(run()).score
+    assert (found.accuracy, found.reward, found.parts) == (1.0, 1.5, {"math": 1.0, "compute_score": 0.25})

@@ -1,0 +1,129 @@
+"""The ready judge through its real process: a server that fails for a while changes no reward, and one that never
+answers makes nothing wrong."""
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dapo.config.reward import JudgeConfig, LimitsConfig, RemoteConfig, RewardConfig, RewardFunctionConfig
+from dapo.rewards.calling.fork_server import Item
+from dapo.rewards.calling.loading import with_judge
+from tests.support.rewards.judge_server import KEY, JudgeServer, judge_server
+from workers.scoring.children import Children
+from workers.scoring.verdict import Verdict
+
+FAULTS = ("500", "429", "cut", "no json", "silent", "half", "no score", "score outside")
+QUICK = RemoteConfig(timeout_s=50.0, call_timeout_s=1.0, retries=12, backoff_s=0.02)
+
+
+def judged(server: JudgeServer, **judge: Any) -> RewardConfig:
+    config = JudgeConfig(url=server.url, model="judge", prompt="{ground_truth}|{response}", prompt_cost=2.0)
+    return RewardConfig(functions=[RewardFunctionConfig(path="judge", wrong=0.0)], judge=replace(config, **judge))
+
+
+def verdicts(config: RewardConfig, count: int = 24, remote: RemoteConfig = QUICK, **options: Any) -> list[Verdict]:
+    """Scores `count` responses at once, every third of them wrong."""
+    items = [
+        Item(source="s", text=f"It is {n if n % 3 else n + 1}", ground_truth=f"{n}", extra_info={"prompt": "?"})
+        for n in range(count)
+    ]
+
+    async def run() -> list[Verdict]:
+        limits = LimitsConfig(wall_s=10.0, **options.pop("limits", {}))
+        async with Children(
+            with_judge(config.functions, config.judge), limits, 2, remote, **{"concurrency": 32, **options}
+        ) as children:
+            async with asyncio.timeout(120):
+                return list(await asyncio.gather(*[children.score(item) for item in items]))
+
+    return asyncio.run(run())
+
+
+def rewards(found: list[Verdict]) -> list[float]:
+    return [one.score.reward for one in found]
+
+
+def test_the_judge_scores_with_its_costs() -> None:
+    with judge_server(key=KEY) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_API_KEY", KEY)
+        found = verdicts(judged(server, key_variable="JUDGE_API_KEY"))
+    assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
+    metrics = found[0].score.metrics
+    latency = metrics.pop("judge/latency_s")
+    assert 0 < latency < 1
+    assert metrics == {
+        "judge/retries": metrics["judge/retries"],
+        "judge/prompt_tokens": 20.0,
+        "judge/completion_tokens": 5.0,
+        "judge/cost": 4e-5,
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_for_each_response_changes_no_reward(fault: str) -> None:
+    with judge_server(fault) as server:
+        found = verdicts(judged(server))
+    assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
+    assert all(one.score.metrics["judge/retries"] >= 1 for one in found)  # more on a machine that answers late
+    assert server.seen[fault] == 24 and set(server.seen) == {fault, "answered"}
+
+
+def test_all_faults_together_change_no_reward() -> None:
+    with judge_server(*FAULTS) as server:
+        found = verdicts(judged(server))
+    assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
+    assert set(server.seen) == {*FAULTS, "answered"}
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "silent", "cut", "no score"])
+def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> None:
+    with judge_server(always=fault) as server:
+        found = verdicts(judged(server), 6, replace(QUICK, timeout_s=1.5, retries=3))
+    assert {one.score.failure for one in found} == {"remote"}
+    assert all(math.isnan(reward) for reward in rewards(found))
+    assert all("calls were not answered" in one.detail for one in found)
+
+
+def test_a_judge_that_is_only_recorded_makes_nothing_unscorable() -> None:
+    with judge_server(always="500") as server:
+        config = judged(server)
+        config.functions = [RewardFunctionConfig(path="math"), replace(config.functions[0], weight=0.0)]
+        found = verdicts(config, 3, replace(QUICK, retries=1))
+    assert [one.score.failure for one in found] == [""] * 3
+    assert all(math.isnan(one.score.parts["judge"]) and one.score.reward == -1.0 for one in found)
+
+
+def test_a_refused_request_is_an_error_that_names_the_keys_and_not_their_value() -> None:
+    with judge_server(key=KEY) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_API_KEY", "another-key")
+        found = verdicts(judged(server, key_variable="JUDGE_API_KEY"), 2)
+    assert [one.score.failure for one in found] == ["error"] * 2
+    assert "401" in found[0].detail and "reward.judge.key_variable" in found[0].detail
+    assert "another-key" not in found[0].detail
+    assert server.seen == {}  # and it is not asked again and again
+
+
+def test_no_more_calls_than_allowed_are_open() -> None:
+    with judge_server("silent") as server:
+        found = verdicts(judged(server), 12, replace(QUICK, call_timeout_s=0.2), concurrency=3)
+    assert rewards(found) == [float(n % 3 > 0) for n in range(12)]
+    assert server.most >= 3
+
+
+def test_a_network_for_the_judge_is_none_for_the_others(tmp_path: Any) -> None:
+    (tmp_path / "plain.py").write_text(
+        "import socket\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    try:\n        socket.socket()\n        return 1.0\n    except OSError:\n        return 0.5\n"
+    )
+    with judge_server() as server:
+        config = judged(server)
+        config.functions.append(RewardFunctionConfig(path=str(tmp_path / "plain.py")))
+        found = verdicts(config, 2)
+    assert [one.score.parts for one in found] == [
+        {"judge": 0.0, "compute_score": 0.5},
+        {"judge": 1.0, "compute_score": 0.5},
+    ]

@@ -1,0 +1,45 @@
+"""Sources with reward functions of their own, in real child processes."""
+
+import asyncio
+from dataclasses import replace
+
+from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from tests.support.rewards.reward_children import item
+from workers.scoring.children import Children
+
+SPINS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    while solution_str == "spin":
+        pass
+    return {"score": 2.0 * (solution_str == ground_truth), "acc": solution_str == ground_truth}
+"""
+
+
+def test_each_source_is_scored_by_its_own_functions(tmp_path):
+    (tmp_path / "mine.py").write_text(SPINS)
+    mine = RewardFunctionConfig(path=str(tmp_path / "mine.py"), wrong=-3.0)
+    own = {"words": [mine], "both": [RewardFunctionConfig(), replace(mine, weight=0.5)]}
+    items = [
+        replace(item(text), entry=entry)
+        for entry in ("", "words", "both", "other")
+        for text in ("7", "Answer: 7", "spin")
+    ]
+
+    async def scored():
+        limits = LimitsConfig(cpu_s=1.0, wall_s=5.0)
+        async with Children([RewardFunctionConfig()], limits, 2, own=own) as children:
+            return children.about, [await children.score(one) for one in items]
+
+    about, verdicts = asyncio.run(scored())
+    assert about["reads_last"] is None and about["without_canary"] == ["words:compute_score", "both:compute_score"]
+    parts = [verdict.score.parts for verdict in verdicts]
+    assert [verdict.score.accuracy for verdict in verdicts] == [0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert parts[:3] == parts[9:] == [{"math": -1.0}, {"math": 1.0}, {"math": -1.0}]
+    assert parts[3:5] == [{"words:compute_score": 2.0}, {"words:compute_score": 0.0}]
+    assert parts[6:8] == [
+        {"both:math": -1.0, "both:compute_score": 2.0},
+        {"both:math": 1.0, "both:compute_score": 0.0},
+    ]
+    # At a limit the functions of the source say what is wrong.
+    assert [verdicts[place].score.failure for place in (5, 8)] == ["cpu", "cpu"]
+    assert verdicts[5].score.reward == -3.0 and verdicts[8].score.reward == -1.0 + 0.5 * -3.0

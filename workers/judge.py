@@ -1,0 +1,191 @@
+"""Starts judges of the run's own, each a vLLM server in a Ray actor, and keeps them up.
+
+In: `reward.judge.engine`. Out: where they serve, for the reward workers, which ask them over HTTP. A server that ends
+or stands still is started again in its place; an actor that is lost with its node is replaced.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dapo.config.paths import resolve_path
+from dapo.config.reward import JudgeEngineConfig
+from dapo.faults.restarts import Restarts
+from dapo.report.watchdog import Member
+from workers.judging.server import Server
+from workers.remote import RemoteError, wait
+
+POLL_S, GRACE_S = 5.0, 120.0  # an actor tells of changes at once, and every POLL_S that it lives
+KEY, START_KEY = "reward.judge.engine", "rollout.start_timeout_s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """Says how a server does; fields as of `workers.judging.server.Server`. Made by `JudgeWorker`."""
+
+    url: str
+    key: str
+    up: bool
+    restarts: int
+    failure: str
+
+
+class JudgeWorker:
+    """Holds one server; `start` comes first, because Ray hides a constructor's error."""
+
+    async def start(self, arguments: Sequence[str], config: JudgeEngineConfig, timeout_s: float) -> State:
+        """Waits until the server answers; it is kept up from then on. Raises RuntimeError, with the reason."""
+        host = ray.util.get_node_ip_address()
+        self._server = Server(arguments, host, silence_s=config.silence_s, max_restarts=config.max_restarts)
+        await self._server.start(timeout_s)
+        self._task = asyncio.create_task(self._server.keep(timeout_s))
+        return self._state()
+
+    async def next_state(self) -> State:
+        """Returns how it does, as soon as that changes and after `POLL_S` at the latest."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._server.changed.wait(), POLL_S)
+        self._server.changed.clear()
+        return self._state()
+
+    def _state(self) -> State:
+        server = self._server
+        return State(url=server.url, key=server.key, up=server.up, restarts=server.restarts, failure=server.failure)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Place:
+    """Holds an actor. before: restarts that its predecessors had, and that it is itself one."""
+
+    index: int
+    handle: Any
+    limit: Restarts
+    state: State | None = None
+    before: int = 0
+
+
+class JudgePool:
+    """Holds all judges. failure: why no judge is left, "" while one is."""
+
+    def __init__(
+        self,
+        config: JudgeEngineConfig,
+        options: Sequence[dict[str, Any]],
+        *,
+        device: str,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Makes the actors. options: Ray options of each; they and device, `cpu` or `cuda`, are from
+        `workers.placement`."""
+        self.failure = ""
+        self._config, self._options, self._warn = config, options, warn
+        self._arguments = server_arguments(config, device)
+        self._timeout_s = 0.0
+        self._places = [
+            _Place(index=index, handle=self._make(index), limit=Restarts(config.max_restarts))
+            for index in range(len(options))
+        ]
+        self._watches: list[asyncio.Task[None]] = []
+
+    @property
+    def restarts(self) -> int:
+        """Counts the restarts of servers and actors."""
+        return sum(place.before + (place.state.restarts if place.state else 0) for place in self._places)
+
+    def servers(self) -> list[dict[str, str]]:
+        """Returns address and key of each judge that serves; where none does, of all that will again."""
+        known = [place.state for place in self._places if place.state is not None and not place.state.failure]
+        return [{"url": state.url, "key": state.key} for state in [one for one in known if one.up] or known]
+
+    async def start(self, timeout_s: float) -> None:
+        """Waits until all of them serve; timeout_s is also for each start later. Raises RemoteError."""
+        self._timeout_s = timeout_s
+        await asyncio.gather(*[self._start(place) for place in self._places])
+        self._watches = [asyncio.create_task(self._watch(place)) for place in self._places]
+
+    def stop(self) -> None:
+        """Ends all actors, and their servers with them."""
+        for watch in self._watches:
+            watch.cancel()
+        for place in self._places:
+            ray.kill(place.handle)
+
+    def _make(self, index: int) -> Any:
+        worker: Any = ray.remote(JudgeWorker)
+        return worker.options(**self._options[index]).remote()
+
+    def _member(self, place: _Place, act: str) -> Member:
+        return Member(role="judge", number=place.index, count=len(self._places), act=act)
+
+    async def _start(self, place: _Place) -> None:
+        ref = place.handle.start.remote(self._arguments, self._config, self._timeout_s)
+        member = self._member(place, f"to load `{KEY}.path` ({self._config.path}) and answer")
+        [place.state] = await wait([ref], self._timeout_s + GRACE_S, member, START_KEY)
+
+    async def _watch(self, place: _Place) -> None:
+        """Follows a judge until it is given up; puts another actor in the place of one that is lost."""
+        while place.state is None or not place.state.failure:
+            try:
+                await self._follow(place)
+            except RemoteError as error:
+                if reason := await self._replace(place, str(error)):
+                    return self._give_up(place, reason)
+        self._give_up(place, place.state.failure)
+
+    async def _follow(self, place: _Place) -> None:
+        before = place.state
+        member = self._member(place, "to tell how it does")
+        [now] = await wait([place.handle.next_state.remote()], POLL_S + GRACE_S, member, f"{KEY}.silence_s")
+        place.state = now
+        if before is not None and now.restarts > before.restarts:
+            self._warn(f"judge {place.index} is lost, and its server is started again (restart {now.restarts})")
+
+    async def _replace(self, place: _Place, why: str) -> str:
+        """Returns "" as soon as another actor serves in its place, and why none does where none may be tried any more.
+        why: it was lost."""
+        place.before += place.state.restarts if place.state else 0
+        place.state = None
+        while not place.limit.spent():
+            self._warn(f"judge {place.index} is replaced: {why}")
+            place.limit.add()
+            place.before += 1
+            with suppress(Exception):
+                ray.kill(place.handle)
+            place.handle = self._make(place.index)
+            try:
+                await self._start(place)
+            except RemoteError as error:
+                why = str(error)
+                continue
+            place.limit.worked()
+            return ""
+        return why
+
+    def _give_up(self, place: _Place, why: str) -> None:
+        self._warn(f"judge {place.index} is given up: {why}")
+        place.state = None
+        if all(each.state is None for each in self._places):
+            self.failure = f"no judge is left (`{KEY}`); the last one, {place.index}: {why}"
+
+
+def server_arguments(config: JudgeEngineConfig, device: str) -> list[str]:
+    """Returns the arguments of vLLM's server: the needs of a CPU engine, and `reward.judge.engine.vllm` above them."""
+    given: Mapping[str, Any] = config.vllm
+    own: dict[str, Any] = {"load_format": "safetensors", "trust_remote_code": config.trust_remote_code}
+    if device == "cpu":
+        own |= {"dtype": "float32", "enforce_eager": True}
+    found = ["--model", resolve_path(config.path)]
+    for name, value in {**own, **given}.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            found += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            found.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return found

@@ -1,0 +1,30 @@
+"""Runs vLLM's OpenAI-compatible server, and ends with whoever started it: `python -m workers.judging.process ARGS`.
+
+`vllm serve` itself asks for the version of a package named vllm, which the CPU build is not.
+
+In: arguments of vLLM's server, and a standard input that stays open for as long as the server may live.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+
+def main() -> None:
+    """Serves until the standard input ends; then the whole process group, vLLM's engine too, is killed."""
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    from workers.vllm_surface import main as vllm
+
+    sys.argv[0] = "vllm"
+    vllm()
+
+
+def _end_with_starter() -> None:
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

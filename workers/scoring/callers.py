@@ -1,0 +1,135 @@
+"""Feeds the process of a reward worker that runs the async reward functions, and replaces it when it ends.
+
+In: requests, many at a time. Out: for each what the functions gave, or a kind of failure. The process has a fork server
+of its own, because it may reach the network, which those that read answers may not.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from dapo.config.reward import RemoteConfig
+from workers.scoring.process import LIMITS, READ_ERRORS, REPORT_S, Child, ForkServer
+from workers.scoring.verdict import CanaryError, Verdict, verdict_of_failure
+
+MAX_FAILED_STARTS = 4  # in a row: what ends one process at once may strike its successor too
+
+
+class Callers:
+    """Holds the process. respawned: how often it was replaced."""
+
+    def __init__(self, settings: Mapping[str, Any], remote: RemoteConfig, concurrency: int) -> None:
+        """Starts nothing. settings: of the worker's fork server. remote: its `calls_per_minute` are this worker's."""
+        self.respawned = 0
+        limits = {**settings["limits"], "allow_network": True}
+        self._settings = {**settings, "limits": limits, "remote": asdict(remote)}
+        self._silence_s = float(limits["wall_s"])
+        self._server: ForkServer | None = None
+        self._child: Child | None = None
+        self._starting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(concurrency)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._number = self._failed_starts = 0
+        self._listener: asyncio.Task[None] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Lists the process numbers, of the fork server and of the process, while they live."""
+        server = [] if self._server is None or self._server.gone.is_set() else [self._server.about["pid"]]
+        return server + ([] if self._child is None else [self._child.pid])
+
+    async def start(self) -> None:
+        """Waits until the functions are imported and the process runs. Raises ValueError, RuntimeError or OSError."""
+        self._server = await ForkServer.start(self._settings)
+        await self._running_child()
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._child is not None:
+            self._child.end("crash")
+        if self._server is not None:
+            self._server.kill()
+        for waiter in self._waiting.values():
+            waiter.cancel()
+
+    async def given(self, request: dict[str, Any]) -> dict[str, Any] | Verdict:
+        """Returns what each function gave, by its label, or the verdict where there is none.
+
+        Raises:
+            CanaryError: the process does not come to start any more.
+        """
+        async with self._slots:
+            began = time.monotonic()
+            reply = await self._ask(request)
+        if "failure" in reply:
+            return verdict_of_failure(reply["failure"], reply["detail"], time.monotonic() - began)
+        return dict(reply["given"])
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns `given`, or a kind of `failure` and its `detail`."""
+        try:
+            child = await self._running_child()
+        except (RuntimeError, ValueError, OSError) as error:
+            return {"failure": "crash", "detail": str(error)}
+        self._number += 1
+        number = self._number
+        waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            with suppress(ConnectionError):  # the listener hears of its end
+                child.send({**request, "number": number})
+            return await waiter
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _running_child(self) -> Child:
+        async with self._starting:
+            if self._child is not None:
+                return self._child
+            try:
+                if self._server is None or self._server.gone.is_set():
+                    self._server = await ForkServer.start(self._settings)
+                self._child = await self._server.fork()
+            except (RuntimeError, ValueError, OSError) as error:
+                self._failed_starts += 1
+                if self._failed_starts >= MAX_FAILED_STARTS:
+                    raise CanaryError(
+                        f"the process of the async reward functions did not start {self._failed_starts} times in a "
+                        f"row; the last time: {error}"
+                    ) from error
+                raise
+            self._listener = asyncio.create_task(self._listen(self._child))
+            return self._child
+
+    async def _listen(self, child: Child) -> None:
+        """Hands out replies until the process ends, or is silent: its functions have then blocked the event loop."""
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    reply = await child.receive()
+                waiter = self._waiting.pop(reply["number"], None)
+                if waiter is not None and not waiter.done():
+                    self._failed_starts = 0
+                    waiter.set_result(reply)
+        except TimeoutError:
+            child.end("wall")
+            detail = "an async reward function blocked its event loop for `reward.limits.wall_s`: it must await"
+        except READ_ERRORS:
+            child.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(child.exit_status), REPORT_S)
+            status = child.exit_status.result() if child.exit_status.done() else 0
+            child.end("crash")
+            detail = f"the process of the async reward functions ended ({LIMITS.get(status, 'crash')})"
+        self._child = None
+        self.respawned += 1
+        self._failed_starts += 1
+        # Which of them ended it nobody knows: all are tried once more, as after a crash.
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_result({"failure": child.failure, "detail": detail})
+        self._waiting.clear()

@@ -1,0 +1,1 @@
+"""Holds the processes that run rollout functions, and what keeps them up."""

@@ -1,0 +1,173 @@
+"""Keeps the workers that run rollout functions: deals calls out, and replaces a worker that dies or stands still.
+
+In: prompts, and what the policy sampled. Out: what each call wants next, or `TurnLost`, which says nothing about it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dapo.config.reward import LimitsConfig
+from dapo.config.sampling import RolloutFunctionConfig
+from dapo.report.watchdog import Member
+from dapo.turns.protocol import Failed, Generated, Step
+from dapo.types import Prompt, Sampling
+from workers.remote import RemoteError, wait
+from workers.turns.worker import TurnWorker
+
+GRACE_S = 10.0  # beyond its deadline for a function: a worker that does not answer by then is held up by one
+MAX_LOST_IN_A_ROW = 5  # workers without an answer in between: then it is no accident
+KEY = "rollout.function.timeout_s"
+
+
+class TurnLost(RuntimeError):
+    """Says that a call of a function ended without a result: the machinery, or the function, failed."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Place:
+    """Holds a worker. load: calls that are with it. ready: set where it has started."""
+
+    index: int
+    handle: Any
+    ready: "asyncio.Event"
+    load: int = 0
+
+
+class Call:
+    """Holds one call of the function, for one response; it stays with its worker."""
+
+    def __init__(self, fleet: "TurnFleet", place: _Place, name: str) -> None:
+        self._fleet, self._place, self._handle, self._name = fleet, place, place.handle, name
+        place.load += 1
+
+    async def begin(self, prompt: Prompt, sampling: Sampling) -> Step:
+        """Returns what it wants first. Raises TurnLost."""
+        return await self._answer(self._handle.begin.remote(self._name, prompt, sampling))
+
+    async def resume(self, generated: Generated) -> Step:
+        """Hands over what it asked for; returns what it wants next. Raises TurnLost."""
+        return await self._answer(self._handle.resume.remote(self._name, generated))
+
+    def close(self, *, ended: bool) -> None:
+        """Gives its place back. ended: its worker knows that."""
+        self._place.load -= 1
+        if not ended:
+            self._handle.drop.remote(self._name)
+
+    async def _answer(self, ref: Awaitable[Step]) -> Step:
+        return await self._fleet.answer(self._place, self._handle, ref)
+
+
+class TurnFleet:
+    """Holds the workers. respawned: those that were replaced."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        spec: RolloutFunctionConfig,
+        *,
+        limits: LimitsConfig | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Makes the workers' actors. options: Ray's, of each. limits: of programs of the model, if there are any."""
+        self.respawned = 0
+        self._options, self._spec, self._warn = options, spec, warn
+        self._limits = limits or LimitsConfig()
+        self._places: list[_Place] = []
+        self._model: tuple[str, bool] = ("", False)
+        self._start_timeout_s = 0.0
+        self._lost_in_a_row = 0
+        self._broken: RemoteError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, model_path: str, trust_remote_code: bool, timeout_s: float) -> str:
+        """Waits until all workers have loaded function and tokenizer. Returns how programs of the model are confined,
+        empty where the function runs none. Raises RemoteError where one cannot."""
+        self._model, self._start_timeout_s = (model_path, trust_remote_code), timeout_s
+        self._places = [
+            _Place(index=index, handle=self._make(), ready=asyncio.Event()) for index in range(self._spec.num_workers)
+        ]
+        confined: list[str] = await asyncio.gather(*[self._start(place) for place in self._places])
+        return confined[0]
+
+    async def call(self, name: str) -> Call:
+        """Returns a call on the worker with the fewest. Raises RemoteError where the workers end again and again."""
+        if self._broken is not None:
+            raise self._broken
+        place = min(self._places, key=lambda place: (not place.ready.is_set(), place.load))
+        await place.ready.wait()
+        if self._broken is not None:
+            raise self._broken
+        return Call(self, place, name)
+
+    async def answer(self, place: _Place, handle: Any, ref: Awaitable[Step]) -> Step:
+        """Returns the next step of a call. Raises TurnLost where it failed, or its worker was lost."""
+        try:
+            [step] = await wait([ref], self._spec.timeout_s + GRACE_S, self._member(place, "to call it"), KEY)
+        except RemoteError as error:
+            self._lose(place, handle, str(error))
+            raise TurnLost(str(error)) from None
+        self._lost_in_a_row = 0
+        if isinstance(step, Failed):
+            raise TurnLost(step.detail)
+        found: Step = step
+        return found
+
+    def stop(self) -> None:
+        """Ends all workers."""
+        for task in self._tasks:
+            task.cancel()
+        for place in self._places:
+            _kill(place.handle)
+
+    def _make(self) -> Any:
+        remote: Any = ray.remote(TurnWorker)
+        return remote.options(max_concurrency=4096, **self._options).remote()
+
+    def _member(self, place: _Place, act: str) -> Member:
+        return Member(role="rollout function", number=place.index, count=self._spec.num_workers, act=act)
+
+    async def _start(self, place: _Place) -> str:
+        ref = place.handle.start.remote(self._spec, *self._model, self._limits)
+        [confined] = await wait(
+            [ref], self._start_timeout_s, self._member(place, "to start"), "rollout.start_timeout_s"
+        )
+        place.ready.set()
+        return str(confined)
+
+    def _lose(self, place: _Place, handle: Any, why: str) -> None:
+        """Puts another worker in the place of one that is lost, once for all its calls."""
+        if place.handle is not handle:
+            return
+        self.respawned += 1
+        self._lost_in_a_row += 1
+        _kill(handle)
+        place.handle, place.ready = self._make(), asyncio.Event()
+        if self._lost_in_a_row > MAX_LOST_IN_A_ROW * self._spec.num_workers:
+            self._break(place, RemoteError(f"the workers of `rollout.function` end again and again; the last: {why}"))
+            return
+        self._warn(f"the worker of `rollout.function` number {place.index} is replaced: {why}")
+        task = asyncio.ensure_future(self._restart(place))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self, place: _Place) -> None:
+        try:
+            await self._start(place)
+        except RemoteError as error:
+            self._break(place, error)
+
+    def _break(self, place: _Place, error: RemoteError) -> None:
+        self._broken = self._broken or error
+        for each in self._places:
+            each.ready.set()
+
+
+def _kill(handle: Any) -> None:
+    with suppress(Exception):
+        ray.kill(handle)

@@ -1,0 +1,52 @@
+"""Runs rollout functions as a Ray actor: many calls on one event loop, each from one turn to the next."""
+
+import asyncio
+from typing import Any
+
+from dapo.config.reward import LimitsConfig
+from dapo.config.sampling import RolloutFunctionConfig
+from dapo.sandbox import shared
+from dapo.turns.loading import load, runs_programs
+from dapo.turns.protocol import Ask, Generated, Step
+from dapo.turns.session import Session
+from dapo.types import Prompt, Sampling
+
+
+class TurnWorker:
+    """Holds the calls that have not ended, by name; `start` comes first."""
+
+    async def start(
+        self, spec: RolloutFunctionConfig, model_path: str, trust_remote_code: bool, limits: LimitsConfig
+    ) -> str:
+        """Loads function and tokenizer, and starts the sandbox where the function runs programs of the model. Returns
+        how these are confined. Raises ValueError as `dapo.turns.loading.load` does, and where they cannot be."""
+        from transformers import AutoTokenizer
+
+        self._spec, self._function = spec, load(spec)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        self._sessions: dict[str, Session] = {}
+        if not runs_programs(self._function, spec.kwargs):
+            return ""
+        unconfined = limits.allow_unconfined
+        programs = await asyncio.to_thread(shared.start, limits.sandbox, allow_unconfined=unconfined)
+        return programs.way.describe()
+
+    async def begin(self, name: str, prompt: Prompt, sampling: Sampling) -> Step:
+        """Calls the function; returns what it wants first."""
+        session = Session(self._function, self._spec.kwargs, prompt, sampling, self._tokenizer)
+        self._sessions[name] = session
+        return self._kept(name, await session.step(self._spec.timeout_s))
+
+    async def resume(self, name: str, generated: Generated) -> Step:
+        """Hands over what a call asked for; returns what it wants next."""
+        return self._kept(name, await self._sessions[name].resume(generated, self._spec.timeout_s))
+
+    async def drop(self, name: str) -> None:
+        """Ends a call that is not wanted any more."""
+        if (session := self._sessions.pop(name, None)) is not None:
+            session.close()
+
+    def _kept(self, name: str, step: Step) -> Step:
+        if not isinstance(step, Ask) and (session := self._sessions.pop(name, None)) is not None:
+            session.close()
+        return step
