@@ -16,6 +16,7 @@ from dapo.sampling.draws import BufferState
 from dapo.sampling.driver_state import DriverState
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import claim_output_dir
+from tests.support.source import tree
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
@@ -61,7 +62,7 @@ def within(module: str, *packages: str) -> bool:
 def imports_of(source: str) -> set[str]:
     """Every module that the source imports anywhere, also inside functions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

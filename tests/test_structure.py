@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.source import tree
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 BANNED = {"eval", "exec", "sympify", "parse_expr"}  # as calls; `model.eval()` of torch is another
@@ -22,7 +24,7 @@ def each():
 def test_sizes(path):
     source = path.read_text()
     assert len(source.splitlines()) <= 300
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < 65, f"{node.name} is too long"
@@ -30,13 +32,13 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", each())
 def test_every_module_says_what_it_is(path):
-    assert ast.get_docstring(ast.parse(path.read_text()))
+    assert ast.get_docstring(tree(path.read_text()))
 
 
 def banned(source: str) -> list[str]:
     """What runs text or bytes as a program: by call, by import or under another name."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         match node:
             case ast.Name(id=name, ctx=ast.Load()) if name in BANNED:
                 found.append(name)

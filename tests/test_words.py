@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.source import tree
+
 ROOT = Path(__file__).resolve().parent.parent
 ABSENT = "DES" + "IGN"  # in two parts, or this file would hold the word itself
 PREPOSITIONS = set(
@@ -28,7 +30,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def docstrings(source: str) -> Iterator[tuple[str, ast.AST, str]]:
     """Yields name, node and docstring of the module and of everything in it that has one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
             yield ("module" if isinstance(node, ast.Module) else node.name), node, " ".join(text.split())
 

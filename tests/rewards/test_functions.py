@@ -3,7 +3,6 @@
 import math
 import pickle
 import sys
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from dapo.config.reward import JudgeConfig, RewardFunctionConfig
 from dapo.rewards.calling.functions import RewardFunctionError, RewardFunctions
-from dapo.rewards.calling.loading import READY, load
+from dapo.rewards.calling.loading import READY, load, with_judge
 
 HEAD = "def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    "
 
@@ -227,7 +226,8 @@ def test_any_real_number_is_a_score(tmp_path: Path, value: object) -> None:
     assert functions.score("source", "text", "42", value).reward == 0.5
 
 
-ARGUMENTS = {"overlong": {"max_response_length": 20, "buffer_length": 4}, "judge": asdict(JudgeConfig())}
+JUDGE = with_judge([RewardFunctionConfig(path="judge")], JudgeConfig())[0].kwargs
+ARGUMENTS = {"overlong": {"max_response_length": 20, "buffer_length": 4}, "judge": JUDGE}
 
 
 @pytest.mark.parametrize("name", READY)

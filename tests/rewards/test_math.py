@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import dapo.rewards.math as verifier
 from dapo.rewards.math import compute_score
+from tests.support.source import tree
 
 BANNED = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}
 PACKAGE = Path(verifier.__file__).parent
@@ -269,7 +270,7 @@ def test_any_text_gets_a_verdict(answer: str, truth: int) -> None:
 def banned_names(source: str) -> set[str]:
     """The banned names that the source imports or mentions; `re.compile` evaluates nothing."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and node.attr != "compile":

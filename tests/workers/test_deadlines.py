@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.source import tree
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [path for folder in ("dapo", "workers") for path in sorted((ROOT / folder).rglob("*.py"))]
 # What waits for as long as it takes, and what turns a result into something that is waited for later.
@@ -91,7 +93,7 @@ def named_results(function: ast.AST) -> set[str]:
 def unbounded(source: str, file: str = "") -> list[str]:
     """`function: line` of every wait for a remote result that may never end."""
     found = []
-    for function in ast.walk(ast.parse(source)):
+    for function in ast.walk(tree(source)):
         if isinstance(function, ast.AsyncFunctionDef | ast.FunctionDef) and (file, function.name) not in CUT_BY_CALLER:
             names = named_results(function)
             found += [f"{function.name}: {line}" for line in _unbounded_in(function, names)]

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from dapo.config.checks import OWN_ENGINE_ARGS
 from dapo.plan import engine as planned
+from tests.support.source import tree
 from workers import contract
 from workers import vllm_surface as surface
 from workers.contract import Name
@@ -55,7 +56,7 @@ def test_whatever_is_asked_of_an_engine_is_listed() -> None:
     used = {
         node.attr
         for path in (ROOT / "workers/engines").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path.read_text()))
         if isinstance(node, ast.Attribute)
         and (getattr(node.value, "id", "") == "engine" or getattr(node.value, "attr", "") == "_engine")
     }
