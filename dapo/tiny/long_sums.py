@@ -10,8 +10,8 @@ from dapo.tiny.task import Addends, Split, split_of
 
 DATA_SOURCE = "tiny_long_sums"
 # What the base model does: mostly no call, and copies with mistakes in those that it makes.
-CALL_RATE = 0.4
-ERROR_RATE = 0.12
+CALL_RATE = 0.3
+ERROR_RATE = 0.05
 
 
 def draw_long_sum(rng: random.Random, split: Split) -> Addends:

@@ -1,7 +1,7 @@
 """Writes the RL prompts and the held-out prompts of the tiny tasks: `python -m dapo.tiny.make_data [--out DIR]`.
 
 Out: `train.parquet` (6000 prompts of the `rl` split) and `val.parquet` (512 of `heldout`) of the addition task, and
-`long_train.parquet` and `long_val.parquet`, as many, of the long sums; DAPO-Math schema.
+as many of the long sums (`long_*.parquet`) and of the checked ones (`checked_*.parquet`); DAPO-Math schema.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo.tiny import long_sums
+from dapo.tiny import checked_sums, long_sums
 from dapo.tiny.task import rows
 
 DATA_DIR = Path(__file__).parent / "data"
@@ -23,11 +23,14 @@ NUM_VAL, VAL_SEED = 512, 2
 def tables() -> dict[str, list[dict[str, Any]]]:
     """Returns the rows by file name, exactly as shipped."""
     long = partial(rows, source=long_sums.DATA_SOURCE, draw=long_sums.draw_long_sum)
+    checked = partial(rows, source=checked_sums.DATA_SOURCE, draw=checked_sums.draw_checked_sum)
     return {
         "train.parquet": rows("rl", NUM_TRAIN, TRAIN_SEED),
         "val.parquet": rows("heldout", NUM_VAL, VAL_SEED),
         "long_train.parquet": long("rl", NUM_TRAIN, TRAIN_SEED),
         "long_val.parquet": long("heldout", NUM_VAL, VAL_SEED),
+        "checked_train.parquet": checked("rl", NUM_TRAIN, TRAIN_SEED),
+        "checked_val.parquet": checked("heldout", NUM_VAL, VAL_SEED),
     }
 
 

@@ -62,23 +62,26 @@ def distinct_problems(split: Split, count: int, seed: int, draw: Draw = draw_pro
     return list(problems)
 
 
-def solution(addends: Addends, rng: random.Random | None = None, error_rate: float = 0.0, *, passes: int = 1) -> str:
+def solution(addends: Addends, rng: random.Random | None = None, error_rate: float = 0.0) -> str:
     """Writes running sums line by line, then the answer line.
 
     Each sum is wrong with probability `error_rate` (then `rng` is needed); the next line goes on from the wrong sum,
-    so that one slip usually makes the answer wrong. passes: how often the sums are written, each time from the start
-    with errors of their own; the answer is the last one's, so that more passes make a solution longer and not better.
+    so that one slip usually makes the answer wrong.
     """
-    lines = []
-    for _ in range(passes):
-        total = addends[0]
-        for addend in addends[1:]:
-            result = total + addend
-            if rng is not None and rng.random() < error_rate:
-                result = rng.choice([result + slip for slip in _SLIPS if result + slip > 0])
-            lines.append(f"{total}+{addend}={result}")
-            total = result
+    lines, total = running_sums(addends, rng, error_rate)
     return "\n".join([*lines, f"Answer: {total}"])
+
+
+def running_sums(addends: Addends, rng: random.Random | None, error_rate: float) -> tuple[list[str], int]:
+    """Writes the running sums, a line each, wrong ones as in `solution`; returns the lines and the last sum."""
+    lines, total = [], addends[0]
+    for addend in addends[1:]:
+        result = total + addend
+        if rng is not None and rng.random() < error_rate:
+            result = rng.choice([result + slip for slip in _SLIPS if result + slip > 0])
+        lines.append(f"{total}+{addend}={result}")
+        total = result
+    return lines, total
 
 
 def is_correct(response: str, addends: Addends) -> bool:

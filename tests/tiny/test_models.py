@@ -3,16 +3,16 @@
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from dapo.tiny.make_base import BASE_DIR, RECIPES, VERBOSE_DIR, VOCAB_SIZE, backward, draw_batch, train
+from dapo.tiny.make_base import BASE_DIR, CHECKED_DIR, VOCAB_SIZE, addition
 from dapo.tiny.model import make_model
 from dapo.tiny.random_model import make_random_model
 from dapo.tiny.report import sample
-from dapo.tiny.task import distinct_problems, solution
+from dapo.tiny.supervised import BATCH, backward, sequences, train
+from dapo.tiny.task import distinct_problems
 from dapo.tiny.tokenizer import make_tokenizer
 
 
@@ -28,18 +28,7 @@ def test_shipped_base_adds_well_greedily_and_slips_at_temperature_one() -> None:
     assert greedy.truncated.mean() == 0 and sampled.truncated.mean() < 0.02
 
 
-def test_shipped_verbose_base_gives_answers_of_two_lengths_to_one_problem() -> None:
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM.from_pretrained(VERBOSE_DIR).eval()
-    problems = [addends for addends in distinct_problems("heldout", 200, seed=9) if len(addends) == 5][:12]
-    sampled = sample(model, AutoTokenizer.from_pretrained(VERBOSE_DIR), problems, samples=16)
-    terse = np.array([[len(solution(addends)) + 1] for addends in problems])
-    twice = sampled.num_tokens > 1.4 * terse
-    assert 0.25 < twice.mean() < 0.75
-    assert np.all(twice.any(axis=1) & ~twice.all(axis=1))
-
-
-@pytest.mark.parametrize("folder", [pytest.param(BASE_DIR, id="base"), pytest.param(VERBOSE_DIR, id="verbose")])
+@pytest.mark.parametrize("folder", [pytest.param(BASE_DIR, id="base"), pytest.param(CHECKED_DIR, id="checked")])
 def test_shipped_base_is_a_tied_qwen2_of_about_a_million_parameters(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(model, Qwen2ForCausalLM) and model.config.tie_word_embeddings
@@ -50,11 +39,12 @@ def test_shipped_base_is_a_tied_qwen2_of_about_a_million_parameters(folder: Path
 def test_training_lowers_the_loss_and_repeats_exactly() -> None:
     tokenizer = make_tokenizer(VOCAB_SIZE)
     models = [make_model(tokenizer, seed=0, layers=1, hidden=32, intermediate=64) for _ in range(2)]
-    held_back = draw_batch(tokenizer, random.Random(99), 0.0)
+    rng = random.Random(99)
+    held_back = sequences(tokenizer, [addition(rng, clean=True) for _ in range(BATCH)])
     before = backward(models[0], held_back)
     models[0].zero_grad()
     for model in models:
-        train(model, tokenizer, RECIPES["base"], steps=8, seed=1)
+        train(model, tokenizer, addition, steps=8, clean_share=0.5, peak_lr=3e-3, muon=True, seed=1)
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(left, right)
     assert backward(models[0], held_back) < before

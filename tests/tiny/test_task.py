@@ -33,13 +33,6 @@ def test_solution_writes_every_running_sum() -> None:
     assert solution((37, 5, 18, 4)) == "37+5=42\n42+18=60\n60+4=64\nAnswer: 64"
 
 
-def test_a_second_pass_starts_anew_and_gives_the_answer() -> None:
-    assert solution((37, 5, 18), passes=2) == "37+5=42\n42+18=60\n37+5=42\n42+18=60\nAnswer: 60"
-    lines = solution((37, 5, 18), random.Random(1), 1.0, passes=2).splitlines()
-    assert lines[2].startswith("37+5=") and lines[:2] != lines[2:4]
-    assert lines[4] == "Answer: " + lines[3].partition("=")[2]
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_problem_belongs_to_one_split_in_every_order(split: Split) -> None:
     rng = random.Random(0)

@@ -1,0 +1,73 @@
+"""The ladder's task: its problems, how solutions check themselves, and the base model as shipped."""
+
+import random
+import re
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from dapo.rewards.math import compute_score
+from dapo.tiny.checked_sums import CHECK_RATE, COUNT_WEIGHTS, DATA_SOURCE, SLIP_RATE, checked_solution, draw_checked_sum
+from dapo.tiny.make_base import CHECKED_DIR
+from dapo.tiny.make_data import tables
+from dapo.tiny.report import sample
+from dapo.tiny.task import addends_of, distinct_problems, split_of
+
+LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
+
+
+def passes(solution: str) -> list[list[str]]:
+    *lines, _ = solution.split("\n")
+    return [part.split("\n") for part in "\n".join(lines).split("\nCheck\n")]
+
+
+def test_a_solution_checks_itself_until_two_passes_agree() -> None:
+    rng, checked, sums, slips, right = random.Random(1), 0, 0, 0, {False: [], True: []}
+    for _ in range(3000):
+        addends = draw_checked_sum(rng, "base")
+        solution = checked_solution(addends, rng, SLIP_RATE)
+        written = passes(solution)
+        lasts = [part[-1].partition("=")[2] for part in written]
+        assert solution.endswith(f"\nAnswer: {lasts[-1]}") and len(written) <= 3
+        if len(written) > 1:
+            assert (len(written) == 2) == (lasts[0] == lasts[1])
+        for part in written:
+            found = [LINE.fullmatch(line) for line in part]
+            assert [int(each[2]) for each in found if each] == list(addends[1:])
+            sums += len(part)
+            slips += sum(int(each[1]) + int(each[2]) != int(each[3]) for each in found if each)
+        checked += len(written) > 1
+        right[len(written) > 1].append(bool(compute_score(DATA_SOURCE, solution, str(sum(addends)))["acc"]))
+    assert slips / sums == pytest.approx(SLIP_RATE, abs=0.01)
+    assert checked / 3000 == pytest.approx(CHECK_RATE, abs=0.03)
+    assert sum(right[True]) / len(right[True]) > sum(right[False]) / len(right[False]) + 0.03  # a check helps
+
+
+def test_without_slips_every_solution_is_right() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        addends = draw_checked_sum(rng, "rl")
+        solution = checked_solution(addends, rng)
+        assert solution.endswith(f"Answer: {sum(addends)}") and len(passes(solution)) <= 2
+
+
+def test_rows_are_sums_of_their_splits() -> None:
+    for name, split in (("checked_train.parquet", "rl"), ("checked_val.parquet", "heldout")):
+        problems = [addends_of(row["prompt"][0]["content"]) for row in tables()[name]]
+        assert all(split_of(addends) == split for addends in problems)
+        for count, share in COUNT_WEIGHTS.items():
+            found = sum(len(addends) == count for addends in problems) / len(problems)
+            assert found == pytest.approx(share, abs=0.07)
+
+
+def test_the_shipped_base_reaches_from_easy_to_nearly_out_of_reach() -> None:
+    torch.manual_seed(0)
+    assert (CHECKED_DIR / "model.safetensors").stat().st_size <= 4_000_000
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(CHECKED_DIR).eval(), AutoTokenizer.from_pretrained(CHECKED_DIR)
+    problems = distinct_problems("heldout", 120, 9, draw_checked_sum)
+    accuracy = {
+        count: sample(model, tokenizer, [each for each in problems if len(each) == count], samples=8).correct.mean()
+        for count in (2, 14)
+    }
+    assert accuracy[2] > 0.5 and accuracy[14] < 0.1
