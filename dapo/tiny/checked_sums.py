@@ -12,8 +12,8 @@ from dapo.tiny.task import Addends, Split, running_sums, split_of
 DATA_SOURCE = "tiny_checked_sums"
 # Share of problems by how many numbers they have: many that are easy, many that are nearly out of reach.
 COUNT_WEIGHTS = {2: 0.30, 3: 0.15, 5: 0.10, 8: 0.10, 14: 0.35}
-# What the base model does: slips in running sums, and checks.
-SLIP_RATE = 0.3
+# What the base model does: slips in running sums, mostly where units carry, and checks.
+CARRY_SLIP_RATE, OTHER_SLIP_RATE = 0.65, 0.02
 CHECK_RATE = 0.4
 MAX_PASSES = 3
 
@@ -27,16 +27,22 @@ def draw_checked_sum(rng: random.Random, split: Split) -> Addends:
             return addends
 
 
-def checked_solution(addends: Addends, rng: random.Random, slip_rate: float = 0.0) -> str:
+def slip_rate(total: int, addend: int) -> float:
+    """Returns how often the base model slips in this sum."""
+    return CARRY_SLIP_RATE if total % 10 + addend % 10 >= 10 else OTHER_SLIP_RATE
+
+
+def checked_solution(addends: Addends, rng: random.Random, *, slips: bool) -> str:
     """Writes running sums line by line; at `CHECK_RATE` writes them again, with slips of their own, and again while the
     last two passes disagree, three at most; then the answer line, which has the last pass's sum."""
-    lines, total = running_sums(addends, rng, slip_rate)
+    rate = slip_rate if slips else 0.0
+    lines, total = running_sums(addends, rng, rate)
     if rng.random() < CHECK_RATE:
         before = None
         for _ in range(MAX_PASSES - 1):
             if before == total:
                 break
             before = total
-            again, total = running_sums(addends, rng, slip_rate)
+            again, total = running_sums(addends, rng, rate)
             lines += ["Check", *again]
     return "\n".join([*lines, f"Answer: {total}"])

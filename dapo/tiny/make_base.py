@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from dapo.tiny.checked_sums import SLIP_RATE, checked_solution, draw_checked_sum
+from dapo.tiny.checked_sums import checked_solution, draw_checked_sum
 from dapo.tiny.long_sums import dialogue, draw_long_sum
 from dapo.tiny.model import make_model, save_model
 from dapo.tiny.report import print_report
@@ -49,7 +49,7 @@ def long_sum(rng: random.Random, clean: bool) -> Dialogue:
 def checked_sum(rng: random.Random, clean: bool) -> Dialogue:
     """Draws a sum that is checked at times."""
     addends = draw_checked_sum(rng, "base")
-    return problem_text(addends), [(checked_solution(addends, rng, 0.0 if clean else SLIP_RATE), True)]
+    return problem_text(addends), [(checked_solution(addends, rng, slips=not clean), True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

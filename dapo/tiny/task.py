@@ -72,12 +72,17 @@ def solution(addends: Addends, rng: random.Random | None = None, error_rate: flo
     return "\n".join([*lines, f"Answer: {total}"])
 
 
-def running_sums(addends: Addends, rng: random.Random | None, error_rate: float) -> tuple[list[str], int]:
-    """Writes the running sums, a line each, wrong ones as in `solution`; returns the lines and the last sum."""
+def running_sums(
+    addends: Addends, rng: random.Random | None, error_rate: float | Callable[[int, int], float]
+) -> tuple[list[str], int]:
+    """Writes the running sums, a line each, wrong ones as in `solution`; returns the lines and the last sum.
+
+    error_rate: of every sum, or of one of these two numbers.
+    """
     lines, total = [], addends[0]
     for addend in addends[1:]:
         result = total + addend
-        if rng is not None and rng.random() < error_rate:
+        if rng is not None and rng.random() < (error_rate(total, addend) if callable(error_rate) else error_rate):
             result = rng.choice([result + slip for slip in _SLIPS if result + slip > 0])
         lines.append(f"{total}+{addend}={result}")
         total = result

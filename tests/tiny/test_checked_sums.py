@@ -8,7 +8,15 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from dapo.rewards.math import compute_score
-from dapo.tiny.checked_sums import CHECK_RATE, COUNT_WEIGHTS, DATA_SOURCE, SLIP_RATE, checked_solution, draw_checked_sum
+from dapo.tiny.checked_sums import (
+    CARRY_SLIP_RATE,
+    CHECK_RATE,
+    COUNT_WEIGHTS,
+    DATA_SOURCE,
+    OTHER_SLIP_RATE,
+    checked_solution,
+    draw_checked_sum,
+)
 from dapo.tiny.make_base import CHECKED_DIR
 from dapo.tiny.make_data import tables
 from dapo.tiny.report import sample
@@ -23,23 +31,26 @@ def passes(solution: str) -> list[list[str]]:
 
 
 def test_a_solution_checks_itself_until_two_passes_agree() -> None:
-    rng, checked, sums, slips, right = random.Random(1), 0, 0, 0, {False: [], True: []}
+    rng, checked = random.Random(1), 0
+    right: dict[bool, list[bool]] = {False: [], True: []}
+    slips: dict[bool, list[bool]] = {False: [], True: []}
     for _ in range(3000):
         addends = draw_checked_sum(rng, "base")
-        solution = checked_solution(addends, rng, SLIP_RATE)
+        solution = checked_solution(addends, rng, slips=True)
         written = passes(solution)
         lasts = [part[-1].partition("=")[2] for part in written]
         assert solution.endswith(f"\nAnswer: {lasts[-1]}") and len(written) <= 3
         if len(written) > 1:
             assert (len(written) == 2) == (lasts[0] == lasts[1])
         for part in written:
-            found = [LINE.fullmatch(line) for line in part]
-            assert [int(each[2]) for each in found if each] == list(addends[1:])
-            sums += len(part)
-            slips += sum(int(each[1]) + int(each[2]) != int(each[3]) for each in found if each)
+            found = [tuple(map(int, each.groups())) for line in part if (each := LINE.fullmatch(line))]
+            assert [addend for _, addend, _ in found] == list(addends[1:])
+            for total, addend, result in found:
+                slips[total % 10 + addend % 10 >= 10].append(total + addend != result)
         checked += len(written) > 1
         right[len(written) > 1].append(bool(compute_score(DATA_SOURCE, solution, str(sum(addends)))["acc"]))
-    assert slips / sums == pytest.approx(SLIP_RATE, abs=0.01)
+    for carries, rate in ((True, CARRY_SLIP_RATE), (False, OTHER_SLIP_RATE)):
+        assert sum(slips[carries]) / len(slips[carries]) == pytest.approx(rate, abs=0.015)
     assert checked / 3000 == pytest.approx(CHECK_RATE, abs=0.03)
     assert sum(right[True]) / len(right[True]) > sum(right[False]) / len(right[False]) + 0.03  # a check helps
 
@@ -48,7 +59,7 @@ def test_without_slips_every_solution_is_right() -> None:
     rng = random.Random(2)
     for _ in range(300):
         addends = draw_checked_sum(rng, "rl")
-        solution = checked_solution(addends, rng)
+        solution = checked_solution(addends, rng, slips=False)
         assert solution.endswith(f"Answer: {sum(addends)}") and len(passes(solution)) <= 2
 
 
