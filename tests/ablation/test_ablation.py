@@ -154,7 +154,9 @@ def test_all_rungs_on_one_engine(runs: Runs, tmp_path: Path, overrides: list[str
     assert len(seen["ActorWorker"]) == 2 * len(RUNGS), "two new ranks for each run"
 
     first, second = (metrics(tmp_path / "out" / f"{rung}-seed1") for rung in ("grpo", "overlong_filtering"))
-    assert first[0]["step"] == 1 and first[0]["actor/grad_norm"] > 0
+    assert first[0]["step"] == 1 and any(line.get("actor/grad_norm", 0) > 0 for line in first), (
+        "the engine's weights change"
+    )
     for name in (key for key in first[0] if key.startswith(("rollout/", "buffer/"))):
         assert first[0][name] == second[0][name], f"{name}: both begin with the base model"
     assert second[0]["parity/max_abs_logprob_diff"] <= 1e-4
