@@ -1,7 +1,7 @@
 """Writes the RL prompts and the held-out prompts of the tiny tasks: `python -m dapo.tiny.make_data [--out DIR]`.
 
-Out: `train.parquet` (6000 prompts of the `rl` split) and `val.parquet` (512 of `heldout`) of the addition task, and
-as many of the long sums (`long_*.parquet`) and of the checked ones (`checked_*.parquet`); DAPO-Math schema.
+Out: `train.parquet` (6000 prompts of the `rl` split) and `val.parquet` (512 of `heldout`) of the addition task, as
+many of the long sums (`long_*.parquet`), and 2000 and 512 of the checked ones (`checked_*.parquet`); DAPO-Math schema.
 """
 
 import argparse
@@ -18,18 +18,19 @@ from dapo.tiny.task import rows
 DATA_DIR = Path(__file__).parent / "data"
 NUM_TRAIN, TRAIN_SEED = 6000, 1
 NUM_VAL, VAL_SEED = 512, 2
+NUM_CHECKED = 2000  # more distinct short sums without a carry are hard to find
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
     """Returns the rows by file name, exactly as shipped."""
     long = partial(rows, source=long_sums.DATA_SOURCE, draw=long_sums.draw_long_sum)
-    checked = partial(rows, source=checked_sums.DATA_SOURCE, draw=checked_sums.draw_checked_sum)
+    checked = partial(rows, source=checked_sums.DATA_SOURCE, draw=checked_sums.draw_prompt)
     return {
         "train.parquet": rows("rl", NUM_TRAIN, TRAIN_SEED),
         "val.parquet": rows("heldout", NUM_VAL, VAL_SEED),
         "long_train.parquet": long("rl", NUM_TRAIN, TRAIN_SEED),
         "long_val.parquet": long("heldout", NUM_VAL, VAL_SEED),
-        "checked_train.parquet": checked("rl", NUM_TRAIN, TRAIN_SEED),
+        "checked_train.parquet": checked("rl", NUM_CHECKED, TRAIN_SEED),
         "checked_val.parquet": checked("heldout", NUM_VAL, VAL_SEED),
     }
 

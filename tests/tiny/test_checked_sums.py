@@ -11,11 +11,16 @@ from dapo.rewards.math import compute_score
 from dapo.tiny.checked_sums import (
     CARRY_SLIP_RATE,
     CHECK_RATE,
-    COUNT_WEIGHTS,
     DATA_SOURCE,
+    EASY_COUNTS,
+    EASY_SHARE,
+    HARD_COUNT,
+    HARD_SHARE,
     OTHER_SLIP_RATE,
+    carries,
     checked_solution,
     draw_checked_sum,
+    draw_prompt,
 )
 from dapo.tiny.make_base import CHECKED_DIR
 from dapo.tiny.make_data import tables
@@ -66,19 +71,25 @@ def test_without_slips_every_solution_is_right() -> None:
 def test_rows_are_sums_of_their_splits() -> None:
     for name, split in (("checked_train.parquet", "rl"), ("checked_val.parquet", "heldout")):
         problems = [addends_of(row["prompt"][0]["content"]) for row in tables()[name]]
-        assert all(split_of(addends) == split for addends in problems)
-        for count, share in COUNT_WEIGHTS.items():
-            found = sum(len(addends) == count for addends in problems) / len(problems)
-            assert found == pytest.approx(share, abs=0.07)
+        assert all(split_of(addends) == split for addends in problems) and len(set(problems)) == len(problems)
+        easy = sum(len(addends) in EASY_COUNTS and carries(addends) == 0 for addends in problems)
+        hard = sum(len(addends) == HARD_COUNT for addends in problems)
+        assert easy / len(problems) == pytest.approx(EASY_SHARE, abs=0.05)
+        assert hard / len(problems) == pytest.approx(HARD_SHARE, abs=0.05)
 
 
-def test_the_shipped_base_reaches_from_easy_to_nearly_out_of_reach() -> None:
+@pytest.mark.parametrize("addends, count", [((2, 3), 0), ((5, 5), 1), ((15, 4, 1), 1), ((9, 9, 9, 9), 3), ((7,), 0)])
+def test_carries_are_those_of_running_sums(addends: tuple[int, ...], count: int) -> None:
+    assert carries(addends) == count
+
+
+def test_the_shipped_base_solves_some_prompts_nearly_always_and_others_hardly_ever() -> None:
     torch.manual_seed(0)
     assert (CHECKED_DIR / "model.safetensors").stat().st_size <= 4_000_000
     model, tokenizer = Qwen2ForCausalLM.from_pretrained(CHECKED_DIR).eval(), AutoTokenizer.from_pretrained(CHECKED_DIR)
-    problems = distinct_problems("heldout", 120, 9, draw_checked_sum)
-    accuracy = {
-        count: sample(model, tokenizer, [each for each in problems if len(each) == count], samples=8).correct.mean()
-        for count in (2, 14)
-    }
-    assert accuracy[2] > 0.5 and accuracy[14] < 0.1
+    problems = distinct_problems("heldout", 60, 9, draw_prompt)
+    easy = [each for each in problems if len(each) in EASY_COUNTS and not carries(each)]
+    hard = [each for each in problems if len(each) == HARD_COUNT]
+    right = {kind: sample(model, tokenizer, chosen, samples=8).correct for kind, chosen in (("e", easy), ("h", hard))}
+    assert right["e"].mean() > 0.9 and right["h"].mean() < 0.1
+    assert right["e"].all(axis=1).mean() > 0.5 and (~right["h"]).all(axis=1).mean() > 0.5  # groups of 8
