@@ -45,6 +45,7 @@ MEASURED: dict[str, Callable[[dict[str, Any]], float]] = {
     "length": lambda record: record["rollout/response_length_mean"],
     "truncated": lambda record: record["rollout/truncated"],
     "clipped": lambda record: record.get("actor/clip_fraction", math.nan),
+    "grad_norm": lambda record: record.get("actor/grad_norm", math.nan),
     "all_correct": lambda record: record["buffer/all_correct"] / record["buffer/drawn"],
     "all_wrong": lambda record: record["buffer/all_wrong"] / record["buffer/drawn"],
 }

@@ -3,7 +3,7 @@
 In: a seed and a split. Out: problems of the addition task, and solutions that write the running sums once, and at
 times once more after `Check`; where the two disagree, again. More numbers make a longer and a harder response, and a
 check costs as many tokens as the sum. The base model is taught `draw_checked_sum`; prompts and held-out problems are
-`draw_prompt`: many that it solves nearly always, many that it hardly ever does, and few between.
+`draw_prompt`: many that it solves nine times in ten, many that it hardly ever does, and few between.
 """
 
 import itertools

@@ -54,7 +54,13 @@ def _all_from(hits: np.ndarray, total: int, draws: int) -> np.ndarray:
 
 
 def sample(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Addends], *, samples: int, greedy: bool = False
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    problems: list[Addends],
+    *,
+    samples: int,
+    greedy: bool = False,
+    max_tokens: int = MAX_RESPONSE_TOKENS,
 ) -> Report:
     """Samples at temperature 1 and top_p 1 (or greedily) with the global torch generator."""
     tokenizer.padding_side = "left"
@@ -74,11 +80,11 @@ def sample(
                 **inputs,
                 do_sample=not greedy,
                 **({} if greedy else {"temperature": 1.0, "top_p": 1.0, "top_k": 0}),
-                max_new_tokens=MAX_RESPONSE_TOKENS,
+                max_new_tokens=max_tokens,
             )
         responses = output[:, inputs["input_ids"].shape[1] :]
         stopped = (responses == tokenizer.eos_token_id).int()
-        ends = torch.where(stopped.any(1), stopped.argmax(1) + 1, MAX_RESPONSE_TOKENS + 1)
+        ends = torch.where(stopped.any(1), stopped.argmax(1) + 1, max_tokens + 1)
         lengths += ends.tolist()
         texts += tokenizer.batch_decode(responses, skip_special_tokens=True)
     verdicts = [is_correct(text, problems[index // samples]) for index, text in enumerate(texts)]
@@ -86,8 +92,8 @@ def sample(
     num_tokens = np.array(lengths).reshape(shape)
     return Report(
         correct=np.array(verdicts).reshape(shape),
-        num_tokens=np.minimum(num_tokens, MAX_RESPONSE_TOKENS),
-        truncated=num_tokens > MAX_RESPONSE_TOKENS,
+        num_tokens=np.minimum(num_tokens, max_tokens),
+        truncated=num_tokens > max_tokens,
     )
 
 

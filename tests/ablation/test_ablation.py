@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,30 @@ def test_every_rung_is_an_experiment_and_the_ladder_goes_seed_by_seed(tmp_path: 
     assert runs[-2].cfg.trainer.output_dir == str(tmp_path / "dynamic_sampling-seed7")
     assert runs[-2].cfg.filter_groups.enable and not runs[0].cfg.filter_groups.enable
     assert chosen_rungs(["token_mean", "grpo"]) == ["grpo", "token_mean"]
+
+
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: leaf for name, branch in tree.items() for key, leaf in leaves(branch, f"{prefix}.{name}").items()}
+
+
+@pytest.mark.parametrize("rung", [rung for rung, described in RUNGS.items() if described.against])
+def test_a_rung_at_7b_changes_what_the_tiny_one_changes(rung: str) -> None:
+    changes = []
+    for ladder in ("ablation", "ablation_7b"):
+        below, above = (leaves(asdict(compose([], f"{ladder}/{name}"))) for name in (RUNGS[rung].against, rung))
+        changes.append({key: (below[key], above[key]) for key in below if below[key] != above[key]})
+        assert changes[-1].pop(".trainer.output_dir")[1] == f"outputs/{ladder}/{rung}"
+    assert changes[0] == changes[1] and len(changes[0]) == 1
+
+
+def test_the_ladder_at_7b_has_the_same_rungs_and_stands_on_dapo_qwen7b() -> None:
+    names = {name for name in experiments() if name.startswith("ablation_7b/")}
+    assert names == {f"ablation_7b/{rung}" for rung in RUNGS}
+    top, published = (leaves(asdict(compose([], name))) for name in ("ablation_7b/dynamic_sampling", "dapo_qwen7b"))
+    changed = {key for key in top if top[key] != published[key]}
+    assert changed == {".reward.overlong_filtering.enable", ".trainer.output_dir"}
 
 
 def test_overrides_may_stand_after_a_list_of_seeds() -> None:

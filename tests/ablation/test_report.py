@@ -59,6 +59,7 @@ def test_a_run_is_read_with_its_totals(tmp_path: Path) -> None:
             "length": (31.0, 32.0),
             "truncated": (0.2, 0.1),
             "clipped": (0.01, 0.01),
+            "grad_norm": (0.5, 1.0),
             "all_correct": (0.1, 0.2),
             "all_wrong": (0.3, 0.3),
         },

@@ -26,6 +26,7 @@ def write_run(
         groups = {"buffer/drawn": 10, "buffer/all_correct": step, "buffer/all_wrong": 3}
         rollout = {"rollout/truncated": 0.2 / step, "rollout/response_length_mean": 30.0 + step}
         actor = {"actor/optimizer_steps": 4.0, "actor/entropy": entropy / step, "actor/clip_fraction": 0.01}
+        actor |= {"actor/grad_norm": 0.5 * step}
         records.append({"step": step, **tokens, **groups, **rollout, **actor, "perf/step_s": 1.5})
         records.append({"step": step, "eval/accuracy": accuracy})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
