@@ -1,11 +1,13 @@
 """Draws the learning curves of runs: `python -m dapo.plot RUN_DIR [RUN_DIR ...] --out curve.png`.
 
-In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, the runs
-laid over each other; `dapo.compare` draws them also against tokens and seconds. Needs matplotlib, of the `dev` extra.
+In: the metrics.jsonl of each run. Out: one PNG with accuracy, response length and entropy against the step, and where
+`--against` names them tokens and seconds, the runs laid over each other; those whose names differ in the seed alone
+have one colour. Needs matplotlib, of the `dev` extra.
 """
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,9 @@ AXES = {"step": "step", "tokens": "tokens generated", "seconds": "seconds of all
 # Okabe and Ito's colours, which people with colour blindness tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the `dev` extra of dapo"
+
+
+SEED = re.compile(r"[-_/]?seed[-_]?\d+$")
 
 
 def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
@@ -74,7 +79,7 @@ def write(figure: Any, out: Path, remedy: str) -> None:
 
 def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
     """Writes the picture of `runs`, the records of each by label, to `out`. against: of `AXES`; with several, a column
-    for each.
+    for each. Runs of one kind, which differ in their seeds, share a colour.
 
     Raises ValueError when matplotlib is missing or `out` cannot be written.
     """
@@ -82,13 +87,16 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
     rows, columns = (2, 2) if len(against) == 1 else (len(PANELS), len(against))
     size = (9.0, 5.6) if len(against) == 1 else (4.2 * columns, 2.5 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained")
+    kinds = kinds_of(list(runs))
+    shown = list(dict.fromkeys(kinds))
     cells = [(panel, each) for panel in PANELS for each in against]
     for axis, ((name, metric, points), each) in zip(axes.flat, cells, strict=True):
-        for number, records in enumerate(runs.values()):
+        for kind, records in zip(kinds, runs.values(), strict=True):
             at = positions(records, each)
             known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
             look = _look(points, len(runs))
-            axis.plot([x for x, _ in known], [y for _, y in known], color=COLOURS[number % len(COLOURS)], **look)
+            colour = COLOURS[shown.index(kind) % len(COLOURS)]
+            axis.plot([x for x, _ in known], [y for _, y in known], color=colour, **look)
         frame(axis, name)
         _limits(axis, metric, each)
     for number, axis in enumerate(axes[-1]):
@@ -96,8 +104,14 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if len(runs) > 1:
-        legend(figure, list(runs), min(4, len(runs)))
+        legend(figure, shown, min(4, len(shown)))
     write(figure, out, "give a .png in an existing folder")
+
+
+def kinds_of(labels: Sequence[str]) -> list[str]:
+    """Returns the labels without their seeds where that leaves several runs of a kind; else as they are."""
+    kinds = [SEED.sub("", label) for label in labels]
+    return kinds if all(kinds) and len(set(kinds)) < len(kinds) else list(labels)
 
 
 def _limits(axis: Any, metric: str, against: str) -> None:
@@ -134,10 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dapo.plot", description="Learning curves of runs as a PNG.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="trainer.output_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--against", nargs="+", choices=AXES, default=["step"], help="the x axes (default: step)")
     parser.add_argument("--title", default="", help="headline of the picture")
     given = parser.parse_args(arguments)
     try:
-        draw(load_runs(given.runs), given.out, given.title)
+        draw(load_runs(given.runs), given.out, given.title, given.against)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(given.out)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dapo.plot import load_runs, main, series
+from dapo.plot import kinds_of, load_runs, main, series
 
 
 def write_run(folder: Path, records: list[dict[str, Any]]) -> Path:
@@ -39,13 +39,27 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     records = [{"step": 0, "eval/accuracy": 0.4}, *({"step": i, **step} for i in (1, 2, 3))]
     runs = [write_run(tmp_path / name, records) for name in ("one", "two")]
     pictures = {}
-    for number, given in (("one", runs[:1]), ("two", runs)):
+    for number, given in (("one", runs[:1]), ("two", runs), ("axes", runs)):
         out = tmp_path / f"{number}.png"
-        main([*map(str, given), "--out", str(out), "--title", "sums"])
+        more = ["--against", "step", "seconds"] if number == "axes" else []
+        main([*map(str, given), "--out", str(out), "--title", "sums", *more])
         pictures[number] = out.read_bytes()
         assert capsys.readouterr().out == f"{out}\n"
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
-    assert pictures["one"] != pictures["two"]
+    assert len(set(pictures.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "kinds"),
+    [
+        pytest.param(["grpo-seed0", "grpo-seed1", "dapo"], ["grpo", "grpo", "dapo"], id="seeds"),
+        pytest.param(["a/seed0", "b/seed0"], ["a/seed0", "b/seed0"], id="one-each"),
+        pytest.param(["seed0", "seed1"], ["seed0", "seed1"], id="nothing-but-seeds"),
+        pytest.param(["one"], ["one"], id="one"),
+    ],
+)
+def test_runs_that_differ_in_their_seed_are_of_one_kind(labels: list[str], kinds: list[str]) -> None:
+    assert kinds_of(labels) == kinds
 
 
 @pytest.mark.parametrize(
