@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.source import tree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "DES" + "IGN"  # in two parts, or this file would hold the word itself
 PREPOSITIONS = set(
     "about above across after against along among around as at before behind below between beyond by down during for "

@@ -15,7 +15,7 @@ from dapo.inspect import __main__ as inspect
 from dapo.replay import __main__ as replay
 from dapo.simulate import __main__ as simulate
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(
     ROOT / name
     for name in subprocess.run(

@@ -18,7 +18,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import claim_output_dir
 from tests.support.source import tree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
 ROLES = (
     "workers.rollout",
