@@ -38,7 +38,7 @@ FREE_KEYS = ("trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
 OUT, SMOKE_OUT = Path("outputs/ablation"), Path("outputs/ablation-smoke")
 SMOKE = (  # every rung as it is, but for its size
     *("trainer.total_steps=2", "data.train_batch_size=4", "data.gen_batch_size=12", "actor.ppo_mini_batch_size=2"),
-    *("rollout.n=4", "eval.n=1", "eval.every=2", "eval.before_train=false"),
+    *("rollout.n=4", "eval.n=1", "eval.every=2", "eval.before_train=false", "actor.num_workers=1"),
 )
 
 
