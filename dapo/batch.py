@@ -23,6 +23,7 @@ from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.own.calls import own_advantages, own_token_weights
 from dapo.own.loading import own_function
+from dapo.rewards.calling.by_entry import label_of, section_of, source_functions
 from dapo.rewards.calling.loading import labels
 from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
 
@@ -107,9 +108,11 @@ def _lengths(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
 def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tensor, Tensor]:
     """Returns the parts of the rewards, [G, n, K] in the order of their names, NaN where a reward is, or where a
     response lacks one; and the factor of each in the reward, [K]."""
-    functions = cfg.reward.functions
-    factors = dict(zip(labels(functions), (spec.weight for spec in functions), strict=True))
-    factors["reward_model"] = cfg.reward.model.weight
+    factors = {"reward_model": cfg.reward.model.weight}
+    for entry, functions in {"": cfg.reward.functions, **source_functions(cfg.data.sources)}.items():
+        names = labels(functions, section_of(entry)) if entry else labels(functions)
+        for label, spec in zip(names, functions, strict=True):
+            factors[label_of(entry, label)] = spec.weight
     names = sorted({name for group in groups for score in group.scores for name in score.parts})
     parts = torch.full((*rewards.shape, len(names)), torch.nan, dtype=rewards.dtype)
     for row, group in zip(parts, groups, strict=True):

@@ -35,6 +35,17 @@ def takes_turns(cfg: Config) -> bool:
     return cfg.trainer.colocate in ("time", "lend")
 
 
+def halve_roles(cfg: Config) -> None:
+    """Leaves out, in place, the role that half a run (`trainer.only`) does without."""
+    if cfg.trainer.only == "both":
+        return
+    cfg.trainer.colocate = "none"
+    if cfg.trainer.only == "rollout":
+        cfg.actor.num_workers = 0
+    else:
+        cfg.rollout.num_engines = 0
+
+
 def lends(cfg: Config) -> bool:
     """Returns whether engines wake on the actors' GPUs when that pays, beside engines with GPUs of their own."""
     return cfg.trainer.colocate == "lend"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import hydra
 from omegaconf import DictConfig
 
-from dapo.config.compose import checked_overrides, half_flags, to_config
+from dapo.config.compose import checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
@@ -29,7 +29,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run catches them
         signal.signal(number, _end_early)
     try:
-        sys.argv[1:] = checked_overrides(half_flags(sys.argv[1:]))
+        sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
         end(str(error))
     _hydra_main()

@@ -24,6 +24,7 @@ from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_train
+from dapo.derived import halve_roles
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
@@ -147,11 +148,9 @@ def _halve(cfg: Config, until: int | None) -> int | None:
     cfg.data.val_files = []
     for source in cfg.data.sources:
         source.val_files = []
-    cfg.trainer.colocate = "none"
+    halve_roles(cfg)
     if cfg.trainer.only == "rollout":
-        cfg.actor.num_workers = 0
         return until
-    cfg.rollout.num_engines = 0
     last, wanted = steps_kept(Path(cfg.data.batches))[-1], cfg.trainer.total_steps if until is None else until
     if last < wanted:
         say(f"`data.batches` ends with step {last}, and so does this run")

@@ -6,7 +6,8 @@ set -euo pipefail
 
 # shellcheck disable=SC2329  # it is called on the other machine
 node_down() {
-  local own=$HOME/.dapo-ray pid
+  local own pid
+  own=$HOME/.dapo-ray/$(hostname -s)
   rm -f "$own/token"
   [[ -f $own/pid ]] || return 0
   pid=$(<"$own/pid")

@@ -3,8 +3,8 @@
 # with which the doctor looks at all nodes before the cluster counts as ready:
 #   bash launch/ray_up.sh node1 node2 node3 -- +experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b
 # Each machine has the checkout at the same path (DIR, else this one's) with .venv made from docker/gpu.lock, and can be
-# reached by `ssh NAME` without a password. What is started keeps its token, process number and log in ~/.dapo-ray there
-# (mode 700), and launch/ray_down.sh ends that and nothing else.
+# reached by `ssh NAME` without a password. What is started keeps its token, process number and log in ~/.dapo-ray/HOSTNAME
+# (mode 700; homes may be shared), and launch/ray_down.sh ends that and nothing else.
 # In: HEAD_IP, the head's address on the network that the nodes share (else the one that ssh reached); PORT; READY_S,
 # seconds for all to join; DOCTOR=0, to start without the doctor. Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
 set -euo pipefail
@@ -36,7 +36,8 @@ die() {
 # Starts one node of the machine that it runs on: node_up DIR IP PORT, and `head` where it is one.
 node_up() {
   set -euo pipefail
-  local python=$1/.venv/bin/python own=$HOME/.dapo-ray ray
+  local python=$1/.venv/bin/python own files ray
+  own=$HOME/.dapo-ray/$(hostname -s)
   [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
   ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
   if [[ ${4:-} == head ]]; then
@@ -45,6 +46,10 @@ node_up() {
     ray+=(--address="$2:$3")
   fi
   cd "$1"
+  # Ray raises the limit of open files in drivers alone; what a node starts keeps what it is started with.
+  files=$(ulimit -Hn)
+  [[ $files != unlimited ]] && ((files < 65536)) || files=65536
+  [[ $(ulimit -Sn) == unlimited ]] || (($(ulimit -Sn) >= files)) || ulimit -Sn "$files"
   # Without 0, a node on which anything runs would take half a minute to end.
   RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
   echo $! >"$own/pid"
@@ -52,7 +57,8 @@ node_up() {
 
 # 0 while the head does not answer; with the end of the log where a node has ended.
 node_count() {
-  local own=$HOME/.dapo-ray
+  local own
+  own=$HOME/.dapo-ray/$(hostname -s)
   # A dead process that nobody waits for (Z) can still be signalled.
   grep -qs '^State:.[^Z]' "/proc/$(<"$own/pid")/status" || { echo ended && tail -n 5 "$own/log" >&2 && return; }
   RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token RAY_ADDRESS=$2:$3 timeout 30 "$1/.venv/bin/python" -c '
@@ -64,7 +70,7 @@ print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
 # What would fail in an hour, or spoil a run unseen: examine DIR IP PORT, then the run's arguments.
 examine() {
   cd "$1" || return
-  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/token RAY_ADDRESS=$2:$3 \
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/$(hostname -s)/token RAY_ADDRESS=$2:$3 \
     .venv/bin/python -m dapo.doctor "${@:4}" </dev/null
 }
 
@@ -83,7 +89,7 @@ ip=${HEAD_IP:-}
 token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 # The token goes over standard input: arguments can be read by everyone on a machine.
 # shellcheck disable=SC2016  # the variables are the other side's
-take='own=$HOME/.dapo-ray; if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
+take='own=$HOME/.dapo-ray/$(hostname -s); if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
 then echo "a node of ray_up.sh runs there already; end it first: bash launch/ray_down.sh" >&2; exit 1
 fi; umask 077 && mkdir -p "$own" && cat >"$own/token"'
 for machine in "${machines[@]}"; do
@@ -101,7 +107,7 @@ while true; do
   alive=$(remotely "$head" node_count "$dir" "$ip" "$port") || die "ssh $head failed"
   [[ $alive != "${#machines[@]}" ]] || break
   [[ $alive != ended ]] || die "the head, $head, ended; its last lines stand above"
-  ((SECONDS < deadline)) || die "$alive of ${#machines[@]} nodes joined $ip:$port within $ready_s s; look at ~/.dapo-ray/log on each, \
+  ((SECONDS < deadline)) || die "$alive of ${#machines[@]} nodes joined $ip:$port within $ready_s s; look at ~/.dapo-ray/HOSTNAME/log on each, \
 check that they reach that port, give HEAD_IP, or allow more time: READY_S=600"
   sleep 1
 done
@@ -114,6 +120,6 @@ cluster all the same"
 fi
 trap - EXIT
 echo "${#machines[@]} nodes at $ip:$port after $SECONDS s. A run, on $head:"
-echo "  cd $dir && RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.dapo-ray/token \\"
+echo "  cd $dir && RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.dapo-ray/\$(hostname -s)/token \\"
 echo "    .venv/bin/python -m dapo.main_ppo$(printf ' %q' "${run[@]}")"
 echo "To end the cluster: bash launch/ray_down.sh ${machines[*]}"

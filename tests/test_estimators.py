@@ -9,7 +9,9 @@ import torch
 from dapo.advantage import group_advantages
 from dapo.batch import advantages_of, has_signal
 from dapo.config.algorithm import ADVANTAGES
+from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
 from dapo.types import Group
 from tests.support.fakes import make_group
 
@@ -42,6 +44,19 @@ def test_gdpo_weighs_each_part_as_the_reward_does():
     cfg.algorithm.advantage.whiten = True
     white = np.concatenate(advantages_of(groups, cfg))
     assert (white.mean(), white.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+def test_gdpo_weighs_the_functions_of_an_entry_by_their_own_weights():
+    """Also a weight of 0, of what is only recorded, and one below it, of what is unwanted."""
+    own = [RewardFunctionConfig(path="math"), RewardFunctionConfig(path="format", weight=-2.0)]
+    own.append(RewardFunctionConfig(path="gsm8k", weight=0.0))
+    parts = {"school:math": [1.0, 0.0], "school:format": [0.0, 1.0], "school:gsm8k": [0.0, 1.0]}
+    cfg = Config()
+    cfg.data.sources = [SourceConfig(name="school", files=["x"], functions=own)]
+    cfg.algorithm.advantage.function = "gdpo"
+    (found,) = advantages_of([with_parts(make_group(0, [1.0, 0.0]), **parts)], cfg)
+    alone = group_advantages(torch.tensor([[1.0, 0.0]], dtype=torch.float64))[0].numpy()
+    assert found == pytest.approx(3.0 * alone)
 
 
 @pytest.mark.parametrize("function", ADVANTAGES)

@@ -16,11 +16,12 @@ import ray
 from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeEngineConfig
 from dapo.faults.restarts import Restarts
-from dapo.report.watchdog import Member
+from dapo.report.watchdog import Member, waiting
 from workers.judging.server import Server
 from workers.remote import RemoteError, wait
 
 POLL_S, GRACE_S = 5.0, 120.0  # an actor tells of changes at once, and every POLL_S that it lives
+LOOK_S = 0.2
 KEY, START_KEY = "reward.judge.engine", "rollout.start_timeout_s"
 
 
@@ -47,10 +48,13 @@ class JudgeWorker:
         return self._state()
 
     async def next_state(self) -> State:
-        """Returns how it does, as soon as that changes and after `POLL_S` at the latest."""
+        """Returns how it does, as soon as that changes and after `POLL_S` at the latest. Raises RuntimeError where
+        nobody looks after the server any more."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.changed.wait(), POLL_S)
         self._server.changed.clear()
+        if self._task.done() and (error := self._task.exception()) is not None:
+            raise RuntimeError(f"its server is kept up no more: {type(error).__name__}: {error}")
         return self._state()
 
     def _state(self) -> State:
@@ -102,6 +106,14 @@ class JudgePool:
         known = [place.state for place in self._places if place.state is not None and not place.state.failure]
         return [{"url": state.url, "key": state.key} for state in [one for one in known if one.up] or known]
 
+    async def there(self) -> list[dict[str, str]]:
+        """Returns `servers` as soon as one is known, which takes a start where the only actor was lost; none where none
+        comes any more."""
+        with waiting("a judge to serve", each="responses"):
+            while not (found := self.servers()) and not self.failure:
+                await asyncio.sleep(LOOK_S)  # each start has its deadline, and there are only so many
+        return found
+
     async def start(self, timeout_s: float) -> None:
         """Waits until all of them serve; timeout_s is also for each start later. Raises RemoteError."""
         self._timeout_s = timeout_s
@@ -140,7 +152,7 @@ class JudgePool:
     async def _follow(self, place: _Place) -> None:
         before = place.state
         member = self._member(place, "to tell how it does")
-        [now] = await wait([place.handle.next_state.remote()], POLL_S + GRACE_S, member, f"{KEY}.silence_s")
+        [now] = await wait([place.handle.next_state.remote()], POLL_S + GRACE_S, member, "")
         place.state = now
         if before is not None and now.restarts > before.restarts:
             self._warn(f"judge {place.index} is lost, and its server is started again (restart {now.restarts})")

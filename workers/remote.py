@@ -28,7 +28,7 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str | Member, key: s
     same is waited for of several alike.
 
     Raises:
-        RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`).
+        RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`, "": none).
     """
     with _readable_errors(timeout_s, what, key), waiting(what):
         return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
@@ -58,7 +58,8 @@ def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator
     try:
         yield
     except TimeoutError:
-        raise RemoteError(f"waited {timeout_s:g} s for {what}; raise `{key}` if this is expected") from None
+        remedy = f"; raise `{key}` if this is expected" if key else ""
+        raise RemoteError(f"waited {timeout_s:g} s for {what}{remedy}") from None
     except RayTaskError as error:
         cause = error.cause
         kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError

@@ -152,8 +152,6 @@ class RewardPool:
         Raises:
             RemoteError: the pool failed its known answers, or no response gets a verdict any more.
         """
-        if self._judges is not None and self._judges.failure:
-            raise RemoteError(self._judges.failure)
         model = None if self._model is None else asyncio.ensure_future(self._model.score(prompt, response))
         self.unscored.add(1)
         try:
@@ -200,15 +198,27 @@ class RewardPool:
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
             | ({"prompt": _last_turn(prompt)} if self._asynchronous else {}),
             entry=prompt.entry,
-            servers=[] if self._judges is None else self._judges.servers(),
+            servers=await self._servers(),
         )
         verdict, worker = await self._try(item)
+        while verdict.score.failure == "remote" and (now := await self._servers()) != item.servers:
+            item = replace(item, servers=now)  # it has asked judges that were replaced meanwhile
+            verdict, worker = await self._try(item)
         # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
         starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
         if verdict.score.failure in RETRIED_FAILURES or starved:
             await asyncio.sleep(RETRY_PAUSE_S)
             verdict, _ = await self._try(item, avoid=worker)
         return verdict
+
+    async def _servers(self) -> list[dict[str, str]]:
+        """Returns the run's own judges. Raises RemoteError where none is left."""
+        if self._judges is None:
+            return []
+        found = list(await self._judges.there())
+        if self._judges.failure:
+            raise RemoteError(self._judges.failure)
+        return found
 
     async def _try(self, item: Item, avoid: int = -1) -> tuple[Verdict, int]:
         for left in reversed(range(TRIES)):

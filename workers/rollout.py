@@ -97,7 +97,7 @@ class RolloutPool(WeightUpdates):
 
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now, so that all engines are full and each has a group
-        waiting; those in the background do not count, before which an engine takes what waits."""
+        waiting; those in the background do not count, and end before the engine takes what waits in their slots."""
         if not self.awake:
             return 0
         there = sum(slot.serving for slot in self._slots) or 1  # where none serves, one is about to
@@ -229,6 +229,10 @@ class RolloutPool(WeightUpdates):
     def has_turn(self, number: int) -> bool:
         """Returns whether the GPUs of this engine are its own or, where it shares them, not the actors' now."""
         return self.keeper.turn.is_set() or not self.keeper.takes_turns(self._slots[number])
+
+    def serves(self, number: int) -> bool:
+        """Returns whether groups go to this engine."""
+        return self._slots[number].serving
 
     def is_lent(self, number: int) -> bool:
         """Returns whether this engine has GPUs only while the actors lend it theirs."""

@@ -54,6 +54,8 @@ class WeightSink(Protocol):
 
     def has_turn(self, number: int) -> bool: ...
 
+    def serves(self, number: int) -> bool: ...
+
     def is_lent(self, number: int) -> bool: ...
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]: ...
@@ -180,7 +182,8 @@ class WeightSync:
         """
         async with self.lock:
             running = self._engines.members(lent=self._engines.is_lent(number))
-            if self._version is not None and self._engines.has_turn(number) and number in running:
+            waits = number in running and not self._engines.serves(number)  # a sync may have come first
+            if self._version is not None and self._engines.has_turn(number) and waits:
                 await self._bring(self._version, (number,))
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> float:

@@ -28,11 +28,17 @@ OWN_ENGINE_ARGS = {
     "prefill_context_parallel_size": "rollout.vllm.tensor_parallel_size",
 }
 
+WHOLE_ENGINE_ARGS = (
+    *("tensor_parallel_size", "pipeline_parallel_size"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+)
+
 
 def validate(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
+        _engine_numbers,
         *([sources, _sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
         *([objective, correction, quantized_training] if trains else []),
@@ -44,6 +50,8 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         reward_model,
         judge,
     ]
+    if any(_engine_numbers(cfg)):
+        checks = checks[:2]  # the others reckon with these numbers
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ValueError("\n".join(problems))
@@ -60,7 +68,7 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 def _batch_shapes(cfg: Config) -> Iterator[str]:
     batch, mini = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size
-    if mini > 0 and batch % mini:
+    if mini > 0 and batch > 0 and batch % mini:
         near = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
         yield (
             f"`actor.ppo_mini_batch_size` ({mini}) must divide `data.train_batch_size` ({batch}); "
@@ -112,6 +120,17 @@ def _lengths(cfg: Config) -> Iterator[str]:
         )
 
 
+def _engine_numbers(cfg: Config) -> Iterator[str]:
+    """Requires numbers where dapo reckons with what vLLM takes as it is."""
+    for name in WHOLE_ENGINE_ARGS:
+        value = cfg.rollout.vllm.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            yield f"`rollout.vllm.{name}` ({value}) must be a whole number, at least 1"
+    share = cfg.rollout.vllm.get("gpu_memory_utilization", 1.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        yield f"`rollout.vllm.gpu_memory_utilization` ({share}) must be a share, above 0 and at most 1"
+
+
 def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
@@ -131,9 +150,16 @@ def _reward_waits(cfg: Config) -> Iterator[str]:
             "or lower the other"
         )
     remote = cfg.reward.remote
-    turn_s = 60 * cfg.reward.num_workers / remote.calls_per_minute if remote.calls_per_minute else 0.0
-    if cfg.reward.timeout_s <= remote.timeout_s + turn_s:
-        rate = f" and the {turn_s:g} s between a worker's calls at `reward.remote.calls_per_minute`" if turn_s else ""
+    # Where nobody answers, all responses that a worker has together are called for again before one is given up.
+    calls = cfg.reward.concurrency * (remote.retries + 1)
+    turns_s = 60 * cfg.reward.num_workers / remote.calls_per_minute * calls if remote.calls_per_minute else 0.0
+    if cfg.reward.timeout_s <= remote.timeout_s + turns_s:
+        rate = (
+            f" and the {turns_s:g} s in which a worker makes its {calls} calls (`reward.concurrency` x retries) at "
+            "`reward.remote.calls_per_minute`"
+            if turns_s
+            else ""
+        )
         yield (
             f"`reward.timeout_s` ({cfg.reward.timeout_s:g}) must be longer than `reward.remote.timeout_s` "
             f"({remote.timeout_s:g}){rate}, or a worker passes for lost while it waits for others; raise the one or "

@@ -107,10 +107,12 @@ def half_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
-    """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key.
+    """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key, and
+    the flags for half a run become keys.
 
     Raises ValueError for unknown experiments and keys, with the nearest existing name, and for values of a wrong type.
     """
+    arguments = half_flags(arguments)
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
     many = any(argument in ("-m", "--multirun") for argument in arguments)
     tree = copy.deepcopy(_schema())

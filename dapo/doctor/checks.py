@@ -12,7 +12,7 @@ from typing import Any
 from dapo.doctor import cluster, files, inputs, limits, planned, software, storage
 from dapo.doctor.allreduce import judged
 from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
-from dapo.doctor.machines import Machines, Silent
+from dapo.doctor.machines import Machines, Silent, ThisMachine
 from dapo.doctor.question import question
 from dapo.doctor.subject import Subject
 
@@ -85,7 +85,8 @@ CHECKS = (
 
 def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:
     """Yields an outcome per check, as soon as it is known."""
-    asked = question(subject.cfg, joined=bool(subject.address), gpus=subject.uses_gpus)
+    driver = isinstance(machines, ThisMachine)
+    asked = question(subject.cfg, joined=bool(subject.address), driver=driver, gpus=subject.uses_gpus)
     missing: set[str] = set()
     for check in checks:
         began, said = time.monotonic(), dict[str, Finding]()

@@ -28,10 +28,10 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def open_files(question: Question) -> Finding:
-    """Looks at RLIMIT_NOFILE: Ray raises the soft limit of what it starts up to the hard one, and not on nodes that
-    run already."""
+    """Looks at RLIMIT_NOFILE: `ray.init` raises the soft limit of the driver, and of the nodes that it starts, up to
+    the hard one; nodes that run already keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = soft if question.joined else hard
+    limit = hard if question.driver else soft
     found = f"{_limit(limit)} open files"
     remedy = f"`ulimit -n {8 * FILES}` before Ray starts, or LimitNOFILE, --ulimit nofile={8 * FILES} of the container"
     if limit != resource.RLIM_INFINITY and limit < MIN_FILES:

@@ -3,6 +3,7 @@
 In: the address of a cluster. Out: `dapo.doctor.machines.Machines` over its nodes.
 """
 
+import copy
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
+from dapo.derived import halve_roles
 from dapo.doctor.allreduce import LIMIT_S, Ring, measure
 from dapo.doctor.machines import CPU_RANKS, Machines, Silent, called
 from dapo.report.watchdog import waiting
@@ -83,7 +85,9 @@ def fitting(cfg: Config, machines: Machines) -> str:
     """Returns what the roles ask of the nodes' GPUs, and what is there. Raises ValueError where it does not fit."""
     gpus, many = machines.gpus(), float("inf")
     there = nodes() if isinstance(machines, RayNodes) else [Node(gpus, many, gpus, many, {})]
-    asked = pools(cfg, "cuda")
+    half = copy.deepcopy(cfg)
+    halve_roles(half)
+    asked = pools(half, "cuda")
     if found := problems(asked, there):
         raise ValueError("; ".join(found))
     return "; ".join(line.strip() for line in lines(asked, there)).removeprefix("placement: ")

@@ -7,12 +7,13 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.limits import memory_bytes
 from dapo.doctor.software import visible_gpus
 from dapo.doctor.subject import Subject
-from dapo.plan.__main__ import refusals
+from dapo.plan.__main__ import refusals, unpredictable
 from dapo.plan.actor import ActorMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.terms import size
 
 MEMORY = "plan.gpu_memory_bytes"
+WATCH = "watch the memory of the first steps"
 HIDDEN = 0.03  # of a device's memory, which its driver keeps: an 80 GB one shows 79.6
 
 
@@ -22,9 +23,14 @@ def verdict(subject: Subject) -> Finding:
     if shape is None:
         return warning(
             f"the planner does not know the architecture of `model.path` ({cfg.model.path})",
-            "watch the memory of the first steps",
+            WATCH,
         )
-    if found := refusals(cfg) or problems(cfg, shape):
+    if cfg.trainer.only != "both":
+        return warning("the planner knows whole runs alone", WATCH)
+    refused = refusals(cfg)
+    if not refused and (unknown := [*unpredictable(cfg)]):
+        return warning(unknown[0], WATCH)
+    if found := refused or problems(cfg, shape):
         return fault(found[0], f"and {len(found) - 1} more: `python -m dapo.plan`" if found[1:] else "")
     there, assumed = _memory(subject), cfg.plan.gpu_memory_bytes
     if there is not None and there < (1 - HIDDEN) * assumed:

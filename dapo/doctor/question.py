@@ -22,13 +22,15 @@ LOCKS = (Path(__file__).resolve().parents[2] / "docker", Path.cwd() / "docker") 
 class Question:
     """Holds what a node's checks compare with.
 
-    joined: whether the node belongs to a Ray cluster that runs already. python: the driver's version. lock: the name of
+    joined: whether the node belongs to a Ray cluster that runs already. driver: whether the process that looks is the
+    driver's, and not one of Ray's on a node. python: the driver's version. lock: the name of
     `pins`, empty without one. pins: versions by package. models: paths or hub names by key. files: paths on the
     driver by key: code that every node runs. data: the same, which the driver alone reads. sizes: bytes of the files in
     a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs.
     """
 
     joined: bool
+    driver: bool
     python: tuple[int, int]
     lock: str
     pins: dict[str, str]
@@ -39,7 +41,7 @@ class Question:
     gpus: bool
 
 
-def question(cfg: Config, *, joined: bool, gpus: bool) -> Question:
+def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question:
     """Returns what the nodes of a run are asked. gpus: whether it computes on GPUs."""
     models = {"model.path": resolve_path(cfg.model.path)}
     beside = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
@@ -55,6 +57,7 @@ def question(cfg: Config, *, joined: bool, gpus: bool) -> Question:
     lock, pins = locked()
     return Question(
         joined=joined,
+        driver=driver,
         python=sys.version_info[:2],
         lock=lock,
         pins=pins,

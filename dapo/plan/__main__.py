@@ -5,8 +5,8 @@
 Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and one step's work and estimated time, all
 with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
 With `--job` it prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit the run must
-be signalled, and its output directory. Starts no worker and needs no network: the shapes of the shipped experiments'
-models are here (`dapo.config.model_shape`).
+be signalled, its output directory, and what it goes on from. Starts no worker and needs no network: the shapes of the
+shipped experiments' models are here (`dapo.config.model_shape`).
 """
 
 import sys
@@ -34,18 +34,18 @@ def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
     cfg = compose(overrides, plan=True)
     assert isinstance(cfg, PlannedConfig)
     shape = shape_of(read_config(cfg.model.path), cfg.model.path)
-    if found := refusals(cfg):
+    if found := [*refusals(cfg), *unpredictable(cfg)]:
         raise ValueError("\n".join(found))
     return cfg, shape
 
 
 def refusals(cfg: PlannedConfig) -> list[str]:
-    """Returns what the planner cannot plan. Raises UnknownShape where no config.json of the model is found."""
+    """Returns why the model cannot run so. Raises UnknownShape where no config.json of the model is found."""
     config = read_config(cfg.model.path)
-    return [*heads_problems(cfg, config), *architecture_problems(cfg, config), *_unpredictable(cfg)]
+    return [*heads_problems(cfg, config), *architecture_problems(cfg, config)]
 
 
-def _unpredictable(cfg: PlannedConfig) -> Iterator[str]:
+def unpredictable(cfg: PlannedConfig) -> Iterator[str]:
     """Yields one message per assumption that contradicts the configuration, and per width that the planner ignores."""
     mean, cap, args = cfg.plan.mean_response_tokens, cfg.data.max_response_length, cfg.rollout.vllm
     if mean > cap:

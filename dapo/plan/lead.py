@@ -60,6 +60,7 @@ class Lead:
 
 
 def job(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Returns what a launcher needs, one `name value` a line: the lead in seconds and the absolute output directory."""
+    """Returns what a launcher needs, one `name value` a line: the lead in seconds, the absolute output directory, and
+    what the run goes on from."""
     output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
-    return f"lead_s {Lead(cfg, shape).seconds}\noutput_dir {output_dir}"
+    return f"lead_s {Lead(cfg, shape).seconds}\noutput_dir {output_dir}\nresume {cfg.checkpoint.resume}"

@@ -93,6 +93,12 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"`reward.judge.lowest` ({kwargs['lowest']:g}) must be below `reward.judge.highest` ({kwargs['highest']:g})"
         )
+    for text, value in kwargs["values"].items():
+        if not kwargs["lowest"] <= value <= kwargs["highest"]:
+            yield (
+                f"`reward.judge.values.{text}` ({value:g}) is outside of `reward.judge.lowest` to "
+                f"`reward.judge.highest` ({kwargs['lowest']:g} to {kwargs['highest']:g}), and would be asked for again; widen them"
+            )
     if kwargs["key_variable"] and kwargs["key_variable"] not in os.environ:
         yield (
             f"`reward.judge.key_variable` names {kwargs['key_variable']}, which is not set; export it here and on "

@@ -46,7 +46,7 @@ class Turns:
             generated = await self._answer
         finally:
             self._answer = None
-        self._last = generated.token_ids or ids or self._last
+        self._last = generated.token_ids or self._last  # without any, there was no room for `ids` either
         return generated
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:

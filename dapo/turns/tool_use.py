@@ -50,14 +50,16 @@ async def rollout(
     for _ in range(max_calls):
         turn = await generate(given, stop=(END, PYTHON_END) if python else END)
         text += turn.text
-        said = turn.text.rstrip()
-        if turn.finish_reason == "stop" and said.endswith(END):
-            result = calculate(said.rpartition(BEGIN)[2].removesuffix(END))
-        elif turn.finish_reason == "stop" and python and said.endswith(PYTHON_END):
-            source = said.rpartition(PYTHON_BEGIN)[2].removesuffix(PYTHON_END)
-            result = await interpret(source, max_result_chars)
-        else:
+        # The token that completes a stop string may go on behind it.
+        ends = [end for end in (END, PYTHON_END)[: 1 + python] if end in turn.text]
+        if turn.finish_reason != "stop" or not ends:
             return Trajectory(text=text)
+        end = min(ends, key=turn.text.index)
+        said = turn.text[: turn.text.index(end)]
+        if end == END:
+            result = calculate(said.rpartition(BEGIN)[2])
+        else:
+            result = await interpret(said.rpartition(PYTHON_BEGIN)[2], max_result_chars)
         shown = f"<result>{result}</result>"
         text, given = text + shown, encode(shown)
     return Trajectory(text=text + (await generate(given)).text)

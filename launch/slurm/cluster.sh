@@ -11,7 +11,7 @@ cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
 token=$PWD/outputs/.ray-token-$SLURM_JOB_ID
 logs=$PWD/outputs/slurm-$SLURM_JOB_ID # read_plan puts them in the output directory
 driver='' timer='' forwarded='' again=1
-steps=()
+steps=() again_by=()
 
 say() {
   echo "$script: $*" >&2
@@ -107,14 +107,18 @@ on_nodes() {
   steps+=($!)
 }
 
-# Where the nodes' logs go, and how long before the time limit to signal.
+# Where the nodes' logs go, how long before the time limit to signal, and `again_by`: arguments by which a job that was
+# queued again goes on. A path in checkpoint.resume stays: the run knows whether it has gone on from there already.
 read_plan() {
-  local plan planned_lead output_dir
+  local plan planned_lead output_dir resume
   plan=$("${here[@]}" "$python" -m dapo.plan --job "$@") || [[ -n $LEAD_S ]] || die "this run cannot be planned; see the \
 message above. Where only the planner does not know the model, give the seconds of an update and a save: LEAD_S=3600"
   planned_lead=$(sed -n 's/^lead_s //p' <<<"$plan")
   output_dir=$(sed -n 's/^output_dir //p' <<<"$plan")
+  resume=$(sed -n 's/^resume //p' <<<"$plan")
   lead=${LEAD_S:-$planned_lead}
+  again_by=()
+  [[ $resume != never && (-n $resume || " $* " != *' checkpoint.resume=never '*) ]] || again_by=(checkpoint.resume=auto)
   [[ -z $output_dir ]] || logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
 }
 

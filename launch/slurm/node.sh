@@ -44,6 +44,10 @@ else
   ray+=(--address="$RAY_ADDRESS")
 fi
 unset RAY_ADDRESS # `ray start --head` would refuse
+# Ray raises the limit of open files in drivers alone; what a node starts keeps what it is started with, 1024 by default.
+files=$(ulimit -Hn)
+[[ $files != unlimited ]] && ((files < 65536)) || files=65536
+[[ $(ulimit -Sn) == unlimited ]] || (($(ulimit -Sn) >= files)) || ulimit -Sn "$files"
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # what still runs here when the job ends is not worth Ray's 30 s
 while true; do
   # USR1 is for this shell. Where Slurm sends it to all that a task has started, Ray would die of it, untidily.

@@ -35,10 +35,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         paths.append(path)
     going = [step_line(step, 0.9) for step in (1, 2, 3)]
     del going[-1]["ledger/goodput"]
-    paths.append(write_run(folder / "going", going))
+    paths.append(write_run(folder / "going", going, "trainer.total_steps=80"))
     with (paths[-1] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rollout/acc')
-    paths.append(write_run(folder / "begun", []))
+    paths.append(write_run(folder / "begun", [], "trainer.total_steps=80"))
     (paths[-1] / "metrics.jsonl").unlink()
     return list(map(str, paths))
 

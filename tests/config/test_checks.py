@@ -59,6 +59,22 @@ def test_qwen32b_has_the_published_numbers():
             ["actor.ppo_mini_batch_size", "6", "data.train_batch_size", "16", "next divisor below is 4"],
             id="mini-batch does not divide",
         ),
+        pytest.param(["data.train_batch_size=-5"], ["`data.train_batch_size` (-5)"], id="negative batch"),
+        pytest.param(
+            ["rollout.vllm.max_model_len=24k"],
+            ["`rollout.vllm.max_model_len` (24k) must be a whole number"],
+            id="window with a unit",
+        ),
+        pytest.param(
+            ["rollout.vllm.tensor_parallel_size=0", "trainer.colocate=time"],
+            ["`rollout.vllm.tensor_parallel_size` (0) must be a whole number, at least 1"],
+            id="engines without GPUs",
+        ),
+        pytest.param(
+            ["rollout.vllm.gpu_memory_utilization=90"],
+            ["`rollout.vllm.gpu_memory_utilization` (90) must be a share"],
+            id="per cent",
+        ),
         pytest.param(
             ["model.path=/no/such/model"], ["model.path", "/no/such/model", "does not exist"], id="model path missing"
         ),

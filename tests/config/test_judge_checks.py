@@ -68,3 +68,13 @@ def test_the_function_asks_the_judge_of_the_run() -> None:
     assert list(judge_problems(load(spec).kwargs)) == []
     elsewhere = RewardFunctionConfig(path="judge", kwargs={"url": "http://a/v1", "model": "m"})
     assert with_judge([elsewhere], own)[0].kwargs["url"] == "http://a/v1"
+
+
+def test_a_value_that_is_no_score_is_refused() -> None:
+    """It would be asked for again until the response is unscorable, and groups would have right answers alone."""
+    kwargs = with_judge(
+        [RewardFunctionConfig(path="judge")], JudgeConfig(url="http://a/v1", model="m", values={"yes": 1, "no": -1})
+    )[0].kwargs
+    [found] = judge_problems(kwargs)
+    assert found.startswith("`reward.judge.values.no` (-1) is outside of") and "(0 to 1)" in found
+    assert [*judge_problems({**kwargs, "lowest": -1.0})] == []

@@ -52,7 +52,7 @@ from dapo.config.compose import compose
         ),
         pytest.param(
             ["reward.remote.calls_per_minute=6", "reward.num_workers=2"],
-            ["reward.timeout_s", "(60)", "(45)", "the 20 s between", "reward.remote.calls_per_minute"],
+            ["reward.timeout_s", "(60)", "(45)", "the 4480 s in which a worker makes its 224 calls"],
             id="calls further apart than a worker may be silent",
         ),
         pytest.param(["reward.concurrency=0"], ["reward.concurrency", "at least 1"], id="no concurrency"),

@@ -295,6 +295,14 @@ def test_a_run_on_gpus_needs_more_of_its_nodes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(limits, "_own_threads", lambda: 100)
     cfg = compose([f"trainer.output_dir={tmp_path / 'out'}"], "dapo_tiny")
     for gpus, level in ((False, WARNING), (True, FAULT)):
-        asked = question.question(cfg, joined=False, gpus=gpus)
+        asked = question.question(cfg, joined=False, driver=True, gpus=gpus)
         for look in (limits.open_files, limits.processes, limits.shared_memory):
             assert look(asked).level == level, look.__name__
+
+
+def test_ray_raises_the_limit_of_open_files_of_a_driver_and_not_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (1024, 1 << 20))
+    cfg = compose([], "dapo_tiny")
+    for driver, level in ((True, OK), (False, FAULT)):
+        asked = question.question(cfg, joined=True, driver=driver, gpus=True)
+        assert limits.open_files(asked).level == level

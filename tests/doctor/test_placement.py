@@ -16,6 +16,9 @@ from dapo.doctor.subject import Subject
         pytest.param([], 8, "ok", ["8 GPUs asked for, 8 of 8 free on 1 node of 8 GPUs"], id="enough"),
         pytest.param([], 4, "fault", ["asked for 8 GPUs", "has 4", "add 1 node of 4 GPUs"], id="too-few"),
         pytest.param(
+            ["--rollout-only", "rollout.num_engines=8"], 8, "ok", ["8 GPUs asked for, 8 of 8 free"], id="half-a-run"
+        ),
+        pytest.param(
             ["rollout.node_labels={pool: a}"], 8, "fault", ["`rollout.node_labels` (pool=a)", "no labels"], id="labels"
         ),
     ],

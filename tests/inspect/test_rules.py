@@ -123,7 +123,7 @@ def test_a_sound_run_has_nothing_to_look_at():
             {"actor/skipped_steps": steady(0.0) | {7: 2.0, 9: 1.0}},
             "optimizer steps are skipped",
             ["3 optimizer steps", "at step 9"],
-            "`actor.optim.lr` (0.0002): lower it",
+            "`actor.optim.lr` (0.0003): lower it",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 from pathlib import Path
 
@@ -14,14 +15,14 @@ RUN = ["+experiment=dapo_qwen7b", "data.val_files=[/a b.parquet]"]
 SSH = """
 while [[ $1 == -o ]]; do shift 2; done
 [[ $1 != "${UNREACHABLE:-}" ]] || exit 255
-mkdir -p "$HOMES/$1"
+mkdir -p "$HOMES/${SHARED:-$1}"
 echo "$*" >>"$HOMES/arguments"
-HOME=$HOMES/$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
+HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
 """
 PYTHON = r"""
 case "$*" in
   *ray.scripts*)
-    echo "$*" >"$HOME/started"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
+    echo "$*" >"$HOME/started"; ulimit -Sn >"$HOME/files"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
     while true; do sleep 0.05; done ;;
   *dapo.doctor*) printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; exit "${FAULT:-0}" ;;
   *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
@@ -38,6 +39,7 @@ def write(path: Path, body: str) -> None:
 @pytest.fixture
 def run(tmp_path: Path):
     write(tmp_path / "fake/ssh", SSH)
+    write(tmp_path / "fake/hostname", 'echo "$MACHINE"')
     write(tmp_path / "checkout/.venv/bin/python", PYTHON)
 
     def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -54,9 +56,14 @@ def run(tmp_path: Path):
     script("ray_down", "a", "b")
 
 
-def alive(home: Path) -> bool:
+def own(home: Path, machine: str = "") -> Path:
+    """Where a machine keeps what is started there."""
+    return home / ".dapo-ray" / (machine or home.name)
+
+
+def alive(home: Path, machine: str = "") -> bool:
     try:
-        state = Path(f"/proc/{(home / '.dapo-ray/pid').read_text().strip()}/status").read_text()
+        state = Path(f"/proc/{(own(home, machine) / 'pid').read_text().strip()}/status").read_text()
     except OSError:
         return False
     return not re.search(r"^State:\tZ", state, re.MULTILINE)
@@ -75,17 +82,17 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
     head, worker = ((home / "started").read_text() for home in (a, b))
     assert "--head --node-ip-address=10.0.0.1 --port=20379 --dashboard-host=127.0.0.1" in head
     assert "--address=10.0.0.1:20379" in worker and "--head" not in worker
-    tokens = {(home / ".dapo-ray/token").read_text().strip() for home in (a, b)}
+    tokens = {(own(home) / "token").read_text().strip() for home in (a, b)}
     assert len(tokens) == 1 and not tokens & set((tmp_path / "homes/arguments").read_text().split())
-    assert (a / ".dapo-ray").stat().st_mode & 0o077 == 0 == (a / ".dapo-ray/token").stat().st_mode & 0o077
+    assert own(a).stat().st_mode & 0o077 == 0 == (own(a) / "token").stat().st_mode & 0o077
     examined = (a / "examined").read_text()
     assert examined.splitlines() == ["10.0.0.1:20379", "-m", "dapo.doctor", *RUN] and not (b / "examined").exists()
     again = run("ray_up", "a")
     assert again.returncode == 1 and "runs there already" in again.stderr
-    assert alive(a) and (a / ".dapo-ray/token").read_text().strip() in tokens, "a refusal leaves the cluster alone"
+    assert alive(a) and (own(a) / "token").read_text().strip() in tokens, "a refusal leaves the cluster alone"
     down = run("ray_down", "a", "b")
     assert down.returncode == 0 and not alive(a) and not alive(b)
-    assert not (a / ".dapo-ray/token").exists() and not (b / ".dapo-ray/token").exists()
+    assert not (own(a) / "token").exists() and not (own(b) / "token").exists()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +108,30 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
 def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: dict[str, str], said: str) -> None:
     up = run("ray_up", "a", "b", "--", *RUN, **env)
     assert up.returncode == 1 and said in up.stderr, up.stderr
-    assert not list((tmp_path / "homes").glob("*/.dapo-ray/token"))
+    assert not list((tmp_path / "homes").glob("*/.dapo-ray/*/token"))
     assert not any(alive(tmp_path / "homes" / name) for name in "ab")
+
+
+def test_machines_may_share_their_home(run, tmp_path: Path) -> None:
+    up = run("ray_up", "a", "b", SHARED="home")
+    assert up.returncode == 0, up.stderr
+    home = tmp_path / "homes/home"
+    assert alive(home, "a") and alive(home, "b")
+    assert (own(home, "a") / "pid").read_text() != (own(home, "b") / "pid").read_text()
+    assert run("ray_down", "b", SHARED="home").returncode == 0
+    assert alive(home, "a") and (own(home, "a") / "token").exists() and not alive(home, "b")
+    assert run("ray_down", "a", SHARED="home").returncode == 0 and not alive(home, "a")
+
+
+def test_nodes_may_open_more_files_than_a_shell(run, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert run("ray_up", "a", "b").returncode == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for name in "ab":
+        assert int((tmp_path / "homes" / name / "files").read_text()) == min(hard, 65536)
 
 
 def test_no_machine_is_a_message(run) -> None:

@@ -1,6 +1,7 @@
 """launch/slurm: the job's shell on stand-ins for srun, scontrol, squeue and Python that record what they are told."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -108,7 +109,19 @@ def ended(job: subprocess.Popen[str]) -> str:
         pytest.param({"driver": "echo ran", "doctor": "echo ill; exit 1"}, 1, "ill\n", id="doctor_finds_a_fault"),
         pytest.param({"driver": "echo up", "doctor": "exit 1", "DOCTOR": "0"}, 0, "up\n", id="doctor_not_asked"),
         pytest.param(
-            {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1"}, 0, "checkpoint.resume=auto\n", id="resumed"
+            {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1", "plan": "echo lead_s 600; echo resume never"},
+            *(0, "checkpoint.resume=auto\n"),
+            id="resumed",
+        ),
+        pytest.param(
+            {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1", "plan": "echo lead_s 600; echo resume /a/b"},
+            *(0, "got +experiment=dapo_qwen32b\n"),
+            id="resumed_from_a_path",
+        ),
+        pytest.param(
+            {"driver": 'echo "got ${*:3}"', "SLURM_RESTART_COUNT": "1", "plan": "exit 1", "LEAD_S": "9"},
+            *(0, "got +experiment=dapo_qwen32b\n"),
+            id="resumed_without_a_plan",
         ),
         pytest.param(
             {"driver": 'echo "$2 ${*:3}"', "script": "eval"},
@@ -126,6 +139,19 @@ def test_a_job_ends_as_its_driver_does(tmp_path: Path, cluster: dict, status: in
     assert not list((tmp_path / "outputs").glob(".ray-token*")), "the token goes with its cluster"
     assert not (tmp_path / "scratch/dapo-7").exists(), "what Ray leaves on a node's disk goes with it"
     assert not [each for each in psutil.process_iter(["cmdline"]) if f"--temp-dir={tmp_path}" in str(each.info)]
+
+
+def test_nodes_may_open_more_files_than_the_shell_of_the_job(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        told = "until (($(cat outputs/run/nodes/7.0/*.log | wc -l) == 2)); do sleep 0.05; done"
+        job = start(tmp_path, driver=told, node=f"ulimit -Sn; {UNTIL_TERM}")
+        ended(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    logs = [each.read_text().split() for each in (tmp_path / "outputs/run/nodes/7.0").glob("*.log")]
+    assert logs == [[str(min(hard, 65536))]] * 2
 
 
 def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
@@ -240,4 +266,5 @@ def test_directives_are_those_of_one_task_a_node(script: str) -> None:
         line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH")
     )
     assert directives["ntasks-per-node"] == "1" and "exclusive" in directives
-    assert ("requeue" in directives) == (script == "train") and "signal" not in directives
+    assert ("requeue" in directives) == (script == "train")
+    assert directives.get("signal") == ("B:USR1@120" if script == "train" else None), "it serves preemption alone"

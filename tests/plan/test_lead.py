@@ -28,9 +28,10 @@ def test_a_save_that_runs_beside_the_steps_may_have_to_end_first():
 
 
 @pytest.mark.parametrize("name", experiments())
-def test_a_launcher_reads_lead_and_directory(name, capsys, monkeypatch, tmp_path):
+def test_a_launcher_reads_lead_directory_and_resume(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan", "--job", f"+experiment={name}", "trainer.output_dir=a b"])
     main()
-    lead, output_dir = capsys.readouterr().out.splitlines()
+    lead, output_dir, resume = capsys.readouterr().out.splitlines()
     assert int(lead.removeprefix("lead_s ")) > 60 and output_dir == f"output_dir {tmp_path}/a b"
+    assert resume == "resume auto"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.config.compose import compose, half_flags
+from dapo.config.compose import compose
 from dapo.replay.again import prepare
 from dapo.replay.batches import steps_kept
 from dapo.replay.outcome import outcome
@@ -73,7 +73,7 @@ def test_one_half_generates_and_the_other_trains_on_it(runs: Runs, tmp_path: Pat
     assert [line["step"] for line in lines] == [1, 2] and not any("actor/loss" in line for line in lines)
     assert [line["batch/staleness_mean"] for line in lines] == [0, 1]
     where = [f"trainer.output_dir={tmp_path / 'train'}", "trainer.total_steps=9"]
-    runs.train(compose([*SMALL, *half_flags([f"--train-only={batches}"]), *where], TINY))
+    runs.train(compose([*SMALL, f"--train-only={batches}", *where], TINY))
     trained = metrics(tmp_path / "train")
     assert [line["step"] for line in trained] == [1, 2], "as many as there are batches"
     for line, other in zip(trained, lines, strict=True):

@@ -117,13 +117,13 @@ def test_a_step_without_a_line_of_metrics_is_named(run: Path) -> None:
 )
 def test_half_a_run_without_the_other_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        compose(half_flags(overrides), TINY)
+        compose(overrides, TINY)
 
 
 def test_a_whole_run_is_not_continued_as_half_of_one(run: Path) -> None:
     """Its checkpoints would lack the actors from then on."""
     (run / METRICS).write_text('{"step": 1}\n')
-    half = asdict(compose([*half_flags(["--rollout-only"]), f"trainer.output_dir={run}"], TINY))
+    half = asdict(compose(["--rollout-only", f"trainer.output_dir={run}"], TINY))
     with pytest.raises(ValueError, match=r"`trainer.only` is 'both' there and 'rollout' here"):
         claim_output_dir(str(run), "auto", half)
 
@@ -136,5 +136,5 @@ def test_flags_are_keys(run: Path) -> None:
         *("trainer.only=train", f"data.batches={run / 'batches'}"),
         "trainer.seed=3",
     ]
-    assert compose(half_flags(flags[1:]), TINY).trainer.only == "train"
-    assert checked_overrides(half_flags(flags)) == half_flags(flags)
+    assert compose(flags[1:], TINY).trainer.only == "train"
+    assert checked_overrides(flags) == half_flags(flags)

@@ -140,7 +140,7 @@ def test_axes() -> None:
 def test_the_end_of_a_run_writes_its_files_and_keeps_its_error(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / "run", [])
+    folder = write_run(tmp_path / "run", [], "trainer.total_steps=80")
     if broken == "picture":
         monkeypatch.setattr(plot, "draw", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="an engine is gone"), concluded(folder, lambda: None):

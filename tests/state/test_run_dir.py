@@ -137,6 +137,11 @@ def test_logs_of_a_launcher_are_there_before_the_run(tmp_path: Path) -> None:
     claim(tmp_path).release()
 
 
+def test_an_evaluation_may_come_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "evaluation_001.json").write_text("{}")
+    claim(tmp_path).release()
+
+
 @pytest.mark.parametrize("name", [".lock", ".lease", ".lease.0123", ".config.yaml.tmp", "started", ".started.tmp"])
 def test_what_a_crash_in_the_first_second_leaves_is_ours(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("2026-11-22T13:45:00" if name == "started" else "")

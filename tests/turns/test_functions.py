@@ -18,7 +18,7 @@ from dapo.tiny.tokenizer import END
 from dapo.turns import retry, tool_use
 from dapo.turns.loading import file_of_function, load, runs_programs
 from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
-from dapo.turns.session import Session
+from dapo.turns.session import Session, Turns
 from dapo.turns.tool_use import calculate
 from dapo.types import Sampling
 from tests.support.engines.functions import TOKENIZER
@@ -76,6 +76,31 @@ def test_tool_use_works_out_what_the_policy_writes() -> None:
     assert read == ["", "<result>391</result>", "<result>error: division by zero</result>"]
     assert end == Trajectory(text=f"{answers[0]}{read[1]}{answers[1]}{read[2]}{answers[2]}")
     assert [ask.stop for ask in asked] == [("</calc>",)] * 3
+
+
+def test_tool_use_hears_a_call_whose_last_token_goes_on_behind_it() -> None:
+    """A vocabulary may have a token such as `></`, which completes the stop string and begins something else."""
+    read, end, _ = conversation(tool_use.rollout, ["<calc>3+4</calc></answer>", "7"])
+    assert read[1] == "<result>7</result>"
+    assert end == Trajectory(text="<calc>3+4</calc></answer><result>7</result>7")
+    both = ["<python>print(1)</python>, not </calc>", "1"]
+    read, _, _ = conversation(tool_use.rollout, both, python=True)
+    assert read[1] == "<result>1</result>"
+
+
+def test_what_was_not_appended_for_want_of_room_is_no_last_token() -> None:
+    """Else the end of a turn would stand twice where the next one begins."""
+
+    async def play() -> list[int]:
+        turns = Turns(TOKENIZER)
+        for token_ids, sampled in (((), ids_of("5" + END)), (ids_of("too long"), ())):
+            asked = asyncio.ensure_future(turns(token_ids))
+            await turns.asked.get()
+            turns.answer(Generated(token_ids=sampled, text="", finish_reason="length"))
+            await asked
+        return turns.after([("user", "?")])
+
+    assert TOKENIZER.decode(asyncio.run(play())).startswith("<|user|>?")
 
 
 def test_tool_use_ends_after_its_last_call() -> None:

@@ -120,6 +120,19 @@ def test_an_engine_that_starts_again_gets_the_weights_alone_and_serves_when_it_a
     asyncio.run(run())
 
 
+def test_an_engine_that_a_sync_has_taken_along_joins_no_more():
+    ends = Recorder()
+
+    async def run():
+        sync = ends.sync()
+        await sync(1)
+        ends.serving, before = (1,), len(ends.events)
+        await sync.rejoin(1)
+        assert len(ends.events) == before
+
+    asyncio.run(run())
+
+
 def test_an_engine_joins_neither_within_an_update_nor_after_a_sync_that_failed():
     ends = Recorder()
 

@@ -107,17 +107,27 @@ class Keeper:
     async def _sleep(self, slot: EngineSlot, level: int) -> None:
         try:
             await slot.sleep(level)
+            slot.rested = True
         except RemoteError as error:
             self._warn(f"engine {slot.number} does not sleep, and is dropped: {error}")
             slot.drop()
 
     async def _rejoin(self, slot: EngineSlot) -> None:
+        """Lets an engine that has started again serve; one that cannot join the weight sync, twice, is dropped: where
+        no other serves, there would be no batch and no later sync. What ends the actors, theirs takes up."""
         assert self.rejoin is not None
-        try:
-            await self.rejoin(slot.number)
-            self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
-        except Exception as error:  # the next weight sync takes it along, or its watch finds it lost
-            self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
+        for another in (True, False):
+            try:
+                await self.rejoin(slot.number)
+                if slot.serving:
+                    self._warn(f"engine {slot.number} serves again (restart {slot.restarts})")
+                return
+            except Exception as error:
+                self._warn(f"engine {slot.number} could not join the weight sync: {type(error).__name__}: {error}")
+                if not isinstance(error, RemoteError):
+                    return
+                if not another:
+                    slot.drop()
 
     def _give_up(self, slot: EngineSlot) -> None:
         self._warn(f"engine {slot.number} was started {slot.limit.most} times in an hour or in a row, and is given up")
@@ -145,10 +155,10 @@ class Keeper:
 
         Their watch puts others in their places.
         """
-        slots = [self.slots[number] for number in members]
-        answers = await asyncio.gather(*[slot.answers(grace_s) for slot in slots])
-        for slot, there in zip(slots, answers, strict=True):
-            if not there:
+        asked = [(slot, slot.worker) for slot in map(self.slots.__getitem__, members)]
+        answers = await asyncio.gather(*[slot.answers(grace_s) for slot, _ in asked])
+        for (slot, worker), there in zip(asked, answers, strict=True):
+            if not there and slot.started and slot.worker is worker:  # and not another one already
                 slot.drop()
         return not all(answers)
 

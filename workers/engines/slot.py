@@ -28,8 +28,8 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 class EngineSlot:
     """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
     version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
-    lent: it is on the actors' GPUs while others have GPUs of their own. limit: on its restarts. follower: of what it
-    does.
+    rested: it has slept since it started. lent: it is on the actors' GPUs while others have GPUs of their own. limit:
+    on its restarts. follower: of what it does.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineSlot:
         self.size: EngineSize | None = None
         self.serving = False
         self.version = 0
-        self.proven = True
+        self.proven, self.rested = True, False
         self.restarts = 0
         self._options = options
         self._cfg = cfg
@@ -69,7 +69,11 @@ class EngineSlot:
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
         """Loads the model. gpus: tells which ones of its node the engine uses. Raises RemoteError when that fails or
         takes longer than `rollout.start_timeout_s`."""
-        started = self.worker.start.remote(model_path, engine_args, gpus(self.number))
+        try:
+            there = await asyncio.to_thread(gpus, self.number)  # it may wait for a node
+        except RuntimeError as error:
+            raise RemoteError(f"engine {self.number} has no GPUs to start on: {error}") from error
+        started = self.worker.start.remote(model_path, engine_args, there)
         [self.size] = await wait(
             [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
         )
@@ -122,9 +126,9 @@ class EngineSlot:
         return ""
 
     async def answers(self, grace_s: float) -> bool:
-        """Returns whether the engine's process answers within `grace_s`."""
-        end = time.monotonic() + grace_s
-        while (left := end - time.monotonic()) > 0:
+        """Returns whether the engine's process answers within `grace_s`; not that of another one in its place."""
+        end, worker = time.monotonic() + grace_s, self.worker
+        while self.started and self.worker is worker and (left := end - time.monotonic()) > 0:
             try:
                 if not await self.stands_still(left, limit=0.0):
                     return True
@@ -154,7 +158,7 @@ class EngineSlot:
         """Puts another engine in the place of one that was dropped. Raises RemoteError, and then it is dropped too."""
         self.limit.add()
         self.restarts += 1
-        self.proven, self.follower = False, Follower()
+        self.proven, self.rested, self.follower = False, False, Follower()
         self._make()
         try:
             await self.start(model_path, engine_args, gpus)

@@ -46,5 +46,5 @@ class Turns:
         shares GPUs, those that are lent none are not concerned."""
         if self._keeper.lends and not any(self._keeper.slots[number].lent for number in members):
             return
-        self.proven |= self._slept and bool(members)
+        self.proven |= any(self._keeper.slots[number].rested for number in members)
         self._keeper.turn.set()

@@ -46,7 +46,7 @@ class RolloutWorker:
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
-        self._asleep = False
+        self._asleep = self._stirring = False  # the latter: its weights are awake for a sync, and the rest sleeps
         config = self._engine.vllm_config
         return EngineSize(
             sequences=config.scheduler_config.max_num_seqs,
@@ -144,11 +144,13 @@ class RolloutWorker:
         to the host. Raises RuntimeError where requests run."""
         if self._running:
             raise RuntimeError(f"{len(self._running)} groups run on an engine that is to sleep: {[*self._running][:5]}")
-        if self._asleep:
+        if self._asleep and not self._stirring:
             return
+        if self._stirring:  # the update for which its weights woke did not come to its end
+            await self.leave_weights()
         await self._engine.sleep(level)
         await self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2})
-        self._asleep = True
+        self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:
         """Holds all requests, each of which goes on where it stood after `finish_update`; of an engine that sleeps, the
@@ -157,6 +159,7 @@ class RolloutWorker:
         Those that run would keep stale keys and values: `clear_cache` recomputes these.
         """
         if self._asleep:
+            self._stirring = True
             await self._engine.wake_up(["weights"])
         else:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
@@ -181,7 +184,7 @@ class RolloutWorker:
         await self._engine.finish_weight_update(weight_version=str(version))
         if self._asleep:
             await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
-            self._asleep = False
+            self._asleep = self._stirring = False
         else:
             await self._engine.resume_generation()
 

@@ -100,7 +100,7 @@ class Server:
                 self.changed.set()
                 try:
                     await self.start(timeout_s)
-                except RuntimeError as error:
+                except (RuntimeError, OSError) as error:
                     reason, self._port = str(error), 0  # another process may have taken the port
             self._limit.worked()
 

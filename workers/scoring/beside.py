@@ -25,7 +25,8 @@ class RewardModel(Protocol):
 class Judges(Protocol):
     """Stands for judges of the run's own, which the async functions ask: `workers.judge.JudgePool`.
 
-    failure: why none is left, "" while one is. servers: the `url` and the `key` of each.
+    failure: why none is left, "" while one is. servers: the `url` and the `key` of each; there: the same, as soon as
+    there is one.
     """
 
     failure: str
@@ -36,5 +37,7 @@ class Judges(Protocol):
     async def start(self, timeout_s: float) -> None: ...
 
     def servers(self) -> Sequence[dict[str, str]]: ...
+
+    async def there(self) -> Sequence[dict[str, str]]: ...
 
     def stop(self) -> None: ...

@@ -17,12 +17,11 @@ from typing import Any
 
 from dapo.config.reward import LimitsConfig
 from dapo.report.redact import is_secret
-from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, pack
+from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 
 START_S = 120.0  # the imports of the reward functions
 FORK_S = 20.0
 REPORT_S = 5.0  # from the end of a child's stream to the report of its exit status
-MAX_REPLY_BYTES = 1 << 20
 LIMITS = {-signal.SIGPROF: "cpu", EXIT_MEMORY: "memory"}  # what an exit status tells; all else is a crash
 COMPUTES = 0.25  # share of its CPU time by which a process that is still at it has not been waiting
 READ_ERRORS = (

@@ -6,7 +6,7 @@ changed (`workers.training.unanimous`); else `ActorsLost`, and from then on for 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
@@ -35,6 +35,7 @@ class Ranks:
         self.lost = ""  # why only a restart helps
         self.restarts = 0
         self._busy = 0  # calls under way
+        self._turn = asyncio.Lock()  # ranks take one call after the other, and a deadline is for the call alone
 
     async def call(
         self,
@@ -45,19 +46,28 @@ class Ranks:
         *,
         changes: bool = False,
         separable: bool = False,
+        beside: bool = False,
     ) -> list[Any]:
-        """Returns what all ranks answer to `submit(rank, worker)`.
+        """Returns what all ranks answer to `submit(rank, worker)`, once those that came before have ended.
 
         timeout_s, key: the deadline and where it is set. what: for errors. changes: the parameters change meanwhile, so
         that whoever gives up waiting does not know them any more. separable: what one rank does alone after the last
-        collective may fail on it alone.
+        collective may fail on it alone. beside: it does not keep the ranks from other calls, and waits for none.
 
         Raises:
             RemoteError: all ranks raised alike (`Unanimous`, which is the cause), or separable work failed.
             ActorsLost: anything else went wrong, now or before.
         """
-        if self.lost:
-            raise ActorsLost(f"the actors cannot be used for {what}, because they were lost before: {self.lost}")
+        asked = self.workers
+        async with nullcontext() if beside else self._turn:
+            if self.lost or self.workers is not asked:
+                why = self.lost or "others have taken their places"
+                raise ActorsLost(f"the actors cannot be used for {what}, because they were lost before: {why}")
+            return await self._call(submit, timeout_s, what, key, changes=changes, separable=separable)
+
+    async def _call(
+        self, submit: Submit, timeout_s: float, what: str, key: str, *, changes: bool, separable: bool
+    ) -> list[Any]:
         refs = [submit(rank, worker) for rank, worker in enumerate(self.workers)]
         members = [Member(role="actor rank", number=k, count=len(refs), act=f"({what})") for k in range(len(refs))]
         waits = [wait([ref], timeout_s, member, key) for member, ref in zip(members, refs, strict=True)]

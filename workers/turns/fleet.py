@@ -21,6 +21,7 @@ from workers.turns.worker import TurnWorker
 
 GRACE_S = 10.0  # beyond its deadline for a function: a worker that does not answer by then is held up by one
 MAX_LOST_IN_A_ROW = 5  # workers without an answer in between: then it is no accident
+START_ATTEMPTS = 3  # of a worker in the place of one that was lost
 KEY = "rollout.function.timeout_s"
 
 
@@ -157,10 +158,17 @@ class TurnFleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _restart(self, place: _Place) -> None:
-        try:
-            await self._start(place)
-        except RemoteError as error:
-            self._break(place, error)
+        for left in reversed(range(START_ATTEMPTS)):
+            try:
+                await self._start(place)
+                return
+            except RemoteError as error:
+                if not left:
+                    self._break(place, error)
+                    return
+                self._warn(f"the worker of `rollout.function` number {place.index} did not start: {error}")
+            _kill(place.handle)
+            place.handle = self._make()
 
     def _break(self, place: _Place, error: RemoteError) -> None:
         self._broken = self._broken or error

@@ -22,6 +22,12 @@ def section_of(entry: str) -> str:
     return f"data.sources[{entry}].functions"
 
 
+def label_of(entry: str, label: str) -> str:
+    """Returns the name of a function's part of the rewards: an entry's own carry its name. entry: "" for those of
+    `reward.functions`."""
+    return f"{entry}:{label}" if entry else label
+
+
 def source_functions(sources: Sequence[SourceConfig]) -> dict[str, list[RewardFunctionConfig]]:
     """Returns the functions of the entries that have their own, by name."""
     return {source.name: source.functions for source in sources if source.functions}
@@ -40,7 +46,7 @@ class FunctionsByEntry:
         """Loads every function. own: by entry. Raises ValueError naming the key of what cannot be loaded."""
         self._all = {"": RewardFunctions(specs)}
         for name, each in own.items():
-            self._all[name] = RewardFunctions(each, section=section_of(name), prefix=f"{name}:")
+            self._all[name] = RewardFunctions(each, section=section_of(name), prefix=label_of(name, ""))
         self._specs = [*specs, *(spec for each in own.values() for spec in each)]
 
     @property

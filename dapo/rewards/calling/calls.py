@@ -19,7 +19,7 @@ from typing import Any
 
 from dapo.config.reward import RemoteConfig
 from dapo.rewards.calling.by_entry import FunctionsByEntry
-from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, pack
+from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 from dapo.rewards.calling.functions import RewardFunctionError, error_of
 from dapo.rewards.calling.loading import LoadedFunction, describe, tail
 
@@ -74,11 +74,15 @@ async def answer(
     passing: tuple[type[Exception], ...] = (Retry, OSError, *_transport_errors())  # a TimeoutError is an OSError
     for tries in range(config.retries + 1):
         await pace.turn()
-        began = time.monotonic()
+        began, asked_s = time.monotonic(), 0.0
         try:
             async with asyncio.timeout(min(config.call_timeout_s, left)) as limit:
                 value = await call()
             return value, {"latency_s": time.monotonic() - began, "retries": float(tries)}
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            reason = "what it awaited was cancelled elsewhere"  # a task that calls share, by another's deadline
         except passing as error:
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 raise MemoryError from error
@@ -121,12 +125,25 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 async def _reply(
     writer: asyncio.StreamWriter, functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]
 ) -> None:
+    number = item["number"]
     try:
         reply = await given(functions, config, pace, item)
-        frame = pack({**reply, "number": item["number"]})
+        frame = pack({**reply, "number": number})
+        if len(frame) > MAX_REPLY_BYTES:
+            raise ValueError(f"they gave {len(frame):,} bytes, and {MAX_REPLY_BYTES:,} are the most")
     except MemoryError:
         os._exit(EXIT_MEMORY)
+    except (Exception, asyncio.CancelledError) as error:  # an item without a reply would be waited for
+        if _is_cancelled():
+            raise
+        frame = pack({"failure": "error", "detail": f"async reward functions: {describe(error)}", "number": number})
     writer.write(frame)
+
+
+def _is_cancelled() -> bool:
+    """Returns whether it is this task that is to end, and not something that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import numpy as np
 from dapo.sandbox import frames
 from dapo.sandbox.frames import HEADER, read_frame
 
-__all__ = ["EXIT_MEMORY", "HEADER", "pack", "read_frame"]
+__all__ = ["EXIT_MEMORY", "HEADER", "MAX_REPLY_BYTES", "pack", "read_frame"]
 
 EXIT_MEMORY = 77  # exit status of a process at its memory limit
+MAX_REPLY_BYTES = 1 << 20  # of a process, which ends with a longer one
 
 
 def pack(value: Any) -> bytes:

@@ -39,6 +39,7 @@ class Recorder:
         self.canary: list[TrainSequence] = []
         self.awake = True
         self.lent: tuple[int, ...] = ()
+        self.serving: tuple[int, ...] = ()  # engines that serve although they ask to join
         self.turns = 0  # how often the engines that are lent GPUs got them
         self.dropped: list[tuple[int, ...]] = []
         self.lighter: list[bool] = []  # whether the engines sleep again less deep, at each time that this is asked
@@ -52,6 +53,9 @@ class Recorder:
 
     def is_lent(self, number):
         return number in self.lent
+
+    def serves(self, number):
+        return number in self.serving
 
     def has_turn(self, number):
         return self.awake

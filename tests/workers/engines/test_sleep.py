@@ -107,6 +107,31 @@ def test_an_engine_that_sleeps_deep_has_no_weights_left(engine, loop):
     assert all((a.token_ids == b.token_ids).all() for a, b in zip(whole, again, strict=True))
 
 
+def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again(engine, loop):
+    """New ranks would load their model beside its weights."""
+    pool, model = engine
+    pool._turns.level = DEEPEST
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    loop.run(local_sync(pool, model, "broadcast", 16 << 20)(40))
+    whole = answers(loop, pool, 8)
+    last = -(-weights // (16 << 20)) - 1
+
+    def lost(index):
+        if index == last:
+            raise RemoteError("the ranks are gone")
+
+    failing = local_sync(pool, model, "broadcast", 16 << 20, before=lost)
+    loop.run(failing.rest())
+    with pytest.raises(RemoteError, match="the ranks are gone"):
+        loop.run(failing(41))
+    stirring = resident(pool)
+    loop.run(failing.rest())
+    assert stirring - resident(pool) > LEAK * weights
+    loop.run(local_sync(pool, model, "broadcast", 16 << 20)(42))
+    again = answers(loop, pool, 8)
+    assert all((a.token_ids == b.token_ids).all() for a, b in zip(whole, again, strict=True))
+
+
 def test_an_engine_with_requests_does_not_sleep(engine, loop):
     pool, _ = engine
 

@@ -14,7 +14,8 @@ class Slot:
     """An engine's place; `ends` ends the engine that is there."""
 
     def __init__(self, number, options, cfg, *, count, lent):
-        self.number, self.size, self.serving, self.proven = number, None, False, True
+        self.number, self.size, self.serving, self.proven, self.rested = number, None, False, True, False
+        self.worker = object()
         self.lent = lent
         self.restarts, self.slept, self.dropped = 0, [], 0
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
@@ -35,7 +36,7 @@ class Slot:
         self.size = 1
 
     async def restart(self, *arguments):
-        self.restarts, self.known = self.restarts + 1, False
+        self.restarts, self.known, self.rested, self.worker = self.restarts + 1, False, False, object()
         await self.start()
 
     async def until_lost(self):
@@ -54,6 +55,12 @@ class Slot:
         if self.refuses:
             raise RemoteError(self.refuses)
         self.slept.append(level)
+
+    async def answers(self, grace_s):
+        """No; and meanwhile its watch may have put another one in its place."""
+        self.ends.set()
+        await settled()
+        return False
 
     async def stop(self, grace_s):
         pass
@@ -162,6 +169,49 @@ def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselve
     fleet(test)
 
 
+def test_a_level_is_not_proven_by_an_engine_that_never_slept(fleet):
+    async def test(keeper, turns, said):
+        await turns.sleep()
+        keeper.slots[0].ends.set()
+        turns.served(())
+        await settled()
+        assert keeper.slots[0].restarts == 1
+        turns.served((0,))
+        assert not turns.proven
+        turns.served((0, 1))
+        assert turns.proven
+
+    fleet(test)
+
+
+def test_an_engine_that_cannot_join_twice_is_replaced(fleet):
+    async def test(keeper, turns, said):
+        slot, asked = keeper.slots[0], []
+
+        async def rejoin(number):
+            asked.append(number)
+            if len(asked) <= 2:
+                raise RemoteError("another digest")
+            slot.serving = True
+
+        keeper.rejoin = rejoin
+        slot.ends.set()
+        await settled()
+        assert (asked, slot.restarts) == ([0, 0, 0], 2) and slot.serving
+        assert sum("could not join the weight sync: RemoteError: another digest" in line for line in said) == 2
+        assert "engine 0 serves again (restart 2)" in said
+
+    fleet(test)
+
+
+def test_the_engine_that_took_the_place_of_a_silent_one_is_left_alone(fleet):
+    async def test(keeper, turns, said):
+        assert await keeper.lose_silent((0,), 1.0)
+        assert (keeper.slots[0].dropped, keeper.slots[0].restarts) == (1, 1) and keeper.members() == (0, 1)
+
+    fleet(test)
+
+
 def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
     async def test(keeper, turns, said):
         own, lent = keeper.slots
@@ -178,6 +228,9 @@ def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
         keeper.turn.set()
         await settled()
         assert lent.restarts == 1
+        turns.served((1,))
+        assert not turns.proven, "this one has not slept"
+        await turns.sleep()
         turns.served((1,))
         assert turns.proven
 

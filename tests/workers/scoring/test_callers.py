@@ -70,6 +70,35 @@ def test_a_defect_is_reported_at_once(tmp_path: Path) -> None:
     assert "KeyError: 1 on data source 's', at line 6 of mine.py" in found[0].detail
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{'score': 1.0, (1, 2): 3.0}", "TypeError: keys must be"),
+        ("{'score': 10 ** 5000}", "ValueError: Exceeds the limit"),
+        ("{'score': 1.0, 'pred': 'x' * (1 << 21)}", "1,048,576 are the most"),
+    ],
+    ids=["key", "digits", "size"],
+)
+def test_what_cannot_be_sent_is_a_defect_and_not_waited_for(tmp_path: Path, given: str, says: str) -> None:
+    bad, good = score(tmp_path, f"return {given} if solution_str == 'bad' else 1.0", ["bad", "good"])
+    assert (bad.score.failure, math.isnan(bad.score.reward)) == ("error", True) and says in bad.detail
+    assert good.score.reward == 1.0
+
+
+def test_a_task_that_calls_share_and_one_of_them_cancels_is_awaited_again(tmp_path: Path) -> None:
+    """A login, say: the first call's deadline ends it for all."""
+    body = (
+        "if calls.get('login') is None or calls['login'].cancelled():\n"
+        "    calls['times'] = calls.get('times', 0) + 1\n"
+        "    calls['login'] = asyncio.ensure_future(asyncio.sleep(60 if calls['times'] == 1 else 0))\n"
+        "    calls['late'] = solution_str\n"
+        "await calls['login']\nreturn 1.0"
+    )
+    remote = RemoteConfig(timeout_s=20.0, call_timeout_s=0.3, retries=5, backoff_s=0.01)
+    found = score(tmp_path, body, ["a", "b", "c"], remote)
+    assert [one.score.reward for one in found] == [1.0] * 3, found
+
+
 def test_a_call_without_an_answer_is_cut_off_and_tried_again(tmp_path: Path) -> None:
     body = "calls['n'] = calls.get('n', 0) + 1\nif calls['n'] == 1:\n    await asyncio.sleep(60)\nreturn 1.0"
     found = score(tmp_path, body, ["a"], RemoteConfig(timeout_s=5.0, call_timeout_s=0.2, retries=1, backoff_s=0.01))

@@ -181,3 +181,48 @@ def test_ranks_at_work_are_asked_for_no_sign_of_life_and_tell_of_their_loss_all_
         return await asyncio.wait_for(watch, 5)
 
     assert "ActorDiedError" in asyncio.run(both())
+
+
+def order_of(*calls):
+    """Names of calls in the order in which they begin and end. calls: (name, seconds, deadline, how)."""
+    ranks, seen = Ranks(lambda: [None]), []
+
+    async def one(name, seconds, timeout_s, how):
+        def submit(rank, worker):
+            seen.append(f"{name} begins")
+            return seconds, name
+
+        await ranks.call(submit, timeout_s, name, "key", **how)
+        seen.append(f"{name} ends")
+
+    async def together():
+        await asyncio.gather(*[one(*call) for call in calls])
+
+    asyncio.run(together())
+    return seen
+
+
+def test_the_deadline_of_a_call_begins_when_the_one_before_it_has_ended():
+    """An engine joins the weight sync while the ranks write a checkpoint: nobody is lost."""
+    seen = order_of(("save", 0.3, 1.0, {}), ("sync", 0.1, 0.2, {}))
+    assert seen == ["save begins", "save ends", "sync begins", "sync ends"]
+
+
+def test_what_runs_beside_keeps_no_call_waiting():
+    seen = order_of(("write", 0.3, 1.0, {"beside": True}), ("update", 0.1, 0.2, {}))
+    assert seen == ["write begins", "update begins", "update ends", "write ends"]
+
+
+def test_a_call_that_has_waited_does_not_go_to_the_ranks_that_came_meanwhile():
+    ranks = Ranks(lambda: [None])
+
+    async def replaced():
+        first = asyncio.create_task(ranks.call(lambda *_: (0.1, 1), 1, "the save", "key"))
+        second = asyncio.create_task(ranks.call(lambda *_: (0, 1), 1, "the sync", "key"))
+        await asyncio.sleep(0.05)
+        ranks.workers = [None]
+        await first
+        with pytest.raises(ActorsLost, match="the sync, .* others have taken their places"):
+            await second
+
+    asyncio.run(replaced())

@@ -55,7 +55,9 @@ class Checkpoints:
         """Writes what was staged last, the export into a directory of its own; updates may run meanwhile."""
         what = f"saving {directory}"
         await self._checkpoint(
-            lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export), what
+            lambda _, worker: worker.write_staged.options(concurrency_group=THREAD).remote(directory, export),
+            what,
+            beside=True,
         )
         await _check_written(directory, what)
 
@@ -67,8 +69,9 @@ class Checkpoints:
         """Writes the model as transformers and vLLM load it."""
         await self._checkpoint(lambda _, worker: worker.export_hf.remote(directory), f"the export to {directory}")
 
-    async def _checkpoint(self, submit: Submit, what: str) -> list[Any]:
-        return await self._ranks.call(submit, self._cfg.checkpoint.timeout_s, what, "checkpoint.timeout_s")
+    async def _checkpoint(self, submit: Submit, what: str, *, beside: bool = False) -> list[Any]:
+        timeout_s, key = self._cfg.checkpoint.timeout_s, "checkpoint.timeout_s"
+        return await self._ranks.call(submit, timeout_s, what, key, beside=beside)
 
 
 async def _check_written(directory: str, what: str) -> None:

@@ -1,0 +1,76 @@
+"""Whole runs with a judge of the run's own: what it says is in the rewards, and losing it changes no bit of the run."""
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dapo.store.schema import DATABASE
+from tests.support.outcomes import RUN, last_line, outcome
+from tests.support.runs import Runs
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(2400)]
+
+# The judge works out what the response holds and ends on a digit, which is its score.
+JUDGED = (
+    "reward.functions=[{path: math}, {path: judge, weight: 0.05}]",
+    "reward.judge.engine.path=pkg://dapo.tiny/base",
+    "reward.judge.engine.vllm={max_model_len: 512, max_num_seqs: 32}",
+    *("reward.judge.engine.silence_s=120", "reward.judge.prompt='{response}'"),
+    *(r"reward.judge.pattern='(\d)\D*$'", "reward.judge.highest=9", "reward.judge.max_tokens=64"),
+    *("reward.judge.prompt_cost=2", "reward.num_workers=1"),
+    *("reward.timeout_s=900", "reward.remote.timeout_s=600", "reward.remote.call_timeout_s=60"),
+    *("reward.remote.retries=1000", "reward.remote.backoff_s=0.1"),
+)
+
+
+def servers() -> list[psutil.Process]:
+    """The judges' servers on this machine, without those that have ended and wait to be read."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "workers.judging.process" in (process.info["cmdline"] or ()) and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def answers(run: Path) -> list[tuple[str, dict[str, float], dict[str, float]]]:
+    """Text, reward by function, and other numbers of all answers that have a reward."""
+    with closing(sqlite3.connect(run / DATABASE)) as db:
+        rows = db.execute("SELECT text, parts, metrics FROM responses WHERE reward IS NOT NULL").fetchall()
+    return [(text, json.loads(parts), json.loads(metrics)) for text, parts, metrics in rows]
+
+
+@pytest.fixture(scope="module")
+def judged(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.small(tmp_path_factory.mktemp("judged") / "run", *RUN, *JUDGED)
+
+
+def test_what_the_judge_says_is_in_the_rewards(judged: Path) -> None:
+    found = answers(judged)
+    assert len(found) >= 3 * 4 * 4
+    said: dict[str, set[float]] = {}
+    for text, parts, metrics in found:
+        said.setdefault(text, set()).add(parts["judge"])
+        assert parts["judge"] in range(10)
+        assert metrics["judge/prompt_tokens"] > 5 and metrics["judge/completion_tokens"] > 0
+        assert metrics["judge/cost"] == pytest.approx(metrics["judge/prompt_tokens"] * 2e-6)
+    assert len(set.union(*said.values())) > 3, "the judge says the same of everything"
+    assert servers() == []
+
+
+def test_a_judge_that_dies_in_the_run_changes_no_bit(runs: Runs, judged: Path, tmp_path: Path) -> None:
+    def kill_once_it_has_judged(engines: Any) -> bool:
+        if not (tmp_path / "run" / DATABASE).exists() or not answers(tmp_path / "run"):
+            return False
+        [server] = servers()
+        server.kill()
+        return True
+
+    run = runs.small(tmp_path / "run", *RUN, *JUDGED, beside=kill_once_it_has_judged)
+    assert last_line(run)["perf/restarted_judges"] == 1
+    assert outcome(run) == outcome(judged)
+    assert servers() == []
