@@ -116,14 +116,16 @@ class ActorWorker:
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
-        sender = self._senders[transport] = WeightSender(
-            lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
-            fsdp.full_shapes(self._policy.model),
-            dtype=self._cfg.model.dtype,
-            bucket_bytes=self._cfg.weight_sync.bucket_bytes,
-            rank=self._rank,
-            device=torch.device(self._device, 0),
-        )
+        if transport not in self._senders:
+            self._senders[transport] = WeightSender(
+                lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
+                fsdp.full_shapes(self._policy.model),
+                dtype=self._cfg.model.dtype,
+                bucket_bytes=self._cfg.weight_sync.bucket_bytes,
+                rank=self._rank,
+                device=torch.device(self._device, 0),
+            )
+        sender = self._senders[transport]
         endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return sender.num_buckets, endpoint
 

@@ -97,7 +97,8 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
         if not kwargs["lowest"] <= value <= kwargs["highest"]:
             yield (
                 f"`reward.judge.values.{text}` ({value:g}) is outside of `reward.judge.lowest` to "
-                f"`reward.judge.highest` ({kwargs['lowest']:g} to {kwargs['highest']:g}), and would be asked for again; widen them"
+                f"`reward.judge.highest` ({kwargs['lowest']:g} to {kwargs['highest']:g}), and would be asked for "
+                "again; widen them"
             )
     if kwargs["key_variable"] and kwargs["key_variable"] not in os.environ:
         yield (

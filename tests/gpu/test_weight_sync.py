@@ -11,7 +11,7 @@ import torch
 from workers.meeting import serve_store
 from workers.weights.bucket import digest
 from workers.weights.group import WeightGroup
-from workers.weights.memory import place, share
+from workers.weights.memory import place, share, share_again
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,8 +34,12 @@ def test_the_digest_is_the_hosts():
     assert digest(words.to(DEVICE).view(torch.uint8)) == digest(words.view(torch.uint8))
 
 
-def test_another_process_reads_the_same_memory_whenever_it_changes():
+@pytest.mark.parametrize("times", [1, 3], ids=["first", "third"])
+def test_another_process_reads_the_same_memory_whenever_it_changes(times):
+    """Also by a later handle, when those before it were never opened, as by engines that died."""
     buffer, handle = share(1000, DEVICE)
+    for _ in range(times - 1):
+        handle = share_again(buffer, handle)
     buffer.fill_(3)
     torch.cuda.synchronize()
     reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

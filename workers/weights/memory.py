@@ -39,17 +39,30 @@ def place(device: torch.device) -> str:
 def share(num_bytes: int, device: torch.device) -> tuple[Tensor, Handle]:
     """Returns a new buffer [num_bytes] uint8 and its handle, which one other process may open, once."""
     if device.type == "cuda":
-        from torch.multiprocessing.reductions import reduce_tensor
-
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _, fields = reduce_tensor(buffer)
-        return buffer, {"num_bytes": num_bytes} | {name: _plain(fields[i]) for name, i in _CUDA_FIELDS.items()}
+        return buffer, _cuda_handle(buffer)
     file = os.memfd_create("dapo-weights")  # has no name that a killed process could leave behind
     os.ftruncate(file, num_bytes)
     handle = {"num_bytes": num_bytes, "path": f"/proc/{os.getpid()}/fd/{file}"}
     buffer = open_shared(handle, device)
     weakref.finalize(buffer, os.close, file)
     return buffer, handle
+
+
+def share_again(buffer: Tensor, handle: Handle) -> Handle:
+    """Returns another handle of a buffer that `share` gave with `handle`, for another process or another time.
+
+    A new buffer would be wrong: torch keeps one on a GPU for ever where a handle was never opened, or by a process that
+    was killed.
+    """
+    return _cuda_handle(buffer) if buffer.device.type == "cuda" else handle
+
+
+def _cuda_handle(buffer: Tensor) -> Handle:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, fields = reduce_tensor(buffer)
+    return {"num_bytes": len(buffer)} | {name: _plain(fields[i]) for name, i in _CUDA_FIELDS.items()}
 
 
 def open_shared(handle: Handle, device: torch.device) -> Tensor:

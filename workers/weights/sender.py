@@ -12,13 +12,14 @@ from torch import Tensor
 
 from workers.weights.bucket import Bucket, BucketPlan, Endpoint, digest, plan_buckets
 from workers.weights.group import SENDER
-from workers.weights.transport import Transport, make_transport
+from workers.weights.transport import MemoryTransport, Transport, make_transport
 
 T = TypeVar("T")
 
 
 class WeightSender:
-    """Runs one rank's half. Every rank calls `open` once and then `gather` for each bucket, in order."""
+    """Runs one rank's half, for one kind of transport. Every rank calls `open` whenever other engines take part, and
+    then `gather` for each bucket, in order."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class WeightSender:
         self._rank, self._device = rank, device
         self._plans = plan_buckets(shapes, bucket_bytes=bucket_bytes, itemsize=self._dtype.itemsize)
         self._next = 0
+        self._iterator: Iterator[tuple[str, Tensor]] = iter(())
         self._transport: Transport | None = None
         self._failure = ""  # of the transport, in this sync
 
@@ -50,9 +52,13 @@ class WeightSender:
         """Makes this rank's end for the engines, in place of an earlier one; None where they need none. address: this
         node's."""
         capacity = max(plan.num_bytes for plan in self._plans)
-        self._transport = make_transport(
-            transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
-        )
+        self._iterator = iter(())  # a pass that did not come to its end may hold a parameter
+        if transport == "ipc" and isinstance(self._transport, MemoryTransport):
+            self._transport.renew()
+        else:
+            self._transport = make_transport(
+                transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
+            )
         return None if self._transport is None else self._transport.endpoint()
 
     def join(self, num_receivers: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.meeting import serve_store
 from workers.weights.bucket import Endpoint
 from workers.weights.group import SENDER, WeightGroup
-from workers.weights.memory import place, share
+from workers.weights.memory import place, share, share_again
 
 SLOTS = 2
 
@@ -74,6 +74,10 @@ class MemoryTransport:
 
     def endpoint(self) -> Endpoint:
         return Endpoint(capacity=self._capacity, place=place(self._device), handles=list(self._handles))
+
+    def renew(self) -> None:
+        """Makes other handles of the same slots, for engines that open them from now on."""
+        self._handles = tuple(map(share_again, self._slots, self._handles))
 
     def join(self, num_receivers: int) -> None:
         """Does nothing: the engines open the handles by themselves."""

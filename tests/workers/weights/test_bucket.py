@@ -184,6 +184,20 @@ def test_buckets_out_of_turn_are_refused():
     assert sender.gather(0).index == 0, "a new sync starts over"
 
 
+def test_ends_that_are_opened_again_keep_their_memory():
+    """On a GPU torch never frees what an engine that died had not opened, and each start of an engine would take more."""
+    sender = make_sender(lambda: iter(tensors().items()))
+    first = sender.open("ipc", "", 1)
+    slots = [slot.data_ptr() for slot in sender._transport._slots]
+    sender.gather(0)
+    second = sender.open("ipc", "", 1)
+    assert [slot.data_ptr() for slot in sender._transport._slots] == slots
+    assert (first.capacity, len(first.handles)) == (second.capacity, len(second.handles))
+    assert sender.gather(0).index == 0
+    sender.open("broadcast", "127.0.0.1", 1)
+    assert not hasattr(sender._transport, "renew")
+
+
 def test_shared_memory_is_the_same_memory():
     buffer, handle = share(64, CPU)
     other = open_shared(handle, CPU)
