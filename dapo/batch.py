@@ -110,8 +110,8 @@ def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tenso
     response lacks one; and the factor of each in the reward, [K]."""
     factors = {"reward_model": cfg.reward.model.weight}
     for entry, functions in {"": cfg.reward.functions, **source_functions(cfg.data.sources)}.items():
-        names = labels(functions, section_of(entry)) if entry else labels(functions)
-        for label, spec in zip(names, functions, strict=True):
+        own = labels(functions, section_of(entry)) if entry else labels(functions)
+        for label, spec in zip(own, functions, strict=True):
             factors[label_of(entry, label)] = spec.weight
     names = sorted({name for group in groups for score in group.scores for name in score.parts})
     parts = torch.full((*rewards.shape, len(names)), torch.nan, dtype=rewards.dtype)
