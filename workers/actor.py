@@ -227,6 +227,10 @@ class ActorPool(Checkpoints):
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
 
+    async def until_idle(self) -> None:
+        """Returns when nothing is asked of the ranks."""
+        await self._ranks.until_idle()
+
     async def until_lost(self) -> str:
         """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
         return await self._ranks.until_lost(self._cfg.actor.timeout_s, "actor.timeout_s")

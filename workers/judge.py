@@ -64,13 +64,15 @@ class JudgeWorker:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Place:
-    """Holds an actor. before: restarts that its predecessors had, and that it is itself one."""
+    """Holds an actor. before: restarts that its predecessors had, and that it is itself one. given_up: no other comes
+    in its place."""
 
     index: int
     handle: Any
     limit: Restarts
     state: State | None = None
     before: int = 0
+    given_up: bool = False
 
 
 class JudgePool:
@@ -180,8 +182,8 @@ class JudgePool:
 
     def _give_up(self, place: _Place, why: str) -> None:
         self._warn(f"judge {place.index} is given up: {why}")
-        place.state = None
-        if all(each.state is None for each in self._places):
+        place.state, place.given_up = None, True
+        if all(each.given_up for each in self._places):
             self.failure = f"no judge is left (`{KEY}`); the last one, {place.index}: {why}"
 
 

@@ -40,6 +40,8 @@ class WeightSource(Protocol):
 
     def restarts(self) -> dict[str, float]: ...
 
+    async def until_idle(self) -> None: ...
+
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]: ...
 
     async def join_weights(self, transport: str, num_receivers: int) -> None: ...
@@ -184,6 +186,7 @@ class WeightSync:
             running = self._engines.members(lent=self._engines.is_lent(number))
             waits = number in running and not self._engines.serves(number)  # a sync may have come first
             if self._version is not None and self._engines.has_turn(number) and waits:
+                await self._actors.until_idle()  # a checkpoint may take longer than a sync has
                 await self._bring(self._version, (number,))
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> float:

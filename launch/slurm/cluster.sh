@@ -56,7 +56,12 @@ teardown() {
 # The driver takes a second signal as an order to leave at once, unsaved; so whatever else comes, it gets one.
 forward() {
   [[ $1 == USR1 ]] || again=0
-  [[ -n $driver ]] || die "SIG$1 before the driver started"
+  if [[ -z $driver ]]; then
+    say "SIG$1 while no driver runs"
+    # Preempted before it began: the job starts over. One whose driver has ended has its exit code.
+    [[ $1 != USR1 || -z ${REQUEUE:-} || -n ${code:-} ]] || again_if_saved
+    exit 1
+  fi
   if [[ -n $forwarded ]]; then
     say "SIG$1 after SIG$forwarded: the driver is already saving"
     return 0 # without the 0, in a trap, it is the status of the command that was interrupted

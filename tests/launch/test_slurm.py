@@ -187,6 +187,22 @@ def test_a_signal_saves_and_queues_the_job_again(
         assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGUSR2, False), (signal.SIGTERM, False)]
+)
+def test_a_job_that_is_told_before_its_driver_runs_starts_over_where_it_was_preempted(
+    tmp_path: Path, number: signal.Signals, requeued: bool
+) -> None:
+    job = start(tmp_path, driver="echo ran", doctor="touch looking; while [[ ! -e enough ]]; do sleep 0.05; done")
+    wait_for(tmp_path / "looking")
+    job.send_signal(number)
+    (tmp_path / "enough").touch()
+    output = ended(job)
+    assert job.returncode == (85 if requeued else 1) and "ran" not in output.split(), output
+    assert (tmp_path / "scontrol.log").exists() == requeued, output
+    assert not list((tmp_path / "outputs").glob(".ray-token*"))
+
+
 def test_the_driver_is_told_once(tmp_path: Path) -> None:
     """Its second signal would mean: leave at once."""
     told = "trap 'echo told >>told' USR1; trap 'echo term >>told; exit 85' TERM; touch started; "

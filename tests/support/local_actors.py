@@ -32,6 +32,9 @@ class LocalActors:
     def restarts(self) -> dict[str, float]:
         return {}
 
+    async def until_idle(self) -> None:
+        pass
+
     async def open_weights(self, transport: str) -> tuple[int, Sequence[Endpoint | None]]:
         return self.sender.num_buckets, [self.sender.open(transport, "127.0.0.1", 60)]
 

@@ -92,6 +92,11 @@ class Ranks:
         self.lost = message
         raise ActorsLost(message) from errors[0]
 
+    async def until_idle(self) -> None:
+        """Returns when no call is under way; each has its deadline."""
+        async with self._turn:
+            pass
+
     async def until_lost(self, timeout_s: float, key: str) -> str:
         """Returns why the ranks are lost, as soon as they are: while nobody speaks to them they are asked for a sign of
         life, for which they have at most `timeout_s`. A call under way finds out by itself."""

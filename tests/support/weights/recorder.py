@@ -39,6 +39,7 @@ class Recorder:
         self.canary: list[TrainSequence] = []
         self.awake = True
         self.lent: tuple[int, ...] = ()
+        self.asked_idle = 0
         self.serving: tuple[int, ...] = ()  # engines that serve although they ask to join
         self.turns = 0  # how often the engines that are lent GPUs got them
         self.dropped: list[tuple[int, ...]] = []
@@ -101,6 +102,9 @@ class Recorder:
         self._fail(step, index)
         await asyncio.sleep(STEP_S)
         self.events.append(f"{step} {index} done")
+
+    async def until_idle(self):
+        self.asked_idle += 1
 
     async def open_weights(self, transport):
         self.transport = transport

@@ -6,6 +6,7 @@ import pytest
 
 from dapo.config.sampling import RolloutConfig
 from workers.engines import keeper as keeping
+from workers.engines import slot as slots
 from workers.engines.turns import DEEPEST, LIGHTEST, Turns
 from workers.remote import RemoteError
 
@@ -210,6 +211,18 @@ def test_the_engine_that_took_the_place_of_a_silent_one_is_left_alone(fleet):
         assert (keeper.slots[0].dropped, keeper.slots[0].restarts) == (1, 1) and keeper.members() == (0, 1)
 
     fleet(test)
+
+
+def test_an_engine_whose_gpus_are_not_to_be_had_is_one_that_does_not_start(monkeypatch):
+    """Its watch tries again; a RuntimeError would end the watch, unnoticed."""
+
+    def nowhere(number):
+        raise RuntimeError("the Ray cluster had no 2 GPUs")
+
+    monkeypatch.setattr(slots.EngineSlot, "_make", lambda self: None)
+    slot = slots.EngineSlot(3, {}, RolloutConfig(), count=4)
+    with pytest.raises(RemoteError, match="engine 3 has no GPUs to start on: the Ray cluster had no 2 GPUs"):
+        asyncio.run(slot.start("model", {}, nowhere))
 
 
 def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):

@@ -71,6 +71,25 @@ def test_one_that_ends_is_started_again_at_its_address_without_its_old_engine(en
     asyncio.run(until_gone(engine(program)))  # killed with the rest
 
 
+def test_one_that_the_system_refuses_to_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, no process left: it must not stay down unnoticed."""
+    start, refused = Server.start, iter([OSError(28, "No space left on device")])
+
+    async def starts(server: Server, timeout_s: float) -> None:
+        if server.restarts and (error := next(refused, None)):
+            raise error
+        await start(server, timeout_s)
+
+    monkeypatch.setattr(Server, "start", starts)
+
+    async def use(server: Server) -> None:
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.restarts == 2 and server.up)
+        assert not server.failure
+
+    run(use)
+
+
 def test_one_that_stands_still_is_started_again(program: Path) -> None:
     async def use(server: Server) -> None:
         os.kill(server.pid, signal.SIGSTOP)

@@ -112,6 +112,46 @@ def test_an_actor_that_is_lost_is_replaced(pool: JudgePool) -> None:
     run(pool, use)
 
 
+def test_who_asks_while_all_judges_are_replaced_waits_for_one(pool: JudgePool) -> None:
+    async def use() -> None:
+        before = pool.servers()
+        for place in pool._places:
+            place.handle.kill()
+        await until(lambda: pool.servers() == [])
+        now = await pool.there()
+        assert now and not any(server["key"] in {each["key"] for each in before} for server in now)
+
+    run(pool, use)
+
+
+def test_a_judge_that_is_given_up_does_not_end_the_run_while_another_is_replaced(pool: JudgePool) -> None:
+    async def use() -> None:
+        first, second = pool._places
+        first.state = None  # it loads
+        pool._give_up(second, "lost too often")
+        assert not pool.failure
+        pool._give_up(first, "lost too often")
+        assert "no judge is left" in pool.failure and await pool.there() == []
+
+    run(pool, use)
+
+
+def test_an_actor_that_looks_after_its_server_no_more_is_replaced(pool: JudgePool, monkeypatch: Any) -> None:
+    """Where the disk is full, say, the server cannot be started again."""
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+
+    async def use() -> None:
+        async def ended() -> None:
+            raise TypeError("a defect")
+
+        pool._places[1].handle.held._task.cancel()
+        pool._places[1].handle.held._task = asyncio.create_task(ended())
+        await until(lambda: pool.restarts == 1 and len(pool.servers()) == 2)
+        assert "its server is kept up no more: TypeError: a defect" in pool.warnings[0]  # type: ignore[attr-defined]
+
+    run(pool, use)
+
+
 def test_the_run_ends_where_no_judge_is_left(pool: JudgePool, program: Path) -> None:
     async def use() -> None:
         (program / "broken").touch()
