@@ -27,7 +27,7 @@ GROUPS = {
     ),
     "two engines": (
         "tests/workers/test_rollout.py",
-        "tests/workers/test_turns.py",
+        "tests/workers/turns/test_calls.py",
         "tests/workers/engines/test_put_down.py",
         "tests/workers/engines/test_lost_engines.py",  # ends them
     ),
