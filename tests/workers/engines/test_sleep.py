@@ -55,6 +55,17 @@ def wake_without_weights(worker):
     asyncio.run_coroutine_threadsafe(wake(), worker._engine.output_handler.get_loop()).result(60)
 
 
+def count_sleeps(worker):
+    """Runs in the engine's actor: counts how often vLLM is told to sleep."""
+    worker.sleeps, sleep = 0, worker._engine.sleep
+
+    async def counted(level):
+        worker.sleeps += 1
+        await sleep(level)
+
+    worker._engine.sleep = counted
+
+
 def answers(loop, pool, seed: int):
     return loop.run(group_of(pool, f"g{seed}", seed, RESPONSES, CAP))
 
@@ -108,25 +119,27 @@ def test_an_engine_that_sleeps_deep_has_no_weights_left(engine, loop):
 
 
 def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again(engine, loop):
-    """New ranks would load their model beside its weights."""
+    """New ranks would load their model beside its weights, which are awake for the sync."""
     pool, model = engine
     pool._turns.level = DEEPEST
-    weights = sum(parameter.nbytes for parameter in model.parameters())
     loop.run(local_sync(pool, model, "broadcast", 16 << 20)(40))
     whole = answers(loop, pool, 8)
-    last = -(-weights // (16 << 20)) - 1
+    ray.get(pool.workers[0].__ray_call__.remote(count_sleeps), timeout=60)
+    sleeps = lambda: ray.get(pool.workers[0].__ray_call__.remote(lambda worker: worker.sleeps), timeout=60)  # noqa: E731
 
     def lost(index):
-        if index == last:
+        if index == 1:
             raise RemoteError("the ranks are gone")
 
     failing = local_sync(pool, model, "broadcast", 16 << 20, before=lost)
     loop.run(failing.rest())
     with pytest.raises(RemoteError, match="the ranks are gone"):
         loop.run(failing(41))
-    stirring = resident(pool)
+    assert sleeps() == 1
     loop.run(failing.rest())
-    assert stirring - resident(pool) > LEAK * weights
+    assert sleeps() == 2
+    loop.run(failing.rest())
+    assert sleeps() == 2, "it is asleep"
     loop.run(local_sync(pool, model, "broadcast", 16 << 20)(42))
     again = answers(loop, pool, 8)
     assert all((a.token_ids == b.token_ids).all() for a, b in zip(whole, again, strict=True))
