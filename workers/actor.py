@@ -116,16 +116,14 @@ class ActorWorker:
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
-        if transport not in self._senders:
-            self._senders[transport] = WeightSender(
-                lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
-                fsdp.full_shapes(self._policy.model),
-                dtype=self._cfg.model.dtype,
-                bucket_bytes=self._cfg.weight_sync.bucket_bytes,
-                rank=self._rank,
-                device=torch.device(self._device, 0),
-            )
-        sender = self._senders[transport]
+        sender = self._senders[transport] = self._senders.get(transport) or WeightSender(
+            lambda: fsdp.full_parameters(self._policy, self._mesh, getattr(torch, self._cfg.model.dtype)),
+            fsdp.full_shapes(self._policy.model),
+            dtype=self._cfg.model.dtype,
+            bucket_bytes=self._cfg.weight_sync.bucket_bytes,
+            rank=self._rank,
+            device=torch.device(self._device, 0),
+        )
         endpoint = sender.open(transport, ray.util.get_node_ip_address(), transfer_timeout_s(self._cfg))
         return sender.num_buckets, endpoint
 
@@ -193,7 +191,7 @@ class ActorPool(Checkpoints):
         remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # its text: the ranks' nodes need not have the file
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
-        self.gpus = self._ranks.gpus
+        self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
         self.before_restart: Callable[[], Awaitable[None]] | None = None  # leaves the GPUs to new ranks
         self._sequence_parallel = cfg.actor.ulysses_sequence_parallel_size  # neighbours that share work
         self._shape = known_shape(cfg.model.path)
@@ -226,10 +224,6 @@ class ActorPool(Checkpoints):
             await self.before_restart()
         await self._ranks.restart("actor.start_timeout_s")
         await self.start()
-
-    async def until_idle(self) -> None:
-        """Returns when nothing is asked of the ranks."""
-        await self._ranks.until_idle()
 
     async def until_lost(self) -> str:
         """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""

@@ -243,8 +243,7 @@ def _named(path: Path) -> str:
 
 
 def _refuse_strangers(path: Path, where: str) -> None:
-    # What a crash before the first config.yaml may leave, and `python -m dapo.evaluate` of the model before training.
-    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")
+    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")  # of an early crash, of `dapo.evaluate`
     entries = sorted(each.name for each in path.iterdir() if each.name != NODES and not each.name.startswith(early))
     if not entries:
         return

@@ -123,6 +123,7 @@ message above. Where only the planner does not know the model, give the seconds 
   resume=$(sed -n 's/^resume //p' <<<"$plan")
   lead=${LEAD_S:-$planned_lead}
   again_by=()
+  # shellcheck disable=SC2034  # train.sbatch reads it
   [[ $resume != never && (-n $resume || " $* " != *' checkpoint.resume=never '*) ]] || again_by=(checkpoint.resume=auto)
   [[ -z $output_dir ]] || logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
 }

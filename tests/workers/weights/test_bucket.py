@@ -185,7 +185,7 @@ def test_buckets_out_of_turn_are_refused():
 
 
 def test_ends_that_are_opened_again_keep_their_memory():
-    """On a GPU torch never frees what an engine that died had not opened: each start of an engine would take more."""
+    """Torch never frees on a GPU what an engine that died had not opened: each start of an engine would take more."""
     sender = make_sender(lambda: iter(tensors().items()))
     first = sender.open("ipc", "", 1)
     slots = [slot.data_ptr() for slot in sender._transport._slots]
