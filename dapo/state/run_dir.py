@@ -243,7 +243,7 @@ def _named(path: Path) -> str:
 
 
 def _refuse_strangers(path: Path, where: str) -> None:
-    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")  # of an early crash, of `dapo.evaluate`
+    early = (LOCK, LEASE, f".{CONFIG}.", STARTED, f".{STARTED}.", "evaluation_")  # of a crash, of `dapo.evaluate`
     entries = sorted(each.name for each in path.iterdir() if each.name != NODES and not each.name.startswith(early))
     if not entries:
         return
