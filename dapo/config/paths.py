@@ -1,7 +1,7 @@
 """Finds models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
 
 In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
-the value and the nearest name that exists.
+the value and the nearest name that exists. `output_path` is for what a run writes.
 """
 
 import difflib
@@ -9,6 +9,7 @@ import importlib.resources
 from pathlib import Path
 
 PKG_SCHEME = "pkg://"
+JOB_FILES = ("runtime_resources", "working_dir_files")  # of Ray: above its copy of the folder that a job takes along
 
 
 def resolve_path(value: str) -> str:
@@ -34,6 +35,21 @@ def checked_path(value: str, *, key: str) -> str:
     near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.4)
     remedy = f"did you mean {value.rstrip('/').removesuffix(path.name)}{near[0]}?" if near else "give an existing path"
     raise ValueError(f"`{key}` ({value}) does not exist in {folder}; {remedy}")
+
+
+def output_path(value: str) -> Path:
+    """Returns `trainer.output_dir` as an absolute path.
+
+    Raises ValueError where it lies in Ray's copy of the folder that a job took along: the copy goes with the cluster.
+    """
+    path = Path(value).expanduser().absolute()
+    if JOB_FILES in zip(path.parts, path.parts[1:], strict=False):
+        raise ValueError(
+            f"`trainer.output_dir` ({value}) is {path}: in Ray's copy of the folder that the job took along, which "
+            "goes with the cluster; give an absolute path on storage that all nodes share, as in "
+            f"trainer.output_dir=/shared/{path.name}"
+        )
+    return path
 
 
 def _local_path(value: str) -> Path | None:

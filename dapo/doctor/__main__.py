@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.compose import compose
+from dapo.config.paths import output_path
 from dapo.doctor.checks import CHECKS, Outcome, diagnose, failed
 from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
 from dapo.doctor.machines import Machines, ThisMachine
@@ -79,6 +80,7 @@ def main() -> None:
 def _look(arguments: Sequence[str], tell: Any) -> None:
     try:
         subject = Subject(compose(arguments, plan=True))
+        output_path(subject.cfg.trainer.output_dir)
     except ValueError as error:
         tell(Outcome("configuration", fault(str(error), ""), 0.0))
         return

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dapo.config.compose import compose
+from dapo.config.paths import output_path
 from dapo.config.schema import Config
 from dapo.data.origins import origins
 from dapo.data.sources import held_out_files
@@ -101,7 +102,7 @@ def main() -> None:
         return
     try:
         cfg = configuration(sys.argv[1:])
-        folder = Path(cfg.trainer.output_dir)
+        folder = output_path(cfg.trainer.output_dir)
         folder.mkdir(parents=True, exist_ok=True)  # now, and not after hours
         answered = asyncio.run(evaluate(cfg))
         say(text(summaries(answered)))

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
+from dapo.config.paths import output_path
 from dapo.config.schema import RESUME
 from dapo.report.redact import redacted
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
@@ -208,11 +209,10 @@ class RunDirectory:
 def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> RunDirectory:
     """Takes `output_dir` for this run and writes `config` into it.
 
-    resume: `checkpoint.resume`: "auto", "never" or the path of a checkpoint. config: the resolved configuration as
-    plain containers. Hashes the checkpoint that the run goes on from.
-    Raises ValueError when the directory holds something else, another run, or a live one.
+    resume: `checkpoint.resume`. config: the resolved configuration as plain containers. Hashes the checkpoint to go on
+    from. Raises ValueError as `output_path` does, and when the directory holds something else, another run, a live one.
     """
-    path = Path(output_dir).expanduser().absolute()
+    path = output_path(output_dir)
     where = _named(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

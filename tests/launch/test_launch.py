@@ -234,6 +234,13 @@ def test_runtime_env_is_one_that_ray_takes_and_leaves_our_code_in() -> None:
     assert left_out >= {".venv", ".git", "outputs"} and not left_out & {"dapo", "workers", "config"}
 
 
+@pytest.mark.parametrize("name", ["README.md", "launch/README.md", "launch/runtime_env.yaml"])
+def test_a_job_names_its_cluster_and_a_folder_that_outlives_it(name: str) -> None:
+    jobs = re.findall(r"ray job submit(?= -).*\\\n.*|ray job submit(?= -).*", (ROOT / name).read_text())
+    assert jobs
+    assert all("--address http://HEAD:8265" in job and "trainer.output_dir=/shared/" in job for job in jobs)
+
+
 SBATCH = ("nodes", "gpus-per-node")
 
 
