@@ -6,6 +6,7 @@ the value and the nearest name that exists. `output_path` is for what a run writ
 
 import difflib
 import importlib.resources
+import re
 from pathlib import Path
 
 PKG_SCHEME = "pkg://"
@@ -29,12 +30,30 @@ def checked_path(value: str, *, key: str) -> str:
     path = _local_path(value)
     if path is None:
         raise ValueError(f"`{key}` ({value}): the package is not installed; install it or give a path")
-    folder = path.absolute().parent
+    folder, written = path.absolute().parent, value.rstrip("/")
     if not folder.is_dir():
-        raise ValueError(f"`{key}` ({value}) does not exist, nor does its folder {folder}; give an existing path")
-    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.4)
-    remedy = f"did you mean {value.rstrip('/').removesuffix(path.name)}{near[0]}?" if near else "give an existing path"
+        near = _nearest(folder.name, folder.parent)
+        there = f"{written.removesuffix(f'{folder.name}/{path.name}')}{near}/{path.name}"
+        found = near and (folder.with_name(near) / path.name).exists()
+        remedy = f"did you mean {there}?" if found else "give an existing path"
+        raise ValueError(f"`{key}` ({value}) does not exist, nor does its folder {folder}; {remedy}")
+    near = _nearest(path.name, folder)
+    remedy = f"did you mean {written.removesuffix(path.name)}{near}?" if near else "give an existing path"
     raise ValueError(f"`{key}` ({value}) does not exist in {folder}; {remedy}")
+
+
+def _nearest(name: str, folder: Path) -> str:
+    """Returns the name in `folder` that is nearest to `name`, that of the same number first; empty where none is."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:  # it is not there, or may not be read
+        return ""
+    same = [one for one in names if _without_zeros(one) == _without_zeros(name)]
+    return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.4)), "")
+
+
+def _without_zeros(name: str) -> str:
+    return re.sub(r"(?<!\d)0+(?=\d)", "", name)
 
 
 def output_path(value: str) -> Path:

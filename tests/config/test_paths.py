@@ -1,10 +1,11 @@
 """Paths of the configuration: what a run writes must last, and a name that is nearly right is found."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from dapo.config.paths import output_path
+from dapo.config.paths import checked_path, output_path
 from dapo.doctor import __main__ as doctor
 from dapo.evaluate import __main__ as evaluate
 from tests.support.state.claims import claim
@@ -52,3 +53,29 @@ def test_the_doctor_and_an_evaluation_say_so_too(
         evaluate.main()
     assert "`trainer.output_dir` (outputs/dapo_tiny) is" in capsys.readouterr().err
     assert [*job.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        pytest.param("run/checkpoints/step_100/hf", "run/checkpoints/step_000100/hf", id="folder"),
+        pytest.param("run/checkpoints/step_10/hf/", "run/checkpoints/step_000010/hf", id="not one with more zeros"),
+        pytest.param("./step_10", "./step_000010", id="last part"),
+        pytest.param("run/checkpiont/step_000010", "run/checkpoints/step_000010", id="misspelt folder"),
+        pytest.param("run/checkpoints/newest/hf", "", id="nothing near"),
+        pytest.param("run/checkpoints/step_100/fh", "", id="file that the folder lacks"),
+    ],
+)
+def test_a_step_is_found_by_its_number(value: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (100, 10, 110):
+        (tmp_path / f"run/checkpoints/step_{step:06d}/hf").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run/checkpoints" if value.startswith(".") else tmp_path)
+    with pytest.raises(ValueError) as error:
+        checked_path(value, key="model.path")
+    assert str(error.value).endswith(f"; did you mean {meant}?" if meant else "; give an existing path")
+
+
+def test_an_example_of_a_checkpoint_is_named_as_checkpoints_are() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for path in (root / "README.md", *root.glob("launch/**/*.sbatch"), *root.glob("dapo/**/*.md")):
+        assert re.findall(r"step_(?!\d{6}\b)\d+/", path.read_text()) == [], path
