@@ -77,6 +77,24 @@ def test_without_gpus_roles_may_be_colocated_by_any_transport():
             id="owned",
         ),
         pytest.param(
+            {"colocate": "time", "engines": 3, "ranks": 7, "vllm": {"tensor_parallel_size": 2}},
+            (
+                "ranks; set `actor.num_workers=6` with `rollout.num_engines=3`, or `actor.num_workers=8` with "
+                "`rollout.num_engines=4`, or `rollout.vllm.tensor_parallel_size=1` with `rollout.num_engines=7`, or `t",
+            ),
+            id="owned, ranks are left over",
+        ),
+        pytest.param(
+            OWNED | {"ranks": 6, "vllm": {"tensor_parallel_size": 8}},
+            ("set `actor.num_workers=8` with `rollout.num_engines=1`, or `rollout.vllm.tensor_parallel_size=6` with",),
+            id="owned, too few for one",
+        ),
+        pytest.param(
+            OWNED | {"ranks": 7, "vllm": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}},
+            ("set `actor.num_workers=4` with `rollout.num_engines=1`, or `actor.num_workers=8` with `rollout.num_e",),
+            id="owned, in stages",
+        ),
+        pytest.param(
             LENT | {"ranks": 6},
             ("`actor.num_workers` (6)", "multiple of `rollout.vllm.tensor_parallel_size` (4)", "lend their GPUs"),
             id="lent",

@@ -75,8 +75,27 @@ def _owned(cfg: Config) -> Iterator[str]:
         yield (
             f"with `trainer.colocate=time` `rollout.num_engines` ({engines}) times "
             f"`rollout.vllm.tensor_parallel_size` ({gpus}) must be `actor.num_workers` ({ranks}): each engine owns the "
-            f"GPUs of {gpus} ranks; set `rollout.num_engines={max(1, ranks // gpus)}`, or `trainer.colocate=none`"
+            f"GPUs of {gpus} ranks; set {_that_fit(cfg)}, or `trainer.colocate=none`"
         )
+
+
+def _that_fit(cfg: Config) -> str:
+    """Returns the keys that give every rank an engine: of engines, else of the ranks or GPUs nearest to these."""
+    gpus, ranks = _gpus_per_engine(cfg), cfg.actor.num_workers
+    if ranks % gpus == 0:
+        return f"`rollout.num_engines={ranks // gpus}`"
+    below = ranks // gpus
+    found = [
+        f"`actor.num_workers={engines * gpus}` with `rollout.num_engines={engines}`"
+        for engines in (below, below + 1)
+        if engines
+    ]
+    key, stages = "rollout.vllm.tensor_parallel_size", cfg.rollout.vllm.get("pipeline_parallel_size", 1)
+    sizes = [size for size in range(1, ranks // stages + 1) if ranks % (size * stages) == 0]
+    if sizes:
+        near = min(sizes, key=lambda size: abs(size * stages - gpus))
+        found.append(f"`{key}={near}` with `rollout.num_engines={ranks // (near * stages)}`")
+    return ", or ".join(found)
 
 
 def _lent(cfg: Config) -> Iterator[str]:
