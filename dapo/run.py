@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from dapo.config.paths import resolve_path
+from dapo.config.paths import not_on_hub, resolve_path
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
@@ -185,7 +185,15 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
 def _tokenizer(cfg: Config) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    path = cfg.model.path
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if Path(path).is_dir():
+            what, remedy = f"`model.path` ({path}): no tokenizer: {error}", "copy or download the model again"
+        else:
+            what, remedy = not_on_hub("model.path", path, error)
+        raise ValueError(f"{what}; {remedy}") from error
 
 
 def _tell(key: str, report: DataReport) -> None:

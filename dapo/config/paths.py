@@ -1,7 +1,8 @@
 """Finds models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
 
 In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
-the value and the nearest name that exists. `output_path` is for what a run writes.
+the value and the nearest name that exists. `output_path` is for what a run writes, `not_on_hub`
+for a name that could not be read.
 """
 
 import difflib
@@ -54,6 +55,24 @@ def _nearest(name: str, folder: Path) -> str:
 
 def _without_zeros(name: str) -> str:
     return re.sub(r"(?<!\d)0+(?=\d)", "", name)
+
+
+def not_on_hub(key: str, name: str, error: Exception | None) -> tuple[str, str]:
+    """Returns what is wrong with a name that is no directory here, and the remedy. error: raised where it was read."""
+    from huggingface_hub import constants
+
+    here = f"`{key}` ({name}): {'' if '/' in name else f'no such directory in {Path.cwd()}, and '}"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{here}not whole in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set",
+            f"`hf download {name}` on this node, give a local directory, or unset HF_HUB_OFFLINE",
+        )
+    short = str(error).strip().splitlines()[:1]
+    return (
+        f"{here}{type(error).__name__}: {short[0] if short else 'no message'}",
+        "check the name and the network, log in with `hf auth login` (HF_TOKEN) for a gated model, or give a local "
+        "directory",
+    )
 
 
 def output_path(value: str) -> Path:

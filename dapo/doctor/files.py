@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dapo.config.paths import not_on_hub
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question, sizes_of
 from dapo.plan.terms import size
@@ -79,20 +80,11 @@ def _hub(key: str, name: str) -> Finding:
     if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         return ok(f"`{key}` ({name}) is in the hub's cache")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return fault(
-            f"`{key}` ({name}) is not in the hub's cache ({huggingface_hub.constants.HF_HUB_CACHE}), and "
-            "HF_HUB_OFFLINE is set",
-            f"`hf download {name}` on this node, give a local directory, or unset HF_HUB_OFFLINE",
-        )
+        return fault(*not_on_hub(key, name, None))
     try:
         huggingface_hub.HfApi().model_info(name, timeout=HUB_S)
     except Exception as error:  # network, proxy, certificates, permissions: whatever the client raises
-        short = str(error).strip().splitlines()[:1]
-        return fault(
-            f"`{key}` ({name}): {type(error).__name__}: {short[0] if short else 'no message'}",
-            "check the name and the network, log in with `hf auth login` (HF_TOKEN) for a gated model, or give a local "
-            "directory",
-        )
+        return fault(*not_on_hub(key, name, error))
     return ok(f"`{key}` ({name}) can be fetched from the hub")
 
 

@@ -1,11 +1,14 @@
 """Paths of the configuration: what a run writes must last, and a name that is nearly right is found."""
 
 import re
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
-from dapo.config.paths import checked_path, output_path
+from dapo.config.compose import compose
+from dapo.config.paths import checked_path, not_on_hub, output_path, resolve_path
 from dapo.doctor import __main__ as doctor
 from dapo.evaluate import __main__ as evaluate
 from tests.support.state.claims import claim
@@ -79,3 +82,28 @@ def test_an_example_of_a_checkpoint_is_named_as_checkpoints_are() -> None:
     root = Path(__file__).resolve().parents[2]
     for path in (root / "README.md", *root.glob("launch/**/*.sbatch"), *root.glob("dapo/**/*.md")):
         assert re.findall(r"step_(?!\d{6}\b)\d+/", path.read_text()) == [], path
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        pytest.param("Qwen/Nope", r": not whole in .*HF_HUB_OFFLINE is set; `hf download Qwen/Nope` on", id="hub"),
+        pytest.param("nope", r": no such directory in /.*, and not whole in the hub's cache", id="no directory"),
+        pytest.param("{folder}", r": no tokenizer: .*; copy or download the model again", id="damaged"),
+    ],
+)
+def test_a_model_whose_tokenizer_cannot_be_read_is_named(path: str, said: str, tmp_path: Path) -> None:
+    from dapo.run import load_data
+
+    folder = shutil.copytree(resolve_path("pkg://dapo.tiny/base"), tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    cfg = compose([f"model.path={path.format(folder=folder)}"], "dapo_tiny")
+    with pytest.raises(ValueError, match=rf"^`model.path` \({re.escape(cfg.model.path)}\){said}"):
+        load_data(cfg)
+
+
+def test_where_there_is_a_network_the_hubs_own_words_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    found, remedy = not_on_hub("model.path", "a/b", OSError("\n401 it is gated\nmore"))
+    assert found == "`model.path` (a/b): OSError: 401 it is gated" and "HF_TOKEN" in remedy
+    assert not_on_hub("model.path", "b", OSError(""))[0].endswith(", and OSError: no message")

@@ -74,6 +74,8 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
     ("arguments", "message"),
     [
         pytest.param(["model.path=/nowhere/x"], "`model.path` (/nowhere/x) does not exist", id="model"),
+        pytest.param(["model.path=Qwen/Nope"], "`model.path` (Qwen/Nope): not whole in the hub's cache (", id="cache"),
+        pytest.param(["model.path=nope"], "`model.path` (nope): no such directory in ", id="no directory"),
         pytest.param(["model.path={export}", "data.val_files=[]"], "`data.val_files` is empty; give", id="no files"),
         pytest.param(["model.path={export}", "data.val_files=[no.parquet]"], "(no.parquet) does not exist", id="file"),
         pytest.param(["model.path={export}", "eval.m=3"], "unknown key `eval.m`", id="key"),

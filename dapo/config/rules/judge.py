@@ -4,6 +4,7 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from dapo.config.names import JUDGE, engine_arguments, nearest
 from dapo.config.paths import checked_path
@@ -24,7 +25,12 @@ def judge(cfg: Config) -> Iterator[str]:
     if not engine.path:
         return
     try:
-        checked_path(engine.path, key=f"{KEY}.path")
+        found = Path(checked_path(engine.path, key=f"{KEY}.path"))
+        if "/" not in engine.path and not found.exists():
+            yield (
+                f"`{KEY}.path` ({engine.path}): no such directory in {Path.cwd()}; give an existing one, or a name on "
+                "the hub, OWNER/NAME"
+            )
     except ValueError as error:
         yield str(error)
     if cfg.reward.judge.url:
