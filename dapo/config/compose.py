@@ -7,6 +7,7 @@ Overrides are checked before Hydra sees them: Hydra names an unknown key but not
 import copy
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +25,9 @@ from dapo.config.fields import ITEM, keys
 from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, nearest
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
+from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
 
 FLAGS = (  # Hydra's; argparse takes their beginnings too
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
@@ -40,6 +43,11 @@ TYPES: dict[Any, str] = {
     str: "text",
     list: "a list, such as [a, b]",
     dict: "a mapping, such as {a: 1}",
+}
+
+EXAMPLES: dict[Any, str] = {  # items of lists
+    RewardFunctionConfig: "{path: my_reward.py}",
+    SourceConfig: "{name: mine, files: [mine.parquet]}",
 }
 
 # Experiments may hold what `dapo.plan` assumes of their machines; `to_config` leaves it out for a run.
@@ -204,18 +212,40 @@ def _problems(override: Override, tree: DictConfig, *, plan: bool, many: bool) -
         yield from _mistyped(name, override.value(), tree)
 
 
-def _mistyped(name: str, value: Any, tree: DictConfig) -> Iterator[str]:
+def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str]:
+    """Yields what is wrong, of mappings and of lists of them for each item. above: what leads to `tree`, where that is
+    an item's."""
     try:
         OmegaConf.update(tree, name, value)
-    except OmegaConfBaseException as error:
-        inner = str(error.full_key or name)
-        if not f"{inner}.".startswith(f"{name}."):  # OmegaConf counts from an item of a list
-            inner = f"{name}{ITEM}.{inner}"
-        if isinstance(error, ConfigKeyError | ConfigAttributeError):
-            yield f"unknown key `{inner}`; {hint(inner)}"
-            return
-        kind = next((one.kind for one in keys(PlannedConfig) if one.name == inner), dict)
+        return
+    except OmegaConfBaseException as caught:
+        error = caught
+    shown = f"{above}{name}"
+    known = re.sub(r"\[\d+\]", ITEM, shown)
+    kind = _kinds().get(known, dict)
+    of = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
+    if isinstance(value, dict) and known not in _kinds() and known in known_keys(plan=True):
+        for key, one in value.items():
+            yield from _mistyped(f"{name}.{key}", one, tree, above)
+    elif isinstance(value, list) and of is not None:
+        for index, item in enumerate(value):
+            if not isinstance(item, dict):
+                yield f"`{shown}[{index}]` ({_told(item)}) must be a mapping, as in {name}=[{EXAMPLES[of]}]"
+                continue
+            for key, one in item.items():
+                yield from _mistyped(str(key), one, OmegaConf.structured(of), f"{shown}[{index}].")
+    elif isinstance(error, ConfigKeyError | ConfigAttributeError):
+        yield f"unknown key `{shown}`; {hint(known)}"
+    else:
         must = TYPES.get(typing.get_origin(kind) or kind, TYPES[dict])
-        for part in inner.removeprefix(name).split("."):
-            value = value.get(part, value) if isinstance(value, dict) else value
-        yield f"`{inner}` ({'null' if value is None else value}) must be {must}"
+        yield f"`{shown}` ({_told(value)}) must be {must if of is None else f'a list, such as [{EXAMPLES[of]}]'}"
+
+
+def _told(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Returns the type of each key that is no section."""
+    return {one.name: one.kind for one in keys(PlannedConfig)}

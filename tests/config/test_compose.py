@@ -36,9 +36,36 @@ def said(*arguments: str) -> str:
         pytest.param("rollout.vllm=3", "`rollout.vllm` (3) must be a mapping, such as {a: 1}", id="mapping"),
         pytest.param("trainer=3", "`trainer` (3) must be a mapping", id="section"),
         pytest.param("trainer={seed: x}", "`trainer.seed` (x) must be a whole number", id="within a section"),
+        pytest.param("reward.functions=[{weight: x}]", "`reward.functions[0].weight` (x) must be a n", id="item"),
         pytest.param(
-            "reward.functions=[{weight: x}]", "`reward.functions[].weight` ([{'weight': 'x'}]) must be a n", id="item"
+            "reward.functions=[{path: math}, {path: format, weight: abc}]",
+            "`reward.functions[1].weight` (abc) must be a number",
+            id="second item",
         ),
+        pytest.param(
+            "reward.functions=[my_reward.py]",
+            "`reward.functions[0]` (my_reward.py) must be a mapping, as in reward.functions=[{path: my_reward.py}]",
+            id="item is no mapping",
+        ),
+        pytest.param(
+            "data.sources=[a.parquet]",
+            "`data.sources[0]` (a.parquet) must be a mapping, as in data.sources=[{name: mine, files: [mine.parquet]}]",
+            id="source is no mapping",
+        ),
+        pytest.param(
+            "reward={functions: [null]}",
+            "`reward.functions[0]` (null) must be a mapping, as in",
+            id="item in a section",
+        ),
+        pytest.param(
+            "data.sources=[{name: a, functions: [{path: b}, {weight: c}]}]",
+            "`data.sources[0].functions[1].weight` (c) must be a number",
+            id="item of an item",
+        ),
+        pytest.param(
+            "reward.functions=math", "`reward.functions` (math) must be a list, such as [{path: my_", id="list of items"
+        ),
+        pytest.param("reward.functions=[{3: 4}]", "unknown key `reward.functions[0].3`; did", id="key is a number"),
         pytest.param(
             "~trainer.seed", "`~trainer.seed` would remove a key that a run needs; leave it out", id="removed"
         ),
@@ -50,7 +77,7 @@ def said(*arguments: str) -> str:
         pytest.param("model={pat: x}", "unknown key `model.pat`; did you mean `model.path`?", id="key in a mapping"),
         pytest.param(
             "reward.functions=[{pth: math}]",
-            "unknown key `reward.functions[].pth`; did you mean `reward.functions[].path`?",
+            "unknown key `reward.functions[0].pth`; did you mean `reward.functions[].path`?",
             id="key in a list",
         ),
         pytest.param("plan.hfu=0.4", "unknown key `plan.hfu`; it belongs to `python -m dapo.plan` alone", id="plan"),

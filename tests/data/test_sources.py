@@ -108,7 +108,7 @@ def test_a_source_may_bring_its_held_out_set(folder: Path, tokenizer: Any) -> No
         (["data.sources=[{name: a}]", NO_FILES], r"`data.sources\[0\].files` \(\[\]\) must be at least one file"),
         (["data.sources=[{files: [x]}]", NO_FILES], r"no value for `data.sources\[0\].name`"),
         (["data.sources=[{name: a, files: [x], weight: 0}]", NO_FILES], r"weight` \(0.0\) must be greater than 0"),
-        (["data.sources=[{name: a, files: [x], wieght: 1}]", NO_FILES], r"unknown key `data.sources\[\].wieght`; did"),
+        (["data.sources=[{name: a, files: [x], wieght: 1}]", NO_FILES], r"unknown key `data.sources\[0\].wieght`; did"),
         (["data.sources=[{name: a, files: [x]},{name: a, files: [y]}]", NO_FILES], r"sources\[1\].name` \(a\) stands"),
         (
             ["data.sources=[{name: a, files: [x], max_response_length: 999}]", NO_FILES],
