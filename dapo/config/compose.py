@@ -118,7 +118,8 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key, and
     the flags for half a run become keys.
 
-    Raises ValueError for unknown experiments and keys, with the nearest existing name, and for values of a wrong type.
+    Raises ValueError for unknown experiments and keys, with the nearest existing name, for values of a wrong type, and
+    for more than one experiment.
     """
     arguments = half_flags(arguments)
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
@@ -128,6 +129,7 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     checked: list[str] = []
     problems: list[str] = []
     overrides: list[str] = []
+    chosen: list[str] = []
     before = ""
     for argument in arguments:
         flag, before = before, argument
@@ -145,10 +147,16 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
                 checked.append(f"{override.key_or_group}=null")
                 OmegaConf.update(tree, override.key_or_group, None)
             if override.key_or_group == "experiment":
+                chosen.append(f"`{argument}`")
                 problems += [] if own_configs else _unknown_experiment(str(override.value()))
             elif not override.key_or_group.startswith("hydra"):
                 problems += _problems(override, tree, plan=plan, many=many)
         checked.append(argument)
+    if len(chosen) > 1:
+        problems.append(
+            f"{' and '.join(chosen)}: a run takes one experiment; give one, and what you want of another as KEY=VALUE "
+            "(their keys are in config/experiment)"
+        )
     if problems:
         raise ValueError("\n".join(problems))
     if not own_configs and any(override.startswith("~") for override in overrides):

@@ -120,6 +120,15 @@ def test_names_of_other_systems_lead_to_ours(argument: str, ours: str) -> None:
     assert argument.split("=")[0] in line and ours in line
 
 
+def test_a_run_takes_one_experiment() -> None:
+    assert said("+experiment=dapo_tiny", "rollout.n=4", "+experiment=grpo_tiny") == (
+        "`+experiment=dapo_tiny` and `+experiment=grpo_tiny`: a run takes one experiment; give one, and what you want "
+        "of another as KEY=VALUE (their keys are in config/experiment)"
+    )
+    with pytest.raises(ValueError, match="a run takes one experiment"):
+        compose(["+experiment=grpo_tiny"], "dapo_tiny")
+
+
 def test_all_mistakes_come_at_once() -> None:
     lines = said(
         "trainer.total_steps=abc", "--rollout.n=4", "num_generations=8", "rollout.temperature=hot"

@@ -198,6 +198,8 @@ def test_quickstart_starts_the_main_job_from_any_folder(installable: Path) -> No
     fake(installable / ".venv/bin", "python", '[[ $1 == -c ]] || echo "$PWD $*"')
     result = run_script(installable, "launch/quickstart.sh", "some.key=1")
     assert result.stdout == f"{installable} -m dapo.main_ppo +experiment=dapo_tiny some.key=1\n"
+    result = run_script(installable, "launch/quickstart.sh", "some.key=1", "+experiment=grpo_tiny")
+    assert result.stdout == f"{installable} -m dapo.main_ppo some.key=1 +experiment=grpo_tiny\n"
 
 
 @pytest.mark.parametrize(
