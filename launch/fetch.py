@@ -152,7 +152,10 @@ def check(folder: Path) -> list[str]:
 def main() -> None:
     """Fetches, or checks; the exit code says whether all is there."""
     arguments = [word for word in sys.argv[1:] if word != "--check"]
-    if not arguments or "=" in arguments[0]:
+    if {"-h", "--help"} & set(arguments):
+        say(__doc__)
+        return
+    if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
         end("name a folder: python launch/fetch.py FOLDER +experiment=NAME", 2)
     folder = Path(arguments[0]).expanduser().absolute()
     try:

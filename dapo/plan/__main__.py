@@ -63,6 +63,9 @@ def unpredictable(cfg: PlannedConfig) -> Iterator[str]:
 def main() -> None:
     """Prints the plan; the exit code says whether it can run."""
     arguments = [argument for argument in sys.argv[1:] if argument != JOB]
+    if {"-h", "--help"} & set(arguments):
+        say(__doc__)
+        return
     try:
         cfg, shape = plan(arguments)
     except ValueError as error:

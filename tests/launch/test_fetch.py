@@ -170,6 +170,15 @@ def test_a_file_that_is_not_the_hubs_is_refused(hub: Hub, tmp_path: Path) -> Non
     assert not list((tmp_path / "shared").glob("*.sha256")) and not list((tmp_path / "shared").rglob("config.json"))
 
 
-def test_no_folder_is_a_message(hub: Hub, tmp_path: Path) -> None:
-    done = fetch(hub, tmp_path, "+experiment=dapo_qwen32b")
+@pytest.mark.parametrize("arguments", [["+experiment=dapo_qwen32b"], ["--chek", "+experiment=dapo_qwen32b"], ["-x"]])
+def test_no_folder_is_a_message(arguments: list[str], hub: Hub, tmp_path: Path) -> None:
+    done = fetch(hub, tmp_path, *arguments)
     assert done.returncode == 2 and "name a folder" in done.stderr
+    assert not hub.asked and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["shared", "--help"]])
+def test_help(arguments: list[str], hub: Hub, tmp_path: Path) -> None:
+    done = fetch(hub, tmp_path, *arguments)
+    assert done.returncode == 0 and "python launch/fetch.py FOLDER" in done.stdout, done.stderr
+    assert not hub.asked and not [*tmp_path.iterdir()]
