@@ -8,13 +8,14 @@ submits at once exactly the draws up to the last one needed.
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo.report.table import head, row
 from dapo.simulate import bound, curricula, layouts
 from dapo.simulate.books import Scenario, Simulation, later
-from dapo.simulate.fleet import Workload
+from dapo.simulate.fleet import LEAST_RATE, Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 STRATEGIES: dict[str, Callable[[Scenario], Simulation]] = {
@@ -82,32 +83,49 @@ def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
         yield replace(scenario, update=update)
 
 
+def _within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Returns what reads a number of a kind, and refuses one that is outside."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text} must be {f'at least {least}' if most == math.inf else f'{least} to {most}'}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # argparse says it of what is no number
+    return read
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m dapo.simulate", description=__doc__.splitlines()[0])
-    names = list(STRATEGIES)
+    names, count = list(STRATEGIES), _within(int, 1)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--table", default="strategies", choices=TABLES, help="what to compare: %(choices)s")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1], help="of the bound's table")
-    parser.add_argument("--rate", type=float, nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups")
+    parser.add_argument("--staleness", type=_within(int, 0), nargs="+", default=[1], help="of the bound's table")
+    parser.add_argument(
+        "--rate", type=_within(float, LEAST_RATE, 1), nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups"
+    )
     parser.add_argument("--rate-drift", type=float, nargs="+", default=[0.0], help="changes per 1,000 draws")
-    parser.add_argument("--engines", type=int, default=16)
-    parser.add_argument("--slots", type=int, nargs="+", default=[64], help="responses that an engine runs at once")
-    parser.add_argument("--batch", type=int, default=512, help="mixed groups per update")
-    parser.add_argument("--n", type=int, default=16, help="responses per prompt")
+    parser.add_argument("--engines", type=count, default=16)
+    parser.add_argument("--slots", type=count, nargs="+", default=[64], help="responses that an engine runs at once")
+    parser.add_argument("--batch", type=count, default=512, help="mixed groups per update")
+    parser.add_argument("--n", type=_within(int, 2), default=16, help="responses per prompt")
     parser.add_argument("--median", type=float, default=3000.0, help="of the response length, in tokens")
     parser.add_argument("--sigma", type=float, default=0.9, help="of the log of the response length")
-    parser.add_argument("--cap", type=int, default=20480, help="longest response, in tokens")
+    parser.add_argument("--cap", type=count, default=20480, help="longest response, in tokens")
     parser.add_argument("--wrong-longer", type=float, default=1.0, help="factor on the length of wrong responses")
     parser.add_argument("--tokens-per-s", type=float, default=30.0, help="speed of one slot")
     parser.add_argument("--update-share", type=float, default=0.3, help="of the update in generation and update")
     parser.add_argument("--update-s", type=float, help="time of an update, instead of its share")
     parser.add_argument("--sync-s", type=float, default=5.0, help="time of a weight sync")
     parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
-    parser.add_argument("--gpus-per-engine", type=int, default=4)
+    parser.add_argument("--gpus-per-engine", type=count, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--prompts", type=int, nargs="+", default=[2000], help="distinct ones, of the curricula's table"
+        "--prompts", type=count, nargs="+", default=[2000], help="distinct ones, of the curricula's table"
     )
     parser.add_argument(
         "--pass-rates", type=float, nargs=2, default=[0.5, 0.5], help="alpha and beta of their distribution, there"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK = 256
+LEAST_RATE = 0.01  # of mixed groups, however it drifts: without any no batch would be full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Draws:
         w = self._workload
         rng = np.random.default_rng((w.seed, version, chunk))
         drift = w.rate_drift * (chunk * CHUNK + np.arange(CHUNK)) / 1000
-        mixed = rng.random(CHUNK) < np.clip(w.rate + drift, 0.01, 1.0)
+        mixed = rng.random(CHUNK) < np.clip(w.rate + drift, LEAST_RATE, 1.0)
         same = np.where(rng.random(CHUNK) < 0.5, 0, w.n)
         right = np.where(mixed, rng.integers(1, w.n, CHUNK), same)
         ranks = rng.permuted(np.tile(np.arange(w.n), (CHUNK, 1)), axis=1)
