@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ends what launch/ray_up.sh started, on the machines it is given, and removes its token:
+# Ends what launch/ray_up.sh started, on the machines it is given, and removes its token and variables:
 #   bash launch/ray_down.sh node1 node2 node3
 # A run that is to save first is told before that: kill -USR1 of its process.
 set -euo pipefail
@@ -8,7 +8,7 @@ set -euo pipefail
 node_down() {
   local own pid
   own=$HOME/.dapo-ray/$(hostname -s)
-  rm -f "$own/token"
+  rm -f "$own/token" "$own/env"
   [[ -f $own/pid ]] || return 0
   pid=$(<"$own/pid")
   kill -TERM "$pid" 2>/dev/null || true

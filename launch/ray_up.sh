@@ -3,10 +3,12 @@
 # with which the doctor looks at all nodes before the cluster counts as ready:
 #   bash launch/ray_up.sh node1 node2 node3 -- +experiment=dapo_qwen7b trainer.output_dir=/shared/dapo_qwen7b
 # Each machine has the checkout at the same path (DIR, else this one's) with .venv made from docker/gpu.lock, and can be
-# reached by `ssh NAME` without a password. What is started keeps its token, process number and log in ~/.dapo-ray/HOSTNAME
-# (mode 700; homes may be shared), and launch/ray_down.sh ends that and nothing else.
+# reached by `ssh NAME` without a password. What is started keeps its token, variables, process number and log in
+# ~/.dapo-ray/HOSTNAME (mode 700; homes may be shared), and launch/ray_down.sh ends that and nothing else.
 # In: HEAD_IP, the head's address on the network that the nodes share (else the one that ssh reached); PORT; READY_S,
-# seconds for all to join; DOCTOR=0, to start without the doctor. Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
+# seconds for all to join; NODE_ENV, names of variables that every node and the run get with the values they have here:
+# NODE_ENV="NCCL_SOCKET_IFNAME HF_HOME HF_TOKEN"; DOCTOR=0, to start without the doctor.
+# Out: a cluster that answers, and the command for a run on it; or nothing left behind, and why.
 set -euo pipefail
 
 machines=()
@@ -25,6 +27,14 @@ head=${machines[0]}
 port=${PORT:-20379} # above Ray's worker ports (10002 to 19999)
 ready_s=${READY_S:-300}
 options=(-o BatchMode=yes -o ConnectTimeout=15)
+variables=''
+for name in ${NODE_ENV:-}; do
+  if ! [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || ! printenv "$name" >/dev/null; then
+    echo "ray_up.sh: NODE_ENV names $name, which is no variable of this environment; set it, or leave it out" >&2
+    exit 1
+  fi
+  printf -v variables '%sexport %s=%q\n' "$variables" "$name" "${!name}"
+done
 
 die() {
   trap - EXIT
@@ -46,6 +56,8 @@ node_up() {
     ray+=(--address="$2:$3")
   fi
   cd "$1"
+  # shellcheck source=/dev/null
+  source "$own/env"
   # Ray raises the limit of open files in drivers alone; what a node starts keeps what it is started with.
   files=$(ulimit -Hn)
   [[ $files != unlimited ]] && ((files < 65536)) || files=65536
@@ -70,6 +82,8 @@ print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
 # What would fail in an hour, or spoil a run unseen: examine DIR IP PORT, then the run's arguments.
 examine() {
   cd "$1" || return
+  # shellcheck source=/dev/null
+  source "$HOME/.dapo-ray/$(hostname -s)/env"
   RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/$(hostname -s)/token RAY_ADDRESS=$2:$3 \
     .venv/bin/python -m dapo.doctor "${@:4}" </dev/null
 }
@@ -87,14 +101,15 @@ ip=${HEAD_IP:-}
 # shellcheck disable=SC2016  # the variable is the other side's
 [[ -n $ip ]] || ip=$(ssh "${options[@]}" "$head" 'set -- $SSH_CONNECTION; echo "$3"') || die "ssh $head failed"
 token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-# The token goes over standard input: arguments can be read by everyone on a machine.
+# Token and variables go over standard input: arguments can be read by everyone on a machine.
 # shellcheck disable=SC2016  # the variables are the other side's
 take='own=$HOME/.dapo-ray/$(hostname -s); if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
 then echo "a node of ray_up.sh runs there already; end it first: bash launch/ray_down.sh" >&2; exit 1
-fi; umask 077 && mkdir -p "$own" && cat >"$own/token"'
+fi; umask 077 && mkdir -p "$own" && IFS= read -r token && printf "%s\n" "$token" >"$own/token" && cat >"$own/env"'
 for machine in "${machines[@]}"; do
   # shellcheck disable=SC2029
-  ssh "${options[@]}" "$machine" "$take" <<<"$token" || die "$machine cannot be used; see the message above"
+  ssh "${options[@]}" "$machine" "$take" <<<"$token"$'\n'"$variables" || die "$machine cannot be used; see the message \
+above"
   started+=("$machine")
 done
 for machine in "${machines[@]}"; do
@@ -120,6 +135,7 @@ cluster all the same"
 fi
 trap - EXIT
 echo "${#machines[@]} nodes at $ip:$port after $SECONDS s. A run, on $head:"
-echo "  cd $dir && RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.dapo-ray/\$(hostname -s)/token \\"
+echo "  cd $dir &&${variables:+ . ~/.dapo-ray/\$(hostname -s)/env &&} RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token \\"
+echo "    RAY_AUTH_TOKEN_PATH=~/.dapo-ray/\$(hostname -s)/token \\"
 echo "    .venv/bin/python -m dapo.main_ppo$(printf ' %q' "${run[@]}")"
 echo "To end the cluster: bash launch/ray_down.sh ${machines[*]}"

@@ -17,14 +17,17 @@ while [[ $1 == -o ]]; do shift 2; done
 [[ $1 != "${UNREACHABLE:-}" ]] || exit 255
 mkdir -p "$HOMES/${SHARED:-$1}"
 echo "$*" >>"$HOMES/arguments"
+[[ -z ${NODE_ENV:-} ]] || unset $NODE_ENV  # nothing of this environment gets there
 HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
 """
 PYTHON = r"""
 case "$*" in
   *ray.scripts*)
+    printf '%s\n' "${HF_HOME:-}" "${HF_TOKEN:-}" >"$HOME/variables"
     echo "$*" >"$HOME/started"; ulimit -Sn >"$HOME/files"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
     while true; do sleep 0.05; done ;;
-  *dapo.doctor*) printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; exit "${FAULT:-0}" ;;
+  *dapo.doctor*)
+    printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; echo "${HF_TOKEN:-}" >"$HOME/doctors"; exit "${FAULT:-0}" ;;
   *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
 esac
 """
@@ -110,6 +113,34 @@ def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: d
     assert up.returncode == 1 and said in up.stderr, up.stderr
     assert not list((tmp_path / "homes").glob("*/.dapo-ray/*/token"))
     assert not any(alive(tmp_path / "homes" / name) for name in "ab")
+
+
+def test_named_variables_reach_nodes_doctor_and_run_and_no_command_line(run, tmp_path: Path) -> None:
+    given = {"HF_HOME": "/shared/h f", "HF_TOKEN": "a'$(b)\n\"c"}
+    up = run("ray_up", "a", "b", "--", *RUN, NODE_ENV="HF_HOME HF_TOKEN", **given)
+    assert up.returncode == 0, up.stderr
+    for name in "ab":
+        home = tmp_path / "homes" / name
+        assert (home / "variables").read_text() == "".join(f"{value}\n" for value in given.values())
+        assert own(home).joinpath("env").stat().st_mode & 0o077 == 0
+        assert re.fullmatch("[0-9a-f]{64}\n", (own(home) / "token").read_text())
+    assert (tmp_path / "homes/a/doctors").read_text() == given["HF_TOKEN"] + "\n"
+    told = (tmp_path / "homes/arguments").read_text() + up.stdout
+    assert "$(b)" not in told and "/shared/h" not in told
+    printed = "".join(re.findall(r"^  cd .* && \. (~/.*/env) && ", up.stdout, re.MULTILINE)).replace("~", "$HOME")
+    shell = f'. {printed}; printf "%s\\n" "$HF_HOME" "$HF_TOKEN"'
+    env = {"HOME": f"{tmp_path}/homes/a", "MACHINE": "a", "PATH": f"{tmp_path}/fake:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", shell], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "".join(f"{value}\n" for value in given.values())
+    assert run("ray_down", "a", "b").returncode == 0
+    assert not list((tmp_path / "homes").glob("*/.dapo-ray/*/env"))
+
+
+@pytest.mark.parametrize("name", ["HF_HOMME", "machines", "a[$(touch${IFS}x)]"])
+def test_a_variable_that_is_not_there_is_named_before_anything_starts(run, tmp_path: Path, name: str) -> None:
+    up = run("ray_up", "a", "b", NODE_ENV=f"DIR {name}")
+    assert up.returncode == 1 and f"NODE_ENV names {name}, which is no variable" in up.stderr
+    assert not (tmp_path / "homes").exists()
 
 
 def test_machines_may_share_their_home(run, tmp_path: Path) -> None:
