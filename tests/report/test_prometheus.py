@@ -63,8 +63,9 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
         for parts in (re.split(r"(\{\w+\})", name) for name in [*NAMES, "step"])
     )
     targets = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
-    asked = [found for text in targets for found in re.findall(r"ray_dapo_((?:\w|\[0-9\]\+)+)", text)]
+    asked = [found for text in targets for found in re.findall(r"ray_dapo_((?:\w|\[0-9\]\+|\(\.\+_\)\?)+)", text)]
     assert len(asked) == len(targets) > 40
+    asked = [name.replace("(.+_)?", part) for name in asked for part in ("", "set_")]
     assert [name for name in asked if not re.fullmatch(known, name)] == []
     assert all('run=~"$run"' in text for text in targets)
     boxes = [panel["gridPos"] for panel in DASHBOARD["panels"]]
@@ -75,6 +76,15 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
         for y in range(box["y"], box["y"] + box["h"])
     ]
     assert len(covered) == len(set(covered)) and max(x for x, _ in covered) < 24, "panels do not lie on each other"
+
+
+def test_the_dashboard_shows_every_held_out_set_by_name() -> None:
+    [target] = [one for panel in DASHBOARD["panels"] for one in panel.get("targets", []) if "dapo_eval_" in one["expr"]]
+    pattern = re.search('__name__=~"(.*?)"', target["expr"])
+    assert pattern and target["legendFormat"] == "{{run}} {{__name__}}"
+    shown = ("eval/accuracy", "eval/aime/accuracy", "eval/aime/AIME 2024/accuracy")
+    others = ("eval/accuracy_low", "eval/aime/accuracy_high", "eval/aime/maj@4", "rollout/accuracy")
+    assert [name for name in (*shown, *others) if re.fullmatch(pattern[1], f"ray_{prometheus_name(name)}")] == [*shown]
 
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
