@@ -61,7 +61,7 @@ CHECKS = (
     Check("shared memory", NODE, "size of /dev/shm", limits.shared_memory, cheap=True),
     Check("temporary disk", NODE, "room for Ray's session", limits.temporary_disk, cheap=True),
     Check("model", NODE, "local files whole and as the driver's, or the hub's cache, or the hub", files.models),
-    Check("files", NODE, "reward functions and data can be read", files.data),
+    Check("files", NODE, "reward functions, the rollout function and data can be read", files.data),
     Check("clock", ALL, "how far the nodes' clocks are apart", cluster.clocks),
     Check("free disk", DRIVER, "room for the planner's checkpoints", storage.free_disk, cheap=True),
     Check("disk speed", DRIVER, "the output directory takes files, and a checkpoint in time", storage.write_speed),

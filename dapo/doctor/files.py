@@ -89,14 +89,14 @@ def _hub(key: str, name: str) -> Finding:
 
 
 def data(question: Question) -> Finding:
-    """Looks whether reward functions and data can be read here; the latter only the driver must read."""
+    """Looks whether functions and data can be read here; the latter only the driver must read."""
     for key, path in question.files.items():
         if reason := _unreadable(path):
             return fault(f"`{key}` ({path}) cannot be read: {reason}", SHARED)
     for key, path in question.data.items():
         if reason := _unreadable(path):
             return warning(f"`{key}` ({path}) cannot be read, and a driver here would need it: {reason}", SHARED)
-    return ok(f"{len(question.files)} reward functions and {len(question.data)} data files can be read")
+    return ok(f"{len(question.files)} files of functions and {len(question.data)} data files can be read")
 
 
 def _unreadable(path: str) -> str:

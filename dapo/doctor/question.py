@@ -54,6 +54,8 @@ def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question
         for index, spec in enumerate(functions)
         if spec.path.endswith(".py")
     }
+    if cfg.rollout.function.path.endswith(".py"):
+        files["rollout.function.path"] = str(Path(cfg.rollout.function.path).expanduser().absolute())
     lock, pins = locked()
     return Question(
         joined=joined,

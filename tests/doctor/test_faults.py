@@ -176,6 +176,8 @@ PLANTED = [
     ("model", model(cut_off), FAULT, ["model.safetensors", "cut off"]),
     ("model", model(shard_missing), FAULT, ["model-2-of-2.safetensors is missing"]),
     ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
+    ("files", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["functions[0].path` (/no/such.py)", "node"]),
+    ("files", arguments("rollout.function.path=/no/such.py"), FAULT, ["`rollout.function.path` (/no/such.py)", "node"]),
     ("free disk", NEVER_DELETED, FAULT, ["100000002 checkpoints of 14.73 MB need 1.47 PB", "keep"]),
     ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
     ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
