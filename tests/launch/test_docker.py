@@ -96,6 +96,16 @@ def test_without_gpus_rays_object_store_fits_in_shared_memory() -> None:
     assert len(found) >= 5 and all(int(size) << 30 > 8 * GIB for size in found), "or the doctor warns in each run"
 
 
+@pytest.mark.parametrize("name", ["README.md", "launch/README.md", "docker/Dockerfile"])
+def test_a_container_keeps_what_it_downloads_or_downloads_nothing(name: str) -> None:
+    runs = re.findall(r"docker run --gpus(?:.*\\\n)*.*", (ROOT / name).read_text())
+    assert runs
+    for run in runs:
+        assert '--user "$(id -u)"' in run, "the folders of the machine are this user's"
+        kept = "-e HF_TOKEN -e HF_HOME=/hf" in run and '-v "$HOME/.cache/huggingface:/hf"' in run
+        assert kept != ("-e HF_HUB_OFFLINE=1" in run and "-v /models:/models:ro" in run)
+
+
 def test_a_worker_is_healthy_by_its_own_raylet_and_is_not_built_beside_gpus() -> None:
     (document, gpu) = compose("compose.yaml", "compose.gpu.yaml")
     assert document["services"]["worker"]["healthcheck"]["test"] == ["CMD", "python", "/opt/alive.py"]
