@@ -104,6 +104,18 @@ def test_an_overlay_has_the_gpus_of_its_experiment(overlay: str) -> None:
     )
 
 
+def test_the_readme_asks_for_what_the_manifests_make() -> None:
+    """KubeRay's part: a Job of the RayJob's name, and a service and a Secret (key auth_token) of the cluster's."""
+    readme = (ROOT / "launch/README.md").read_text()
+    job, cluster = (read(path)["metadata"]["name"] for path in ("job/rayjob.yaml", "cluster/raycluster.yaml"))
+    assert set(re.findall(r"kubectl get rayjob (\S+)", readme)) == {job}
+    assert set(re.findall(r"kubectl logs -f job/([\w-]+)", readme)) == {job}
+    assert f"the cluster's name is `{cluster}`" in readme and ".data.auth_token" in readme
+    assert len(re.findall(r"service/\$cluster-head-svc", readme)) == 2
+    [container] = pods(read("cluster/raycluster.yaml")["spec"])[0]["containers"]
+    assert {"name": "dashboard", "containerPort": 8265} in container["ports"] and "head-svc 8265 " in readme
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders overlays")
 @pytest.mark.parametrize("overlay", ["one-node", "sixteen-nodes"])
 def test_what_kustomize_makes_of_it(overlay: str) -> None:

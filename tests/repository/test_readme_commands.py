@@ -41,6 +41,7 @@ REPLAY = "tests/replay/test_again.py::"
 TIMELINE = "tests/inspect/test_timeline.py::test_the_terminal_and_the_page_show_the_slowest_step_first"
 RAY_UP = "tests/launch/test_ray.py::test_a_cluster_comes_up_under_a_private_token_and_goes"
 CLOUD = "tests/launch/test_ray.py::test_the_cloud_is_one_that_rays_launcher_takes"
+KUBERAY = "tests/launch/test_kubernetes.py::test_the_readme_asks_for_what_the_manifests_make"
 SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
 OWN_LOSS = "tests/end_to_end/test_own_loss.py::test_the_example_of_the_readme_trains"
 TURNS = "tests/end_to_end/test_turns_of_functions.py::test_two_turns_train"
@@ -61,6 +62,7 @@ RUN_BY = {
     r"ray (up|job stop|start --labels)$|docker stop$": HAND + "a program of others, named in passing",
     r"ray get-auth-token": HAND + "writes to the home folder",
     r"kubectl create secret": HAND + "needs Kubernetes",
+    r"kubectl (get|logs|port-forward|exec|cp) ": KUBERAY,
     r"kubectl ": "tests/launch/test_kubernetes.py::test_what_kustomize_makes_of_it",
     r"python launch/fetch\.py": "tests/launch/test_fetch.py::test_a_model_and_its_data_come_whole_and_are_named",
     r"docker compose ": "tests/launch/test_docker.py::test_compose_starts_ray_with_options_that_it_has",
