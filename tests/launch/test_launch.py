@@ -243,6 +243,16 @@ def test_a_job_names_its_cluster_and_a_folder_that_outlives_it(name: str) -> Non
     assert all("--address http://HEAD:8265" in job and "trainer.output_dir=/shared/" in job for job in jobs)
 
 
+def test_the_readme_says_of_each_launcher_where_variables_and_lines_go() -> None:
+    text = (ROOT / "launch/README.md").read_text()
+    table = text[text.index("| started by | variables go") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    assert {row[0].strip("` ") for row in rows} >= {"Slurm", "ray_up.sh", "cloud.yaml", "Docker", "Kubernetes"}
+    assert all(len(row) == 4 and all(row) for row in rows)
+    assert "\n#SBATCH --output=dapo-%j.log\n" in (ROOT / "launch/slurm/train.sbatch").read_text()
+    assert "env_vars" in yaml.safe_load((ROOT / "launch/runtime_env.yaml").read_text())
+
+
 SBATCH = ("nodes", "gpus-per-node")
 
 

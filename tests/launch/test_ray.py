@@ -179,7 +179,7 @@ def test_a_cluster_comes_up_without_the_doctor(run, tmp_path: Path, arguments: l
 
 def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
     import ray
-    from ray.scripts.scripts import start
+    from ray.scripts.scripts import cli, start
 
     cloud = yaml.safe_load((ROOT / "launch/cloud.yaml").read_text())
     jsonschema.validate(cloud, json.loads((Path(ray.__file__).parent / "autoscaler/ray-schema.json").read_text()))
@@ -189,4 +189,7 @@ def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
     for command in (cloud["head_start_ray_commands"][-1], cloud["worker_start_ray_commands"][-1]):
         assert "RAY_AUTH_MODE=token" in command and set(re.findall(r"--[\w-]+", command)) <= known
     assert any("docker/gpu.lock" in command for command in cloud["setup_commands"])
+    assert any(re.search("export .*HF_HOME=.* ~/.bashrc", command) for command in cloud["setup_commands"])
+    for name in ("exec", "attach"):
+        assert "--tmux" in {option for parameter in cli.commands[name].params for option in parameter.opts}
     assert "/home/ubuntu/.ray/auth_token" in cloud["file_mounts"]

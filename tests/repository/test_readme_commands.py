@@ -58,8 +58,9 @@ RUN_BY = {
     r"scancel ": "tests/launch/test_slurm.py::test_a_signal_saves_and_queues_the_job_again",
     r"ray job submit .*runtime_env\.yaml": RUNTIME_ENV,
     r"bash launch/ray_(up|down)\.sh": RAY_UP,
-    r"ray (up|exec|down) launch/cloud\.yaml": CLOUD,
-    r"ray (up|job stop|start --labels)$|docker stop$": HAND + "a program of others, named in passing",
+    r"ray (up|exec|attach|down)( --tmux)? launch/cloud\.yaml": CLOUD,
+    r"ray (up|start|start --labels)$|ray job (stop|logs)\b|docker (stop|logs)\b": HAND
+    + "a program of others, named in passing",
     r"ray get-auth-token": HAND + "writes to the home folder",
     r"kubectl create secret": HAND + "needs Kubernetes",
     r"kubectl (get|logs|port-forward|exec|cp) ": KUBERAY,
