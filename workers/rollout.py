@@ -266,7 +266,8 @@ class RolloutPool(WeightUpdates):
 
     async def _canary(self, slot: EngineSlot) -> TrainSequence:
         name, unfinished = f"canary-{slot.number}-{slot.restarts}", Unfinished(seed=slot.restarts)
-        responses = self._from(slot, name, self._prompt, CANARY, {0: unfinished})
+        sampling = replace(CANARY, temperature=self._cfg.temperature)  # the actors compute at this one
+        responses = self._from(slot, name, self._prompt, sampling, {0: unfinished})
         [response] = [response async for _, response in responses]
         return canary_sequence(self._prompt, response)
 

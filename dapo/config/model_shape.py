@@ -5,6 +5,7 @@ that `dapo.plan` answers on a machine that has none of them.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,14 @@ from dapo.config.paths import config_dir, resolve_path
 # Dense decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and
 # Qwen3 a norm of its own on each head's query and key.
 DENSE = ("qwen2", "qwen3", "llama", "mistral")
+# Where a config.json says how many positions a model has; the least counts.
+POSITION_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+# Kinds of rotary scaling whose factor is in `max_position_embeddings` already.
+WITHIN_POSITIONS = (None, "default", "su", "longrope", "llama3", "deepseek_llama_scaling")
+YARN = ("yarn", "deepseek_yarn")
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -122,6 +131,22 @@ def head_shares(heads: int, key_heads: int) -> list[int]:
     """Returns the numbers of ranks or GPUs that attention heads can be split over: each divides the heads, and divides
     the key-value heads or is a multiple of them, which are then copied."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
+
+
+def positions(config: Mapping[str, Any]) -> float:
+    """Returns the tokens that vLLM lets a sequence of this model have, as it derives them from a config.json; infinite
+    where that says nothing."""
+    said = [config[key] for key in POSITION_KEYS if isinstance(config.get(key), int)]
+    own = config.get("model_max_length")
+    window = float(own) if isinstance(own, int) else float(min(said, default=math.inf))
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or "gemma3" in str(config.get("model_type")):
+        return window
+    if kind in YARN:  # some versions of vLLM, and some files, multiply here
+        return max(window, factor * (original or 0))
+    return window if kind in WITHIN_POSITIONS else window * factor
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:

@@ -5,6 +5,7 @@ In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, 
 """
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator, Sequence
 
 from dapo.config.reward import RewardFunctionConfig
@@ -24,7 +25,7 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
     problems = [*_torchvision()] or [*_schedule(cfg), *_reward_functions(cfg), *choice.problems(cfg)]
     problems += [*_rollout_function(cfg)]
-    problems += own_functions(cfg) if trains else []
+    problems += [*_attention(cfg), *own_functions(cfg)] if trains else []
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -35,6 +36,20 @@ def _schedule(cfg: Config) -> Iterator[str]:
         learning_rates(cfg)
     except ValueError as error:
         yield str(error)
+
+
+def _attention(cfg: Config) -> Iterator[str]:
+    """Looks for a name of transformers' attention: the ranks would stumble over it after all have started."""
+    from transformers import AttentionInterface
+
+    name, known = cfg.model.attn_implementation, sorted(AttentionInterface().valid_keys())
+    if name not in ("auto", *known):
+        yield f"`model.attn_implementation` ({name}) is unknown to transformers; take auto or one of {', '.join(known)}"
+    elif name == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
+        yield (
+            f"`model.attn_implementation` ({name}) needs the package flash-attn, which is not installed; install it on "
+            "every node of the ranks, or take auto, which needs no package"
+        )
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:

@@ -11,6 +11,9 @@ from dapo.config.actor import LoraConfig
 from dapo.config.rules.model import actor
 from dapo.config.schema import Config
 
+TINY = "pkg://dapo.tiny/base"  # 4,096 positions
+LONGEST = {"max_prompt_length": 2048, "max_response_length": 2048}  # for it
+
 
 def config(**sections: dict[str, Any]) -> Config:
     cfg = Config()
@@ -72,6 +75,21 @@ def test_nothing_to_say_of_the_defaults() -> None:
             {"actor": {"ulysses_sequence_parallel_size": 2}, "model": {"attn_implementation": "sdpa"}},
             "`model.attn_implementation` (sdpa) needs a mask of the whole sequence",
             id="a_masked_attention",
+        ),
+        pytest.param(
+            {"model": {"path": TINY}, "data": {"max_response_length": 2049}},
+            "`data.max_prompt_length` + `data.max_response_length` (2048 + 2049 = 4097) must be at most 4096, the "
+            f"positions that `model.path` ({TINY}) has by its config.json",
+            id="beyond_the_positions",
+        ),
+        pytest.param(
+            {
+                "model": {"path": TINY},
+                "data": {"max_response_length": 2048},
+                "rollout": {"vllm": {"max_model_len": 5000}},
+            },
+            "`rollout.vllm.max_model_len` (5000) must be at most 4096",
+            id="an_engine_beyond_the_positions",
         ),
         pytest.param(
             {"model": {"lora": LoraConfig(rank=-1)}},

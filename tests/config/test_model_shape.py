@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.config.model_shape import UnknownShape, read_config, read_shape, shape_of
+from dapo.config.model_shape import UnknownShape, positions, read_config, read_shape, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # As the hub counts them in the published safetensors files.
@@ -26,6 +26,32 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 500,
 }
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [
+        pytest.param({}, float("inf"), id="nothing"),
+        pytest.param({"max_position_embeddings": 4096, "n_positions": 1024}, 1024, id="the_least"),
+        pytest.param({"max_position_embeddings": 4096, "model_max_length": 8192}, 8192, id="the_model_says_it"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384, id="linear"),
+        pytest.param({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 8192, id="dynamic"),
+        pytest.param({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 4096, id="default"),
+        pytest.param({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096, id="llama3"),
+        pytest.param(
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
+            16_384,
+            id="yarn_not_yet_multiplied",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+            4096,
+            id="yarn_multiplied",
+        ),
+    ],
+)
+def test_positions_of_a_model(said: dict, tokens: float) -> None:
+    assert positions({"max_position_embeddings": 4096} | said if said else {}) == tokens
 
 
 def meta_model(config):

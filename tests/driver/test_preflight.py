@@ -22,6 +22,11 @@ from dapo.driver.preflight import preflight
             id="argument of the schedule missing",
         ),
         pytest.param(
+            ["model.attn_implementation=flsh"],
+            ["`model.attn_implementation` (flsh)", "auto", "sdpa"],
+            id="attention misspelt",
+        ),
+        pytest.param(
             ["reward.functions=[{path: dapo.rewards.math, name: compute_scores}]"],
             ["reward.functions[0].name", "compute_score"],
             id="reward function misspelt",

@@ -8,12 +8,13 @@ In: arguments of vLLM's server, and a standard input that stays open for as long
 import os
 import signal
 import sys
-import threading
 
 
 def main() -> None:
-    """Serves until the standard input ends; then the whole process group, vLLM's engine too, is killed."""
-    threading.Thread(target=_end_with_starter, daemon=True).start()
+    """Serves until the standard input ends; then the whole process group, vLLM's engine too, is killed. Another process
+    of the group sees to that: Ray kills this one alone where it kills the actor that has started it."""
+    if os.fork() == 0:
+        _end_with_starter()
     from workers.vllm_surface import main as vllm
 
     sys.argv[0] = "vllm"

@@ -61,9 +61,10 @@ def _pinned(value: DTensor) -> DTensor:
     host = value.to("cpu")
     assert isinstance(host, DTensor)
     local = host.to_local()
-    if local.nbytes and (error := torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0)):
+    # An int, for an enum of torch's is true whatever its value.
+    if local.nbytes and (error := int(torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0))):
         raise RuntimeError(
-            f"the CUDA driver does not pin {local.nbytes} bytes of host memory ({error}) for `actor.offload=phase`; "
-            "raise the limit of locked memory (ulimit -l), or set `actor.offload=none`"
+            f"the CUDA driver does not pin {local.nbytes} bytes of host memory (error {error}) for "
+            "`actor.offload=phase`; raise the limit of locked memory (ulimit -l), or set `actor.offload=none`"
         )
     return host

@@ -4,11 +4,12 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo.config.model_shape import UnknownShape, head_shares, read_config
+from dapo.config.model_shape import UnknownShape, head_shares, positions, read_config
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
@@ -91,6 +92,7 @@ def _model(cfg: Config) -> Iterator[str]:
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
     yield from heads_problems(cfg, config)
     yield from architecture_problems(cfg, config)
+    yield from _context(cfg, config)
     if path.is_dir():
         yield from _files(cfg, path)
 
@@ -103,6 +105,24 @@ def _files(cfg: Config, path: Path) -> Iterator[str]:
             f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which the ranks read "
             "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
             "with save_pretrained"
+        )
+
+
+def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
+    """Reports sequences beyond the positions of the model, which vLLM refuses when an engine starts. What it leaves to
+    a person (VLLM_ALLOW_LONG_MAX_MODEL_LEN, an override of the model's config) is left here too."""
+    if "hf_overrides" in cfg.rollout.vllm or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    wanted = cfg.rollout.vllm.get("max_model_len") or prompt + response
+    window = positions(config)
+    if wanted > window:
+        given = f"`rollout.vllm.max_model_len` ({wanted})"
+        if "max_model_len" not in cfg.rollout.vllm:
+            given = f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {wanted})"
+        yield (
+            f"{given} must be at most {window:g}, the positions that `model.path` ({cfg.model.path}) has by its "
+            "config.json; lower the lengths, or take a model with a longer context"
         )
 
 
