@@ -8,9 +8,12 @@ In: what makes a Trainer for the same pools. Out: a trained run, or the error th
 replace their processes by themselves (`workers.rollout`, `workers.reward`); they live on meanwhile.
 """
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from dapo.faults.restarts import Restarts
+from dapo.faults.signals import finish
 from dapo.pools import ActorPool, ActorsLost
 from dapo.report.console import say, warn
 from dapo.trainer import Trainer
@@ -18,6 +21,8 @@ from dapo.trainer import Trainer
 
 async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
     """Trains to the last step. max_restarts: of all ranks, within an hour (`actor.max_restarts`).
+
+    A signal does not cut the last save short, nor hide why the run ends; the second one ends the process.
 
     Raises:
         ActorsLost: they were lost more often.
@@ -34,7 +39,8 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
             await _restart(actors, error, restarts)
         except BaseException:
             if trainer.saver.is_behind(trainer.version):
-                await save_what_was_trained(trainer)
+                with suppress(asyncio.CancelledError):  # the first error stays
+                    await finish(save_what_was_trained(trainer))
             raise
         finally:
             trainer.saver.close()
