@@ -26,7 +26,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.driver_state import DriverState, Due, owes_evaluation
 from dapo.sampling.journaled import note, recover
 from dapo.sampling.saved import read_groups
-from dapo.sampling.stream import sampling_of
+from dapo.sampling.stream import sampling_of, score_of
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.durable import free_space
 from dapo.state.journal import JOURNAL, Journal
@@ -272,5 +272,5 @@ class Saver:
 
 async def _scored_anew(group: Group, rewards: RewardPool) -> Group:
     prompt, responses = group.draw.prompt, enumerate(group.responses)
-    scores = await asyncio.gather(*[rewards.score(prompt, sample, response) for sample, response in responses])
+    scores = await asyncio.gather(*[score_of(prompt, sample, response, rewards) for sample, response in responses])
     return replace(group, scores=tuple(scores))

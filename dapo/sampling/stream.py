@@ -31,7 +31,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.lender import Lender
 from dapo.sampling.seeds import response_seed
 from dapo.sampling.traffic import Traffic
-from dapo.types import Collected, Cut, Draw, Group, Response, Sampling, Score, unscorable
+from dapo.types import Collected, Cut, Draw, Group, Prompt, Response, Sampling, Score, unscorable
 
 CLOSE_GRACE_S = 5.0
 
@@ -49,6 +49,11 @@ def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
     )
 
 
+async def score_of(prompt: Prompt, sample: int, response: Response, rewards: RewardPool) -> Score:
+    """Returns the verdict on one response; one whose rollout function failed is unscorable, and no verifier sees it."""
+    return unscorable("rollout") if response.failed else await rewards.score(prompt, sample, response)
+
+
 async def scored_group(
     draw: Draw,
     responses: Responses,
@@ -62,9 +67,8 @@ async def scored_group(
     ended: dict[int, Response] = {}
     verdicts: dict[int, asyncio.Future[Score]] = {}
 
-    async def score_of(sample: int, response: Response) -> Score:
-        failed = response.failed
-        score = unscorable("rollout") if failed else await rewards.score(draw.prompt, sample, response)
+    async def scored(sample: int, response: Response) -> Score:
+        score = await score_of(draw.prompt, sample, response, rewards)
         noted(score)
         return score
 
@@ -74,7 +78,7 @@ async def scored_group(
                 async for sample, response in responses:
                     ended[sample] = response
                     if not response.aborted:
-                        verdicts[sample] = asyncio.ensure_future(score_of(sample, response))
+                        verdicts[sample] = asyncio.ensure_future(scored(sample, response))
         in_order = tuple(ended[sample] for sample in sorted(ended))
         if len(verdicts) < len(ended) or not wanted():
             return Cut(lengths=tuple(response.num_sampled for response in in_order))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from dapo.faults.recovery import run_to_end
 from dapo.sampling.budget import BudgetExhausted
 from tests.support.driver.loops import make_trainer, tiny_config
 from tests.support.driver.saved_runs import seen, tokens
+from tests.support.fakes import FakeRollouts
 from tests.support.faulty_pools import turns
 
 
@@ -185,3 +187,40 @@ def test_groups_that_mean_something_else_by_now_are_drawn_again(tmp_path, where)
     asyncio.run(straight.run())
     straight.saver.close()
     assert tokens(actors) == tokens(wanted)
+
+
+class HalfFailed(FakeRollouts):
+    """The rollout function fails at sample 3 of each group, which has no text then."""
+
+    async def generate(self, key, prompt, sampling, seeds, **how):
+        async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
+            yield sample, replace(response, finish_reason="error", text="") if sample == 3 else response
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "journal"])
+def test_a_response_whose_rollout_function_failed_stays_unscorable(tmp_path, where):
+    """A verifier says 0 of it, and a group of three right ones would become one with a wrong one."""
+    cfg = tiny_config(total_steps=1)
+    cfg.filter_groups.max_num_gen_batches = 1
+
+    def trainer():
+        right = lambda prompt, sample, response: float(response.text != "")  # noqa: E731
+        return make_trainer(tmp_path, cfg, verdict=right, rollouts=HalfFailed())[0]
+
+    def scores(one) -> list[list[tuple[float, str]]]:
+        held = [group for group, _ in one.stream.buffer.held()]
+        return [[(score.accuracy, score.failure) for score in group.scores] for group in held]
+
+    first = trainer()
+    with pytest.raises(BudgetExhausted):
+        asyncio.run(first.run())
+    if where == "checkpoint":
+        asyncio.run(first.save())
+    first.saver.close()
+    second = trainer()
+    asyncio.run(second._resume())
+    second.saver.close()
+    assert len(scores(second)) == 12 and second.stream.buffer.draws.usable == 0
+    for group in scores(second):
+        assert [accuracy for accuracy, _ in group[:3]] == [1.0] * 3 and group[3][1] == "rollout"
+    assert str(scores(second)) == str(scores(first))
