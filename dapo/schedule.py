@@ -9,10 +9,12 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
 from dapo.derived import optimizer_steps
 
 WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
+ROUNDING = 1e-9  # of the highest rate, by which another may be above it
 
 
 def learning_rates(cfg: Config) -> Callable[[int, int], float]:
@@ -28,9 +30,8 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
     optim = cfg.actor.optim
     per_update = optimizer_steps(cfg) if optim.lr_scheduler_unit == "optimizer_step" else 1
     optimizer = torch.optim.SGD([torch.zeros(())], lr=optim.lr)
-    refused = f"`actor.optim.lr_scheduler_kwargs` ({optim.lr_scheduler_kwargs}) do not fit `actor.optim.lr_scheduler` "
     if optim.lr_scheduler_kwargs and optim.lr_scheduler in WITHOUT_ARGUMENTS:
-        raise ValueError(f"{refused}({optim.lr_scheduler}): it takes none; leave them out or choose another scheduler")
+        raise _refused(optim, "it takes none; leave them out or choose another scheduler")
     try:
         scheduler = get_scheduler(
             optim.lr_scheduler,
@@ -39,10 +40,8 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
             num_training_steps=cfg.trainer.total_steps * per_update + 1,
             scheduler_specific_kwargs=optim.lr_scheduler_kwargs,
         )
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{refused}({optim.lr_scheduler}): {error}; give those of transformers' get_scheduler"
-        ) from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise _refused(optim, f"{error}; give those of transformers' get_scheduler") from error
     assert isinstance(scheduler, LambdaLR)
     (factor,) = scheduler.lr_lambdas
 
@@ -51,3 +50,33 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
         return optim.lr * factor(step + 1)
 
     return rate
+
+
+def check_rates(cfg: Config) -> None:
+    """Asks for the rate of the first and of the last optimizer step of every update: many arguments are used only then.
+
+    Raises ValueError as `learning_rates` does, and where a rate cannot be computed, is not from 0 to `actor.optim.lr`,
+    or is 0 throughout two updates in a row, which train nothing. (A whole wave of a cosine is 0 for one at most.)
+    """
+    rate, optim, last = learning_rates(cfg), cfg.actor.optim, optimizer_steps(cfg) - 1
+    idle = False
+    for version in range(cfg.trainer.total_steps):
+        where = f"in step {version + 1} of `trainer.total_steps` ({cfg.trainer.total_steps})"
+        try:
+            rates = [float(rate(version, k)) for k in (0, last)]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise _refused(optim, f"the rate {where} cannot be computed ({error}); give numbers") from error
+        for value in rates:
+            if not 0 <= value <= optim.lr * (1 + ROUNDING):  # nor NaN
+                between = f"between 0 and `actor.optim.lr` ({optim.lr:g})"
+                raise _refused(optim, f"the rate is {value:g} {where}; give some that keep it {between}")
+        if idle and not any(rates):
+            raise _refused(optim, f"the rate is 0 {where} and in the one before it; give some that keep it above 0")
+        idle = not any(rates)
+
+
+def _refused(optim: OptimConfig, why: str) -> ValueError:
+    return ValueError(
+        f"`actor.optim.lr_scheduler_kwargs` ({optim.lr_scheduler_kwargs}) do not fit `actor.optim.lr_scheduler` "
+        f"({optim.lr_scheduler}): {why}"
+    )

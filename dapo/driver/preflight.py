@@ -16,7 +16,7 @@ from dapo.report.sinks import choice
 from dapo.rewards import judge
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
-from dapo.schedule import learning_rates
+from dapo.schedule import check_rates
 from dapo.turns.loading import load as load_rollout
 
 
@@ -31,9 +31,9 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
 
 
 def _schedule(cfg: Config) -> Iterator[str]:
-    """Builds the learning-rate schedule: transformers knows which arguments it takes."""
+    """Takes the learning rates of the whole run: transformers knows which arguments it takes, and uses them late."""
     try:
-        learning_rates(cfg)
+        check_rates(cfg)
     except ValueError as error:
         yield str(error)
 

@@ -27,6 +27,11 @@ from dapo.driver.preflight import preflight
             id="attention misspelt",
         ),
         pytest.param(
+            ["actor.optim.lr_scheduler=polynomial", "actor.optim.lr_scheduler_kwargs.power='2'"],
+            ["`actor.optim.lr_scheduler_kwargs` ({'power': '2'})", "(polynomial)", "cannot be computed", "numbers"],
+            id="argument of the schedule that is used after the warm-up",
+        ),
+        pytest.param(
             ["reward.functions=[{path: dapo.rewards.math, name: compute_scores}]"],
             ["reward.functions[0].name", "compute_score"],
             id="reward function misspelt",
