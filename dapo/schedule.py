@@ -14,6 +14,7 @@ from dapo.config.schema import Config
 from dapo.derived import optimizer_steps
 
 WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")  # get_scheduler would drop them without a word
+TIMESCALE = 10_000  # steps; what transformers takes for inverse_sqrt without warm-up
 ROUNDING = 1e-9  # of the highest rate, by which another may be above it
 
 
@@ -32,13 +33,16 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
     optimizer = torch.optim.SGD([torch.zeros(())], lr=optim.lr)
     if optim.lr_scheduler_kwargs and optim.lr_scheduler in WITHOUT_ARGUMENTS:
         raise _refused(optim, "it takes none; leave them out or choose another scheduler")
+    arguments = dict(optim.lr_scheduler_kwargs)
+    if optim.lr_scheduler == "inverse_sqrt" and not optim.lr_warmup_steps and arguments.get("timescale") is None:
+        arguments["timescale"] = TIMESCALE  # which it would take from the warm-up of 1 that it is given
     try:
         scheduler = get_scheduler(
             optim.lr_scheduler,
             optimizer,
             num_warmup_steps=max(1, optim.lr_warmup_steps),
             num_training_steps=cfg.trainer.total_steps * per_update + 1,
-            scheduler_specific_kwargs=optim.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=arguments,
         )
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refused(optim, f"{error}; give those of transformers' get_scheduler") from error

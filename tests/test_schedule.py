@@ -100,6 +100,16 @@ def test_the_arguments_reach_the_schedule():
     assert values == pytest.approx([LR * factor for factor in [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, *decay]])
 
 
+def test_inverse_sqrt_without_a_warm_up_has_the_timescale_of_transformers():
+    """10,000 steps where none is given; with the warm-up of 1 that the others get instead it would be 1."""
+    values = rates(config("inverse_sqrt", warmup=0, steps=100))[::6]
+    assert values == pytest.approx([LR * (10_000 / (10_000 + k)) ** 0.5 for k in range(100)])
+    assert values[-1] > 0.99 * LR
+    assert rates(config("inverse_sqrt", warmup=0, steps=100, timescale=None))[::6] == values
+    values = rates(config("inverse_sqrt", warmup=0, steps=100, timescale=4))[::6]
+    assert values == pytest.approx([LR * (4 / (4 + k)) ** 0.5 for k in range(100)])
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "cause"),
     [
