@@ -53,6 +53,11 @@ class Budget:
         self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
 
+    def counted(self, running: int) -> int:
+        """Counts the draws of the update that is collected, or of the next one, that have ended. running: the others,
+        which start again in a run that goes on, and count then."""
+        return self.drawn + self.drawn_before - running
+
     @property
     def left(self) -> float:
         """Counts the draws that may still start."""
@@ -68,7 +73,9 @@ class Budget:
         """
         if usable and self._train_partial:
             return usable
-        raise BudgetExhausted(self._explain(usable=usable, wanted=wanted))
+        error = BudgetExhausted(self._explain(usable=usable, wanted=wanted))
+        self.drawn = 0  # the run that goes on has a whole budget
+        raise error
 
     def add(self, group: Group, outcome: str, fate: str) -> None:
         """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""

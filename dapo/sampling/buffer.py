@@ -271,7 +271,7 @@ class OversamplingBuffer:
 
     def state(self) -> BufferState:
         """Returns what a checkpoint needs besides `held`. Draws in flight are as if they had gone back."""
-        return self.draws.state(self.rate.state())
+        return self.draws.state(self.rate.state(), 0 if self._max_staleness else self._budget.counted(self.in_flight))
 
     def restore(
         self,
@@ -294,7 +294,7 @@ class OversamplingBuffer:
             _, fate = self._keep(group)
             self.rate.observe(fate == TRAINED)
         if self._max_staleness == 0:  # they were drawn for the very update that is collected next
-            self._budget.drawn_before = len(since)
+            self._budget.drawn_before = state.drawn_now + len(since)
         self.draws.send_back(self._late(), self._why_back)
         self._frontier = min(self.draws.live, default=self.draws.drawn)
         self._advance()

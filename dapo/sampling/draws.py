@@ -54,12 +54,14 @@ class LiveDraw:
 class BufferState:
     """Holds what a continued run needs of the buffer besides its groups; draws in flight are as if they had gone back.
     retry: draws that start again. draws: ended ones, by fate. tokens: of ended draws by fate, and lost ones by reason.
-    rate: `UsableRate.state()`."""
+    rate: `UsableRate.state()`. drawn_now: of the groups, those that count towards the budget of the update that is
+    collected; 0 above staleness 0, once the budget is spent, and in checkpoints of an earlier program."""
 
     retry: list[int]
     draws: dict[str, int]
     tokens: dict[str, int]
     rate: list[float]
+    drawn_now: int = 0
 
     def drawn(self, held: int) -> int:
         """Counts the draws that were ever started. held: the groups of the same checkpoint."""
@@ -73,7 +75,7 @@ class BufferState:
     def parse(cls, values: Any) -> "BufferState":
         """Returns the state that JSON holds. Raises TypeError or ValueError where it holds anything else."""
         state = cls(**values)
-        whole = [*state.retry, *state.draws.values(), *state.tokens.values()]
+        whole = [*state.retry, *state.draws.values(), *state.tokens.values(), state.drawn_now]
         if not all(type(number) is int and number >= 0 for number in whole):
             raise ValueError(f"counts that are no whole numbers: {whole}")
         usable, draws = state.rate
@@ -168,14 +170,16 @@ class Draws:
             self.tokens[reason] += draw.tokens
             draw.tokens, draw.group = 0, None
 
-    def state(self, rate: list[float]) -> BufferState:
-        """Returns what goes into a checkpoint besides `held`."""
+    def state(self, rate: list[float], drawn_now: int = 0) -> BufferState:
+        """Returns what goes into a checkpoint besides `held`. drawn_now: at most that many of those count as drawn for
+        the update that is collected."""
         unscored = sum(self.live[index].tokens for index in self.at(State.IN_REWARD))
         return BufferState(
             retry=sorted(index for index, draw in self.live.items() if draw.group is None),
             draws={name: count for name, count in self.counts.items() if name not in set(State)},
             tokens=dict(self.tokens + Counter({STOPPED: unscored})),
             rate=rate,
+            drawn_now=min(drawn_now, self.counts[State.BUFFERED] + self.counts[State.TRAINING]),
         )
 
     def restore(

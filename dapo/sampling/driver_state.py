@@ -46,7 +46,8 @@ class DriverState:
 
     def without(self, held: Sequence[int]) -> "DriverState":
         """Returns the state in which the draws of the groups that were held start again."""
-        return replace(self, buffer=replace(self.buffer, retry=sorted([*self.buffer.retry, *held])))
+        retry = sorted([*self.buffer.retry, *held])
+        return replace(self, buffer=replace(self.buffer, retry=retry, drawn_now=0))
 
     def write(self, directory: Path) -> None:
         """Writes `driver.json`."""

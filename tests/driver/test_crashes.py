@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo.faults.recovery import run_to_end
+from dapo.report.log import read_metrics
 from dapo.sampling.budget import BudgetExhausted
 from tests.support.driver.loops import make_trainer, tiny_config
 from tests.support.driver.saved_runs import seen, tokens
@@ -154,6 +155,42 @@ def test_a_run_that_is_cancelled_while_it_opens_its_journal_ends_in_order(tmp_pa
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
     assert set(threading.enumerate()) <= before, "the journal is closed"
+
+
+@pytest.mark.parametrize("ends", [["signal"], ["kill"], ["signal", "kill"], ["kill", "signal", "signal"]])
+def test_a_run_that_ends_in_mid_step_gives_the_update_no_second_budget(tmp_path, ends):
+    """One prompt in 13 is usable, and the budget ends each step before its batch is full."""
+    cfg = tiny_config(total_steps=2)
+    cfg.checkpoint.every, cfg.eval.every, cfg.eval.before_train, cfg.eval.after_train = 0, 0, False, False
+    cfg.filter_groups.max_num_gen_batches, cfg.filter_groups.on_budget = 2, "train_partial"
+
+    def trainer(path):
+        def rare(prompt, sample, response) -> float:
+            return float(prompt.id % 13 == 0 and sample % 2 == 1)
+
+        return make_trainer(path, cfg, verdict=rare)
+
+    def drawn(path) -> list[tuple[int, float, float]]:
+        lines = read_metrics(path / "metrics.jsonl")
+        return [(line["step"], line["buffer/drawn"], line["buffer/trained"]) for line in lines]
+
+    async def until_it_ends(one, how: str, held: int) -> None:
+        if how == "kill":
+            one.saver.is_behind = lambda version: False
+        running = asyncio.create_task(run_to_end(lambda: one, one._pools.actors, 0))
+        while len(one.stream.buffer.held()) < held:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+
+    straight, wanted = trainer(tmp_path / "straight")
+    asyncio.run(run_to_end(lambda: straight, wanted, 0))
+    for number, how in enumerate(ends):
+        asyncio.run(until_it_ends(trainer(tmp_path / "ended")[0], how, 6 * (number + 1)))
+    last, found = trainer(tmp_path / "ended")
+    asyncio.run(run_to_end(lambda: last, found, 0))
+    assert drawn(tmp_path / "straight")[0][1:] == (24, 1), "the budget, and a batch that is not full"
+    assert drawn(tmp_path / "ended") == drawn(tmp_path / "straight") and tokens(found) == tokens(wanted)
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "journal"])

@@ -132,6 +132,27 @@ def test_at_staleness_0_a_step_depends_on_the_verdicts_alone(directory, seed, sh
 @settings(deadline=None, max_examples=40)
 @given(
     seed=SEEDS,
+    share=st.sampled_from([0.1, 0.3, 1.0]),
+    width=st.integers(1, 16),
+    stops=st.lists(st.integers(0, 25), max_size=4),
+)
+def test_a_stop_in_mid_step_gives_the_update_no_second_budget(directory, seed, share, width, stops):
+    """At staleness 0 the steps are those of a run that nothing stops, partial ones among them."""
+    verdict, options = verdicts(seed % 5, share), {"max_draws": 2 * width, "on_budget": "train_partial"}
+    straight = World(directory, verdict, max_in_flight=width, **options)
+    straight.run(endless(seed), until=4, at_most=1000)
+    world = World(directory, verdict, max_in_flight=width, **options)
+    for groups in stops:
+        world.run(endless(seed), until=4, at_most=groups)
+        world.stop()
+    world.run(endless(seed + 1), until=4, at_most=1000)
+    if straight.exhausted == world.exhausted == 0:
+        assert world.steps == straight.steps
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=SEEDS,
     share=st.sampled_from([0.3, 1.0]),
     width=st.integers(1, 16),
     refused=st.lists(st.integers(0, 3), max_size=6),

@@ -34,7 +34,9 @@ def names(root: Path) -> list[str]:
 
 
 def state_text(version: object = 1, **changes: object) -> str:
-    return json.dumps({"version": version, "buffer": asdict(driver_state(1).buffer) | changes})
+    return json.dumps(
+        asdict(driver_state(1)) | {"version": version, "buffer": asdict(driver_state(1).buffer) | changes}
+    )
 
 
 @pytest.fixture
@@ -175,6 +177,13 @@ def test_what_the_run_adds_is_part_of_the_checkpoint_and_a_guard_stops_it(root: 
     assert (root / "step_000001" / "actor" / "rank0.bin").read_text() == "weights of step 1"
 
 
+def test_a_driver_state_of_before_the_draws_of_the_open_update_were_counted(tmp_path: Path) -> None:
+    values = json.loads(state_text())
+    del values["buffer"]["drawn_now"]
+    (tmp_path / "driver.json").write_text(json.dumps(values))
+    assert DriverState.read(tmp_path) == driver_state(1)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -188,6 +197,7 @@ def test_what_the_run_adds_is_part_of_the_checkpoint_and_a_guard_stops_it(root: 
         pytest.param(state_text(rate=[2.0, 1.0]), id="rate-above-one"),
         pytest.param(state_text(retry=[-1]), id="draw-negative"),
         pytest.param(state_text(retry="12"), id="retry-text"),
+        pytest.param(state_text(drawn_now=-1), id="count-negative"),
         pytest.param(state_text(other=1), id="field-unknown"),
     ],
 )

@@ -77,6 +77,12 @@ class World:
     def spent(self) -> bool:
         return 0 < self.options.get("max_draws", 0) <= self.drawn_now
 
+    @property
+    def counted(self) -> int:
+        """Scored draws that count towards the budget of this update also in a run that goes on from here."""
+        ended = self.drawn_now - len(self.at(IN_GENERATION, IN_REWARD))
+        return 0 if self.staleness else min(ended, len(self.at(BUFFERED)))
+
     def take(self, room: int | None = None) -> list[int]:
         """Draws that start; a budget that ends also ends the run, which is continued. Never nothing for ever."""
         buffer, running = self.buffer, len(self.at(IN_GENERATION, IN_REWARD))
@@ -87,6 +93,7 @@ class World:
         except BudgetExhausted:
             assert idle and self.spent, "the budget ended too soon"
             self.exhausted += 1
+            self.drawn_now = 0  # the run that goes on has a whole budget
             self.stop(through_files=False)
             return []
         if idle and room != 0:
@@ -207,6 +214,7 @@ class World:
         """The run ends and is continued, with other options where that is asked for. A batch that was not trained on
         comes again."""
         state, held = DriverState(version=self.version, buffer=self.buffer.state()), self.buffer.held()
+        counted = self.counted
         if through_files:
             write_groups(self.directory, held)
             state.write(self.directory)
@@ -218,6 +226,7 @@ class World:
         self.forget_the_unscored()
         self.audit()
         self.open()
+        self.drawn_now = 0 if self.staleness else counted
         if self.journal is not None:
             self.checkpoint()
 
@@ -244,6 +253,7 @@ class World:
         self.hear()
         self.saved = copy.deepcopy([getattr(self, name) for name in self.BOOKS])
         self.saved_state, self.saved_groups = self.buffer.state(), self.buffer.held()
+        self.saved_counted = self.counted
 
     def hear(self) -> None:
         journal = self.journal
@@ -274,7 +284,7 @@ class World:
         self.audit()
         self.hear()
         self.open()
-        self.drawn_now = 0 if self.staleness else len(due)
+        self.drawn_now = 0 if self.staleness else self.saved_counted + len(due)
         return sorted(due)
 
     def close_journal(self) -> None:
