@@ -9,6 +9,7 @@ value, a run that is complete. However a run ends, its reason is one message and
 import asyncio
 import signal
 import sys
+import time
 from dataclasses import asdict
 
 import hydra
@@ -54,7 +55,9 @@ def _hydra_main(tree: DictConfig) -> None:
 
 
 def launch(cfg: Config) -> None:
-    """Claims the output directory and trains what is left to train there."""
+    """Claims the output directory and trains what is left to train there. `trainer.max_hours` counts from here: to hash
+    the newest checkpoint takes minutes."""
+    began = time.monotonic()
     with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
         claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     with claimed as run_dir:
@@ -73,7 +76,7 @@ def launch(cfg: Config) -> None:
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
         with concluded(run_dir.path, run_dir.check):
-            asyncio.run(train_until_signal(cfg, run_dir, store))
+            asyncio.run(train_until_signal(cfg, run_dir, store, began))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ from workers.engines.arguments import engine_args
 from workers.rollout import RolloutPool
 
 
-async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore) -> None:
+async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore, since: float) -> None:
     """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, and LeaseLost
     when another run has taken the directory over."""
     task = asyncio.current_task()
@@ -75,7 +75,7 @@ async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: Checkpoi
 
     run_dir.when_lost(lost)
     try:
-        await train(cfg, run_dir, store, stop=stop)
+        await train(cfg, run_dir, store, stop=stop, since=since)
     except asyncio.CancelledError:
         run_dir.check()
         if stop.first == signal.SIGINT:
@@ -90,11 +90,12 @@ async def train(
     rollouts: RolloutPool | None = None,
     stop: Stop | None = None,
     until: int | None = None,
+    since: float | None = None,
 ) -> None:
     """Trains up to `trainer.total_steps`, or to step `until`.
 
     rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
-    stop: catches signals.
+    stop: catches signals. since: the moment (`time.monotonic()`) from which `trainer.max_hours` counts; None: this one.
 
     Raises:
         ValueError, RuntimeError: what is wrong with the input, or what failed, with the remedy.
@@ -126,7 +127,7 @@ async def train(
             samples.begin(asdict(cfg), pools.gpus)
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path, Gauge), samples)
             logger.event("inputs", "\n".join(f"{key}: {text}" for key, text in inputs.items()))
-            limit = TimeLimit(cfg.trainer.max_hours, began)
+            limit = TimeLimit(cfg.trainer.max_hours, began if since is None else since)
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())

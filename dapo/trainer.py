@@ -79,7 +79,8 @@ class Trainer:
             await self._batches.written()
             if self.saver.is_behind(self.version):
                 await finish(self.save())
-            await self.evaluations.finish()
+            async with self._limit.leaving("save"):  # the checkpoint says that the evaluation is owed
+                await self.evaluations.finish()
         finally:
             await self.evaluations.close()
             await self.stream.close()

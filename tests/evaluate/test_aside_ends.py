@@ -1,11 +1,14 @@
 """Evaluations at the side of a run that are dropped, fail or begin anew."""
 
 import asyncio
+import time
 
 import pytest
 
+from dapo.faults.limit import TimeLimit, TimeLimitReached
 from dapo.faults.recovery import run_to_end
 from dapo.pools import BatchRefused
+from dapo.sampling.driver_state import owes_evaluation
 from dapo.trainer import Trainer
 from tests.support.driver.asides import EVALUATED, Slots, evaluations, made, steps_of
 from tests.support.driver.loops import some_mixed
@@ -52,6 +55,30 @@ def test_a_signal_in_an_update_does_not_wait_for_the_evaluation(tmp_path, capsys
     again, _, _ = made(tmp_path)
     run(again.run())
     assert list(evaluations(tmp_path)) == [0, 4, 5], "its policy is gone"
+
+
+@pytest.mark.parametrize("left_s", [-1.0, 0.3])
+def test_the_last_evaluation_is_left_by_the_time_limit_and_made_up_for(tmp_path, left_s):
+    """It would go on until the scheduler ends the process. left_s: of the limit when the last step is saved."""
+    limit = TimeLimit(1.0, time.monotonic())
+    rollouts = Stuck()
+    trainer, _, actors = made(tmp_path, rollouts=rollouts, limit=limit)
+    rollouts.version_stuck, rollouts.reached = 5, asyncio.Event()
+    save = actors.save
+
+    async def late(directory, version):
+        limit._began = time.monotonic() - 3600 + left_s
+        await save(directory, version)
+
+    actors.save = late
+    with pytest.raises(TimeLimitReached, match=r"`trainer.max_hours` \(1\)"):
+        run(to_its_end(trainer))
+    assert rollouts.reached.is_set() and time.monotonic() - limit._began < 3600 + 5
+    assert list(evaluations(tmp_path)) == [0, 2, 4] and trainer.saver._store.steps() == [5]
+    assert owes_evaluation(trainer.saver._store.latest(), tmp_path)
+    again, _, resting = made(tmp_path)
+    run(again.run())
+    assert list(evaluations(tmp_path)) == EVALUATED and not resting.batches
 
 
 def test_engines_that_are_lost_in_an_update_end_the_evaluation_and_not_the_run(tmp_path, capsys):

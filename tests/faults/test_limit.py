@@ -5,8 +5,11 @@ import time
 
 import pytest
 
+from dapo.config.compose import compose
 from dapo.faults import limit as limit_module
 from dapo.faults.limit import ROOM, UNSEEN, TimeLimit, TimeLimitReached
+from dapo.main_ppo import launch
+from dapo.state.run_dir import claim_output_dir
 
 
 @pytest.fixture
@@ -124,3 +127,20 @@ def test_a_signal_is_not_taken_for_the_limit():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(body())
+
+
+def test_the_limit_counts_from_before_the_newest_checkpoint_is_hashed(tmp_path, monkeypatch):
+    moments: list[float] = []
+
+    def claim(*arguments):
+        moments.append(time.monotonic())
+        return claim_output_dir(*arguments)
+
+    async def train(cfg, run_dir, store, since):
+        moments.append(since)
+
+    monkeypatch.setattr("dapo.main_ppo.claim_output_dir", claim)
+    monkeypatch.setattr("dapo.run.train_until_signal", train)
+    launch(compose([f"trainer.output_dir={tmp_path}", "trainer.preflight=false"], experiment="dapo_tiny"))
+    claimed, since = moments
+    assert since <= claimed

@@ -65,7 +65,7 @@ def made(path, *, seed: int = 0, staleness: int = 0, evaluates: bool = True, tot
     rollouts = more.pop("rollouts", None) or Slots(seed)
     actors = more.pop("actors", None) or Slow(rollouts)
     synced = more.pop("synced", [])
-    trainer, _ = make_trainer(path, cfg, rollouts=rollouts, actors=actors, synced=synced)
+    trainer, _ = make_trainer(path, cfg, rollouts=rollouts, actors=actors, synced=synced, **more)
     return trainer, rollouts, actors
 
 

@@ -40,7 +40,16 @@ def tiny_config(**trainer) -> Config:
 
 
 def make_trainer(
-    tmp_path, cfg, *, verdict=some_mixed, synced=None, rollouts=None, actors=None, samples=None, prompts=PROMPTS
+    tmp_path,
+    cfg,
+    *,
+    verdict=some_mixed,
+    synced=None,
+    rollouts=None,
+    actors=None,
+    samples=None,
+    prompts=PROMPTS,
+    limit=None,
 ):
     rollouts, actors = rollouts or FakeRollouts(), actors or FakeActors()
     tmp_path.mkdir(exist_ok=True)
@@ -54,5 +63,5 @@ def make_trainer(
     store = CheckpointStore(tmp_path / "checkpoints", keep=0)
     logger = MetricsLogger(tmp_path, store=samples)
     held_out = HeldOut(name="", prompts=tuple(PROMPTS[:5]), samples=(cfg.eval.n,) * 5)
-    trainer = Trainer(cfg, pools, prompts, [held_out], store, logger, say=lambda line: None)
+    trainer = Trainer(cfg, pools, prompts, [held_out], store, logger, say=lambda line: None, limit=limit)
     return trainer, actors
