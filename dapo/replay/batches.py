@@ -73,7 +73,9 @@ class Batches:
             write_groups(temporary, [(group, step - 1) for group in groups])
             if visits:
                 (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
-            shutil.rmtree(path, ignore_errors=True)  # a course that resuming has left
+            for left in _paths(self._directory):
+                if step_of(left) >= step:  # of a course that resuming has left
+                    shutil.rmtree(left, ignore_errors=True)
             temporary.replace(path)
             if self._keep:
                 for old in sorted(_paths(self._directory), key=step_of)[: -self._keep]:

@@ -82,6 +82,15 @@ def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> N
         asyncio.run(stream.collect())
 
 
+def test_a_run_that_went_back_keeps_what_it_writes_and_nothing_of_the_course_that_it_left(tmp_path: Path) -> None:
+    kept(tmp_path, *range(1, 31), keep=20)
+    assert steps_kept(tmp_path) == [*range(11, 31)]
+    kept(tmp_path, 6, 7, 8, 9, keep=20)
+    assert steps_kept(tmp_path) == [6, 7, 8, 9]
+    kept(tmp_path, 8, keep=None)
+    assert steps_kept(tmp_path) == [6, 7, 8]
+
+
 def test_a_batch_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no directory")
     kept(tmp_path / "file", 1)
