@@ -20,10 +20,10 @@ JUDGED = (
     "reward.functions=[{path: math}, {path: judge, weight: 0.05}]",
     "reward.judge.engine.path=pkg://dapo.tiny/base",
     "reward.judge.engine.vllm={max_model_len: 512, max_num_seqs: 32}",
-    *("reward.judge.engine.silence_s=120", "reward.judge.prompt='{response}'"),
+    *("reward.judge.engine.silence_s=120", "reward.judge.prompt='{response}+12='"),  # else it may say nothing
     *(r"reward.judge.pattern='(\d)\D*$'", "reward.judge.highest=9", "reward.judge.max_tokens=64"),
     *("reward.judge.prompt_cost=2", "reward.num_workers=1"),
-    *("reward.timeout_s=900", "reward.remote.timeout_s=600", "reward.remote.call_timeout_s=60"),
+    *("reward.timeout_s=400", "reward.remote.timeout_s=180", "reward.remote.call_timeout_s=60"),
     *("reward.remote.retries=1000", "reward.remote.backoff_s=0.1"),
 )
 
