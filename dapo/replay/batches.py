@@ -5,6 +5,7 @@ same groups again, for `python -m dapo.replay` and runs of one half. A failure h
 """
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections import Counter
@@ -24,11 +25,12 @@ from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.sampling.traffic import Traffic
 from dapo.state.checkpoint import STEP_NAME, step_of
-from dapo.types import Collected, Draw, Group
+from dapo.types import Collected, Draw, Group, Prompt
 
 BATCHES = "batches"  # folder in the output directory
 TEMPORARY = ".tmp"
 VISITS = "visits.json"  # beside the groups, with a curriculum
+PROMPTS = "prompts.json"  # beside the groups: a digest of the prompt of each draw, which stands in no group
 Visits = Mapping[int, int]
 
 
@@ -71,6 +73,8 @@ class Batches:
             shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
             temporary.mkdir(parents=True)
             write_groups(temporary, [(group, step - 1) for group in groups])
+            digests = {group.draw.index: _digest(group.draw.prompt) for group in groups}
+            (temporary / PROMPTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
             if visits:
                 (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
             for left in _paths(self._directory):
@@ -82,6 +86,11 @@ class Batches:
                     shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             warn(f"the batch of step {step} was not kept for `dapo.replay`: {error}")
+
+
+def _digest(prompt: Prompt) -> str:
+    """Returns a digest of the conversation, which does not change with a date in the chat template."""
+    return hashlib.blake2b(json.dumps(prompt.messages).encode(), digest_size=8).hexdigest()
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -113,7 +122,8 @@ class SavedStream:
         self._know = know
 
     async def collect(self) -> Collected:
-        """Returns the batch of the next step. Raises ValueError where it is not there."""
+        """Returns the batch of the next step. Raises ValueError where it is not there, or answers other prompts than
+        those of its draws in this run."""
         step = self.buffer.version + 1
         path = self._directory / f"step_{step:06d}"
         groups = tuple(group for group, _ in await asyncio.to_thread(self._read, path))
@@ -138,7 +148,18 @@ class SavedStream:
         if (path / VISITS).is_file():
             visits = json.loads((path / VISITS).read_text(encoding="utf-8"))
             self._know({int(index): visit for index, visit in visits.items()})
-        return read_groups(path, self._draw)
+        groups = read_groups(path, self._draw)
+        if not (path / PROMPTS).is_file():  # of an earlier program
+            return groups
+        digests = json.loads((path / PROMPTS).read_text(encoding="utf-8"))
+        for draw in [group.draw for group, _ in groups]:
+            if digests.get(str(draw.index)) != _digest(draw.prompt):
+                raise ValueError(
+                    f"`data.batches`: {path} answers another prompt than draw {draw.index} of this run has; give the "
+                    "`data.train_files` or `data.sources`, the `data.shuffle` and the `trainer.seed` of the run that "
+                    "wrote it, and whatever else decides about its prompts"
+                )
+        return groups
 
     async def close(self) -> None:
         """Has nothing to end."""

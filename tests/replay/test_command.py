@@ -3,19 +3,20 @@
 import asyncio
 import math
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from dapo.config.compose import checked_overrides, compose, half_flags
+from dapo.data.order import PromptOrder
 from dapo.replay.__main__ import main
-from dapo.replay.batches import Batches, SavedStream, steps_kept
+from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept
 from dapo.replay.outcome import Outcome, outcome, words
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
-from tests.support.fakes import make_group
+from tests.support.fakes import make_group, make_prompt
 
 TINY = "dapo_tiny"
 
@@ -80,6 +81,37 @@ def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> N
     buffer.serving(3)
     with pytest.raises(ValueError, match=r"has no batch of step 4; it has those of steps 2-3"):
         asyncio.run(stream.collect())
+
+
+@pytest.mark.parametrize("other", ["seed", "shuffle", "prompts"])
+def test_answers_to_other_prompts_are_refused(tmp_path: Path, other: str) -> None:
+    """Which another seed, order or file would pair with the draws of a run of the other half."""
+    prompts = [make_prompt(number) for number in range(40)]
+    order = PromptOrder(prompts, seed=0, shuffle=True)
+
+    async def put() -> None:
+        batches = Batches(tmp_path, None)
+        await batches.put(1, [replace(make_group(index, [0.0, 1.0]), draw=order.draw(index)) for index in range(4)])
+        await batches.written()
+
+    def read(found: PromptOrder) -> list[int]:
+        buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12)
+        collected = asyncio.run(SavedStream(tmp_path, buffer, found.draw).collect())
+        return [group.draw.prompt.id for group in collected.groups]
+
+    asyncio.run(put())
+    own = [order.draw(index).prompt.id for index in range(4)]
+    assert read(PromptOrder(prompts, seed=0, shuffle=True)) == own
+    of_another_day = [replace(prompt, token_ids=prompt.token_ids + 1, text="today") for prompt in prompts]
+    assert read(PromptOrder(of_another_day, seed=0, shuffle=True)) == own
+    changed = [make_prompt(number + 100) for number in range(40)] if other == "prompts" else prompts
+    stranger = PromptOrder(changed, seed=int(other == "seed"), shuffle=other != "shuffle")
+    with pytest.raises(ValueError) as error:
+        read(stranger)
+    for part in ("`data.batches`", str(tmp_path / "step_000001"), "`data.train_files`", "`trainer.seed`"):
+        assert part in str(error.value)
+    (tmp_path / "step_000001" / PROMPTS).unlink()
+    assert read(stranger) == [stranger.draw(index).prompt.id for index in range(4)], "of an earlier program"
 
 
 def test_a_run_that_went_back_keeps_what_it_writes_and_nothing_of_the_course_that_it_left(tmp_path: Path) -> None:
