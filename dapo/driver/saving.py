@@ -235,7 +235,8 @@ class Saver:
 
         The groups are scored anew: verdicts are cheap, and the old ones may be why the run stopped.
         """
-        directory = self._store.latest()
+        with waiting("the newest checkpoint to be found and hashed"):  # minutes, where the run has written it itself
+            directory = await asyncio.to_thread(self._store.latest)
         state = DriverState(version=0, buffer=self._buffer.state())
         held: list[tuple[Group, int]] = []
         if directory is not None:

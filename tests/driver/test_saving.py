@@ -1,18 +1,21 @@
 """What a run saves, when it has to, and what it reads when it goes on."""
 
 import asyncio
+import threading
 
 import pytest
 
 from dapo.driver.saving import SaveFailed
+from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.driver_state import DriverState, Due
-from dapo.state import manifest
+from dapo.state import checkpoint, manifest
 from dapo.state.checkpoint import CheckpointStore
 from tests.support.driver.loops import make_trainer, tiny_config
 from tests.support.driver.saved_runs import FULL
-from tests.support.faulty_pools import turns
+from tests.support.fakes import FakeActors
+from tests.support.faulty_pools import lost, turns
 
 
 def overlapping(total_steps: int):
@@ -87,6 +90,23 @@ def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
     asyncio.run(second._resume())
     assert actors.loaded and second.version == 2
     assert sorted(hashed) == sorted(path.name for path in files if path.name != "manifest.json")
+
+
+def test_engines_are_heard_while_the_checkpoint_is_hashed_after_a_loss_of_the_ranks(tmp_path, monkeypatch):
+    """Of minutes in which the event loop stood still, engines that die or hang would not be noticed."""
+
+    class LostOnce(FakeActors):
+        async def update(self, batch):
+            if batch.version == 3 and not self.restarted:
+                raise lost()
+            return await super().update(batch)
+
+    verify, threads = checkpoint.verify, []
+    monkeypatch.setattr(checkpoint, "verify", lambda path: threads.append(threading.current_thread()) or verify(path))
+    actors = LostOnce()
+    asyncio.run(run_to_end(lambda: make_trainer(tmp_path, tiny_config(total_steps=4), actors=actors)[0], actors, 1))
+    assert actors.restarted == 1 and actors.version == 4 and actors.loaded
+    assert threads and threading.main_thread() not in threads
 
 
 def test_a_checkpoint_that_was_replaced_is_looked_at_again(tmp_path):
