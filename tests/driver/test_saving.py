@@ -93,7 +93,7 @@ def test_a_start_hashes_the_checkpoint_once(tmp_path, monkeypatch):
 
 
 def test_engines_are_heard_while_the_checkpoint_is_hashed_after_a_loss_of_the_ranks(tmp_path, monkeypatch):
-    """Of minutes in which the event loop stood still, engines that die or hang would not be noticed."""
+    """The event loop would stand still for minutes, in which nobody notices engines that die or hang."""
 
     class LostOnce(FakeActors):
         async def update(self, batch):

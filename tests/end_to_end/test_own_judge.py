@@ -1,6 +1,7 @@
 """Whole runs with a judge of the run's own: what it says is in the rewards, and losing it changes no bit of the run."""
 
 import json
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +30,7 @@ JUDGED = (
 
 
 def servers() -> list[psutil.Process]:
-    """The judges' servers on this machine, without those that have ended and wait to be read."""
+    """The judges' servers on this machine and their watchers, without those that have ended and wait to be read."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if "workers.judging.process" in (process.info["cmdline"] or ()) and process.status() != psutil.STATUS_ZOMBIE:
@@ -66,7 +67,7 @@ def test_a_judge_that_dies_in_the_run_changes_no_bit(runs: Runs, judged: Path, t
     def kill_once_it_has_judged(engines: Any) -> bool:
         if not (tmp_path / "run" / DATABASE).exists() or not answers(tmp_path / "run"):
             return False
-        [server] = servers()
+        [server] = [process for process in servers() if os.getpgid(process.pid) == process.pid]  # not its watcher
         server.kill()
         return True
 

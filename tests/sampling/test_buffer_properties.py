@@ -137,7 +137,7 @@ def test_at_staleness_0_a_step_depends_on_the_verdicts_alone(directory, seed, sh
     stops=st.lists(st.integers(0, 25), max_size=4),
 )
 def test_a_stop_in_mid_step_gives_the_update_no_second_budget(directory, seed, share, width, stops):
-    """At staleness 0 the steps are those of a run that nothing stops, partial ones among them."""
+    """The steps are those of a run that nothing stops, partial ones among them: at staleness 0."""
     verdict, options = verdicts(seed % 5, share), {"max_draws": 2 * width, "on_budget": "train_partial"}
     straight = World(directory, verdict, max_in_flight=width, **options)
     straight.run(endless(seed), until=4, at_most=1000)
