@@ -13,6 +13,7 @@ ON_BUDGET = ("fail", "train_partial")
 ADMISSION = ("draw_order", "completion")
 CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
+TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM takes
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
 MAX_SAMPLES = 1000  # per held-out problem: there are more subsets of more samples than a float can count
 
@@ -131,7 +132,13 @@ class SamplingConfig:
         0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
     )
     top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
-    top_k: int = key(-1, "most likely tokens sampled from; -1: all", verl=f"{ROLLOUT}.val_kwargs.top_k")
+    top_k: int = key(
+        -1,
+        "most likely tokens sampled from; -1: all",
+        values=TOP_K,
+        holds=lambda value: value >= -1,
+        verl=f"{ROLLOUT}.val_kwargs.top_k",
+    )
 
 
 @dataclass(slots=True)
@@ -174,7 +181,14 @@ class RolloutConfig(SamplingConfig):
         verl=f"{ROLLOUT}.top_p",
         trl="top_p",
     )
-    top_k: int = key(-1, "must be -1, all tokens, in training", verl=f"{ROLLOUT}.top_k", trl="top_k")
+    top_k: int = key(
+        -1,
+        "must be -1, all tokens, in training",
+        values=TOP_K,
+        holds=lambda value: value >= -1,
+        verl=f"{ROLLOUT}.top_k",
+        trl="top_k",
+    )
     num_engines: int = at_least(1, 1, "vLLM engines, each with `tensor_parallel_size` GPUs of its own")
     cpu_threads: int = at_least(1, 1, "OpenMP threads of one engine on a machine without GPU")
     start_timeout_s: float = positive(900.0, "longest start of an engine in seconds, loading included")

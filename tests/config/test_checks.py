@@ -93,6 +93,9 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param([f"{FILTER}.on_budget=stop"], ["(stop)", "fail, train_partial"], id="on budget"),
         pytest.param(["rollout.temperature=0"], ["rollout.temperature", "greater than 0"], id="greedy training"),
         pytest.param(["rollout.top_p=0.9"], ["rollout.top_p", "must be 1.0"], id="cut distribution"),
+        pytest.param(["rollout.top_k=-2"], ["`rollout.top_k` (-2)", "-1 or 0", "at least 1"], id="top_k below -1"),
+        pytest.param(["eval.top_k=-2"], ["`eval.top_k` (-2)", "-1 or 0", "at least 1"], id="top_k below -1, held out"),
+        pytest.param(["rollout.top_k=20"], ["`rollout.top_k` (20)", "must be -1"], id="distribution cut by top_k"),
         pytest.param(["data.train_files=[]"], ["data.train_files", "at least one file"], id="no training data"),
         pytest.param(
             ["data.max_contradictory=1.5"],
