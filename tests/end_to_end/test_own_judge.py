@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def servers() -> list[psutil.Process]:
     return found
 
 
+def all_end() -> bool:
+    """Whether no server is left ten seconds after the end of a run."""
+    until = time.monotonic() + 10
+    while servers() and time.monotonic() < until:
+        time.sleep(0.1)
+    return servers() == []
+
+
 def answers(run: Path) -> list[tuple[str, dict[str, float], dict[str, float]]]:
     """Text, reward by function, and other numbers of all answers that have a reward."""
     with closing(sqlite3.connect(run / DATABASE)) as db:
@@ -60,7 +69,7 @@ def test_what_the_judge_says_is_in_the_rewards(judged: Path) -> None:
         assert metrics["judge/prompt_tokens"] > 5 and metrics["judge/completion_tokens"] > 0
         assert metrics["judge/cost"] == pytest.approx(metrics["judge/prompt_tokens"] * 2e-6)
     assert len(set.union(*said.values())) > 3, "the judge says the same of everything"
-    assert servers() == []
+    assert all_end()
 
 
 def test_a_judge_that_dies_in_the_run_changes_no_bit(runs: Runs, judged: Path, tmp_path: Path) -> None:
@@ -74,4 +83,4 @@ def test_a_judge_that_dies_in_the_run_changes_no_bit(runs: Runs, judged: Path, t
     run = runs.small(tmp_path / "run", *RUN, *JUDGED, beside=kill_once_it_has_judged)
     assert last_line(run)["perf/restarted_judges"] == 1
     assert outcome(run) == outcome(judged)
-    assert servers() == []
+    assert all_end()
