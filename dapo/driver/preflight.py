@@ -23,9 +23,14 @@ from dapo.turns.loading import load as load_rollout
 def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
-    problems = [*_torchvision()] or [*_schedule(cfg), *_reward_functions(cfg), *choice.problems(cfg)]
+    problems = [*_torchvision()] or [
+        *_schedule(cfg),
+        *(_attention(cfg) if trains else ()),
+        *_reward_functions(cfg),
+        *choice.problems(cfg),
+    ]
     problems += [*_rollout_function(cfg)]
-    problems += [*_attention(cfg), *own_functions(cfg)] if trains else []
+    problems += own_functions(cfg) if trains else []
     if problems:
         raise ValueError("\n".join(problems))
 
