@@ -134,5 +134,6 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -
 
 
 def test_sources_need_no_train_files_where_no_experiment_gives_them() -> None:
-    cfg = compose(["data.sources=[{name: a, files: [x]}]", "model.path=pkg://dapo.tiny/base", "actor.num_workers=1"])
+    model = ("model.path=pkg://dapo.tiny/base", "data.max_response_length=2048", "reward.overlong_buffer.len=512")
+    cfg = compose(["data.sources=[{name: a, files: [x]}]", *model, "actor.num_workers=1"])
     assert cfg.data.train_files == [] and [source.name for source in cfg.data.sources] == ["a"]
