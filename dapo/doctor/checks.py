@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.doctor import cluster, files, inputs, limits, planned, software, storage
-from dapo.doctor.allreduce import judged
+from dapo.doctor.checked import cluster, files, inputs, limits, planned, software, storage
+from dapo.doctor.checked.allreduce import judged
 from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
 from dapo.doctor.machines import Machines, Silent, ThisMachine
 from dapo.doctor.question import question

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dapo.doctor.allreduce import LIMIT_S
-from dapo.doctor.software import visible_gpus
+from dapo.doctor.checked.allreduce import LIMIT_S
+from dapo.doctor.checked.software import visible_gpus
 
 CPU_RANKS = 2
 
@@ -51,7 +51,7 @@ class Machines(Protocol):
         """Counts the GPUs of all."""
 
     def all_reduce(self, device: str) -> list[Any]:
-        """Returns the seconds that each rank of a ring over all of them measures (`dapo.doctor.allreduce`), or a
+        """Returns the seconds that each rank of a ring over all of them measures (`doctor.checked.allreduce`), or a
         `Silent`; a rank per GPU, without GPUs one per machine, at least two."""
 
 
@@ -82,7 +82,7 @@ class ThisMachine:
         started = []
         for rank in range(count):
             ring = json.dumps([rank, count, *address, device, rank])
-            command = [sys.executable, "-m", "dapo.doctor.allreduce", ring]
+            command = [sys.executable, "-m", "dapo.doctor.checked.allreduce", ring]
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         try:
             return [_answer(process) for process in started]

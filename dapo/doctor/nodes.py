@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dapo.config.schema import Config
 from dapo.derived import halve_roles
-from dapo.doctor.allreduce import LIMIT_S, Ring, measure
+from dapo.doctor.checked.allreduce import LIMIT_S, Ring, measure
 from dapo.doctor.machines import CPU_RANKS, Machines, Silent, called
 from dapo.report.watchdog import waiting
 from workers.cluster import connect, leave, nodes

@@ -19,7 +19,7 @@ from dapo.ablation.__main__ import SMOKE, chosen_rungs, ladder_runs, parse
 from dapo.ablation.results import RUNGS, run_folder
 from dapo.config.compose import compose, experiments
 from dapo.config.paths import resolve_path
-from tests.support.ladder import cells, write_run
+from tests.support.ablation.ladder import cells, write_run
 from tests.support.runs import Runs, metrics
 
 

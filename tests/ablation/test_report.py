@@ -8,7 +8,7 @@ import pytest
 from dapo.ablation import __main__ as ablation
 from dapo.ablation.report import table, write_report
 from dapo.ablation.results import RUNGS, T_975, Curve, estimate, read_ladder, read_run, run_folder
-from tests.support.ladder import cells, write_run
+from tests.support.ablation.ladder import cells, write_run
 
 
 def student_t_cdf(t: float, df: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from dapo.compare.__main__ import main
 from dapo.compare.tables import configuration_differences
 from tests.support.fakes import make_group
-from tests.support.run_files import step_line, store_starts, write_run
+from tests.support.results.run_files import step_line, store_starts, write_run
 
 
 def evaluated(step: int, value: float) -> dict[str, float]:

@@ -14,8 +14,9 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.doctor import __main__ as command
-from dapo.doctor import limits, readme, software
+from dapo.doctor import readme
 from dapo.doctor.before_run import check_machine
+from dapo.doctor.checked import limits, software
 from dapo.doctor.checks import CHECKS, Outcome
 from dapo.doctor.finding import FAULT, WARNING, Finding
 

@@ -14,7 +14,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.doctor import limits, question, software, storage
+from dapo.doctor import question
+from dapo.doctor.checked import limits, software, storage
 from dapo.doctor.checks import CHECKS, diagnose
 from dapo.doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding
 from dapo.doctor.machines import Silent, ThisMachine

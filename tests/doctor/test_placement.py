@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dapo.config.compose import compose
-from dapo.doctor import cluster
+from dapo.doctor.checked import cluster
 from dapo.doctor.machines import ThisMachine
 from dapo.doctor.subject import Subject
 

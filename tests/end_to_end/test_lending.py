@@ -13,7 +13,7 @@ import pytest
 from dapo.faults.points import ONCE, VARIABLE
 from dapo.sampling.lending import Lending
 from dapo.store.schema import DATABASE
-from tests.end_to_end.test_faults import break_once
+from tests.end_to_end.faults.test_faults import break_once
 from tests.end_to_end.test_turns import kill_engine
 from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import Runs

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from dapo.faults.points import ONCE, VARIABLE
-from tests.end_to_end.test_faults import break_once
+from tests.end_to_end.faults.test_faults import break_once
 from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import Runs, metrics
 from workers.rollout import RolloutPool

@@ -20,7 +20,7 @@ from dapo.store.samples import SampleStore
 from dapo.store.schema import VERSION
 from dapo.types import Group
 from tests.support.fakes import make_group
-from tests.support.stored import collected_of
+from tests.support.store.stored import collected_of
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] :smile: \u202eevil\r\n" + "<script>" + "\x00end"
 

@@ -22,8 +22,8 @@ from dapo.inspect.page import COLUMNS, Columns, page
 from dapo.store.reader import Reader
 from dapo.store.samples import SampleStore
 from tests.support.fakes import make_group
-from tests.support.shown_run import make_run
-from tests.support.stored import collected_of
+from tests.support.report.shown_run import make_run
+from tests.support.store.stored import collected_of
 
 HOSTILE = (
     "</script><script>window.owned=1</script></SCRIPT ><!--<script><img src=x onerror=alert(1)>"

@@ -12,7 +12,7 @@ from dapo.inspect.timeline import Lane, drawn, shown, timeline
 from dapo.store.reader import Reader
 from dapo.store.schema import GROWS
 from tests.inspect.test_page import Parsed
-from tests.support.shown_run import make_run
+from tests.support.report.shown_run import make_run
 
 
 def span(lane: str, began: float, ended: float, level: float = 1.0) -> dict:

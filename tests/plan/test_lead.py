@@ -9,7 +9,7 @@ from dapo.plan.__main__ import main
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.lead import Lead
 from dapo.plan.step import Step
-from tests.support.plans import planned
+from tests.support.plan.plans import planned
 
 
 def test_the_lead_before_a_time_limit_is_an_update_and_a_save():

@@ -17,7 +17,7 @@ from dapo.plan.hints import hints
 from dapo.plan.report import report
 from dapo.plan.step import Step, response_lengths
 from dapo.plan.terms import size
-from tests.support.plans import planned
+from tests.support.plan.plans import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9

@@ -7,7 +7,7 @@ from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import changed, problems, room_for_actors
 from dapo.plan.report import report
 from dapo.plan.step import Step
-from tests.support.plans import planned
+from tests.support.plan.plans import planned
 
 
 def test_roles_that_take_turns_have_a_gpu_each_at_its_time():

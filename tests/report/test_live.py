@@ -13,7 +13,7 @@ import pytest
 
 from dapo.report import console
 from dapo.report.live import live_line, terminal_console
-from tests.support.screen import Screen
+from tests.support.report.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 60

@@ -15,7 +15,7 @@ from dapo.config.schema import Config
 from dapo.report.log import MetricsLogger
 from dapo.report.sinks import ml_flow
 from dapo.report.sinks.choice import sinks_of
-from tests.support.reported import report_to_sinks
+from tests.support.report.reported import report_to_sinks
 
 NAMES = {"actor/loss", "actor/entropy", "eval/pass@4"}
 

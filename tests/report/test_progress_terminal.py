@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.screen import Screen
+from tests.support.report.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(

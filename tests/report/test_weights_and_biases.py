@@ -13,7 +13,7 @@ import pytest
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.report.sinks import weights_and_biases
-from tests.support.reported import report_to_sinks
+from tests.support.report.reported import report_to_sinks
 
 WRITTEN_S = 60.0
 OFFLINE = ("logging.tensorboard=false", "logging.wandb.project=test", "logging.wandb.mode=offline")

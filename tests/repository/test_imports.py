@@ -31,7 +31,7 @@ ROLES = (
 )
 PARTS = tuple(f"workers.{part}" for part in ("judging", "placing", "scoring", "training", "turns", "weights"))
 TOOLS = ("dapo.plan", "dapo.simulate", "dapo.ablation", "dapo.bench", "dapo.inspect", "dapo.compare")
-ASKS = {("dapo.plan", "dapo.doctor")}  # a tool, and the package that may ask it
+ASKS = {("dapo.plan", package) for package in ("dapo.doctor", "dapo.doctor.checked")}  # a tool, and who may ask it
 TENSORS = (
     "dapo.advantage",
     "dapo.loss",
@@ -44,8 +44,8 @@ TENSORS = (
     "dapo.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",
-    "dapo.doctor.allreduce",
-    "dapo.doctor.software",
+    "dapo.doctor.checked.allreduce",
+    "dapo.doctor.checked.software",
 )
 COMPUTE = {"ray", "vllm", "workers"}
 HEAVY = {"torch", "transformers", "datasets", *COMPUTE}
@@ -123,8 +123,10 @@ def test_import_direction(path):
         pytest.param("dapo.sampling.buffer", "import torch.nn", "torch only", id="torch"),
         pytest.param("dapo.trainer", "from dapo.plan import fit", "nothing imports a tool", id="tool"),
         pytest.param("dapo.plan.fit", "from dapo.bench.step import x", "nothing imports a tool", id="tool by tool"),
-        pytest.param("dapo.doctor.files", "import ray", "only dapo.run", id="ray in the doctor"),
-        pytest.param("dapo.doctor.files", "import dapo.inspect.rules", "nothing imports a tool", id="tool by doctor"),
+        pytest.param("dapo.doctor.checked.files", "import ray", "only dapo.run", id="ray in the doctor"),
+        pytest.param(
+            "dapo.doctor.checked.files", "import dapo.inspect.rules", "nothing imports a tool", id="tool by doctor"
+        ),
         pytest.param("workers.actor", "from workers import rollout", "roles do not", id="roles"),
         pytest.param("workers.weights.sender", "from workers.training import fsdp", "a part imports", id="parts"),
         pytest.param("workers.scoring.fleet", "import workers.reward", "a part imports", id="role of a part"),

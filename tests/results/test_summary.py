@@ -16,7 +16,7 @@ from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
 from tests.support.fakes import make_group
-from tests.support.run_files import step_line, store_starts, write_run
+from tests.support.results.run_files import step_line, store_starts, write_run
 
 
 def restarted(engines: int, workers: int = 0) -> dict[str, float]:

@@ -11,8 +11,8 @@ from dapo.measure.clock import Span
 from dapo.sampling.draws import TRAINED
 from tests.support.driver.loops import make_trainer
 from tests.support.fakes import make_group
+from tests.support.store.stored import collected_of, with_text
 from tests.support.store.whole_runs import config, kinds, one, rows, store_in
-from tests.support.stored import collected_of, with_text
 
 
 @pytest.mark.parametrize(("step", "left"), [(0, []), (3, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])])

@@ -13,7 +13,7 @@ from dapo.store.rows import answer_rows, group_row, keeps_text
 from dapo.store.samples import SampleStore
 from dapo.store.schema import TABLES
 from tests.support.fakes import make_group
-from tests.support.stored import collected_of, with_text
+from tests.support.store.stored import collected_of, with_text
 
 COLUMNS = {table.name: [name for name, _, _ in table.columns] for table in TABLES}
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from dapo.config.schema import LoggingConfig
 from dapo.store.samples import SampleStore
-from tests.support.stored import collected_of, with_text
+from tests.support.store.stored import collected_of, with_text
 
 store = SampleStore(Path(sys.argv[1]), LoggingConfig(), warn=print)
 store.begin({})
@@ -83,7 +83,7 @@ import resource, signal, sys
 from pathlib import Path
 from dapo.config.schema import LoggingConfig
 from dapo.store.samples import SampleStore
-from tests.support.stored import collected_of, with_text
+from tests.support.store.stored import collected_of, with_text
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SampleStore(Path(sys.argv[1]), LoggingConfig(), warn=lambda line: print(line, flush=True))

@@ -11,16 +11,16 @@ GROUPS = {
     "engines": (
         "tests/end_to_end/test_program.py",
         "tests/end_to_end/test_learning.py",
-        "tests/end_to_end/test_budget.py",
+        "tests/end_to_end/faults/test_budget.py",
         "tests/replay/test_again.py",
         "tests/end_to_end/test_lora.py",
         "tests/end_to_end/test_mixture.py",
         "tests/bench/test_commands.py",
     ),
     "the undisturbed run": (
-        "tests/end_to_end/test_faults.py",
+        "tests/end_to_end/faults/test_faults.py",
         "tests/end_to_end/test_turns.py",
-        "tests/end_to_end/test_saves.py",
+        "tests/end_to_end/faults/test_saves.py",
         "tests/end_to_end/test_own_loss.py",
         "tests/end_to_end/test_turns_of_functions.py",
         "tests/end_to_end/test_lending.py",  # with other engines
@@ -48,7 +48,7 @@ GROUPS = {
 }
 LONGEST = (  # beside the groups
     "tests/workers/engines/test_speculation.py",
-    "tests/end_to_end/test_endings.py",
+    "tests/end_to_end/faults/test_endings.py",
     "tests/ablation/test_ablation.py",
 )
 GROUP_OF = {file: name for name, files in GROUPS.items() for file in files}

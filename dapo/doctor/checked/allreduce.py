@@ -1,7 +1,7 @@
 """Measures an all-reduce between ranks, as the actors will do it: gloo on CPUs, NCCL on GPUs.
 
 In: a rank's place in a ring. Out: seconds of the fastest of a few, after it was checked that the sums are right.
-As a program (`python -m dapo.doctor.allreduce JSON`) it is one rank, and prints them as JSON.
+As a program (`python -m dapo.doctor.checked.allreduce JSON`) it is one rank, and prints them as JSON.
 """
 
 import json

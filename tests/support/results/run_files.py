@@ -16,7 +16,7 @@ from dapo.config.schema import LoggingConfig
 from dapo.state.run_dir import HEADER
 from dapo.store.samples import SampleStore
 from tests.support.fakes import make_group
-from tests.support.stored import collected_of
+from tests.support.store.stored import collected_of
 
 BEGAN = 1_000_000.0  # Unix time of the first start
 

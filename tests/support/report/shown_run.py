@@ -14,7 +14,7 @@ from dapo.sampling.draws import TRAINED
 from dapo.store.samples import SampleStore
 from dapo.types import Group
 from tests.support.fakes import make_group, make_response, make_score
-from tests.support.stored import collected_of
+from tests.support.store.stored import collected_of
 
 
 def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How the real program ends: Ctrl-C, dead workers, a dead head of Ray. SIGTERM: tests/end_to_end/test_faults.py."""
+"""How the real program ends: Ctrl-C, dead workers, a dead head of Ray. SIGTERM: test_faults.py."""
 
 import json
 import os

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.test_faults import RUN, assert_all_draws_are_accounted_for, kills_an_engine, outcome
+from tests.end_to_end.faults.test_faults import RUN, assert_all_draws_are_accounted_for, kills_an_engine, outcome
 from tests.support.runs import Runs
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(7200)]

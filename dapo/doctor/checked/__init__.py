@@ -1,0 +1,1 @@
+"""Looks at one subject per file: findings out; `dapo.doctor.checks` asks for them all."""
