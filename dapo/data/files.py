@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo.data.layouts import VERL, VERL_COLUMNS, Layout, Reading, layout_of
+from dapo.data.values import shown
 
 COLUMNS = (*VERL_COLUMNS, "extra_info")
 PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
@@ -151,9 +152,3 @@ def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | N
 
 def _row(where: str, number: int) -> str:
     return f"{where}, row {number} (counted from 0)"
-
-
-def shown(value: Any) -> str:
-    """Returns type and beginning of a value from a file, for an error."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from dapo.config.paths import checked_path
-from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
+from dapo.data.files import SCHEMA, Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, Reading
+from dapo.data.values import shown
 from dapo.rewards.reading.answer import agree, read_truth
 from dapo.types import Messages, Prompt
 
