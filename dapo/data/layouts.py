@@ -17,6 +17,7 @@ VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
 MARK = "####"  # before GSM8K's final answers
 AUTO = "auto"
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # what a problem may need and no prompt holds
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 Row = dict[str, Any]
@@ -60,6 +61,7 @@ class Layout:
     def converted(self, row: Row, where: str, source: str) -> Row:
         """Returns a row in verl's columns; the columns that are not read go into `extra_info`. where: the row, for an
         error. source: its `data_source` where it has none. Raises ValueError."""
+        refuse_media(row, where)
         try:
             truth = self.truth(row)
         except ValueError as error:
@@ -82,6 +84,16 @@ class Layout:
             "reward_model": {"ground_truth": truth.strip()},
             "extra_info": {name: value for name, value in row.items() if name not in read},
         }
+
+
+def refuse_media(row: Row, where: str) -> None:
+    """Raises ValueError where a row has pictures, films or sound; an empty column is harmless. where: as above."""
+    for name in MEDIA:
+        if row.get(name):
+            raise ValueError(
+                f"{where}: column `{name}` ({shown(row[name])}) would be left out, for the model sees text alone; "
+                "remove the column where the problem is whole without it, else the row"
+            )
 
 
 def _text(row: Row, column: str) -> str:
