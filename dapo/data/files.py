@@ -6,6 +6,7 @@ read is an error naming the file.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,8 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     except RecursionError as error:
         raise ValueError(f"{at}: its JSON is nested too deeply to be read; flatten or remove the row") from error
     except ValueError as error:  # of all that it can be, the limit of Python for digits is left
-        raise ValueError(f"{at}: a number has too many digits to be read ({error}); store it as text") from error
+        digits = sys.get_int_max_str_digits()
+        raise ValueError(f"{at}: a number has more than {digits} digits; store it as text") from error
 
 
 def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | None, list[str]]:

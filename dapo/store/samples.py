@@ -178,7 +178,8 @@ def _numbers(connection: sqlite3.Connection, split: str, prompts: Sequence[Promp
     later = count(max((*known, *asked), default=0) + 1)
     for number, problem in asked.items():
         if number not in found:
-            found[number] = elsewhere.pop(problem, next(later) if number in known else number)
+            there = elsewhere.pop(problem, None)
+            found[number] = there if there is not None else next(later) if number in known else number
     return found
 
 

@@ -51,6 +51,8 @@ ROWS = [
         id="math",
     ),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
+    pytest.param({"problem": "1+1", "solution": "So $\\boxed 2$."}, "math", USER, "2", {}, id="math-bare-box"),
+    pytest.param({"prompt": "1+1", "solution": "So $\\boxed 2$."}, "trl", USER, "2", {}, id="trl-bare-box"),
     pytest.param(
         {"problem": "1+1", "solution": WORKED, "answer": [2.5e-7]}, "math", USER, "0.00000025", {}, id="math-list"
     ),

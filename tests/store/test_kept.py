@@ -143,8 +143,12 @@ def test_a_held_out_problem_keeps_its_number_when_the_files_change(tmp_path):
         asked = [replace(g, draw=replace(d, prompt=replace(d.prompt, text=text))) for g, d, text in pairs]
         store.evaluation(step, "aime", asked)
     store.close()
-    query = "SELECT text FROM evaluations JOIN prompts USING (prompt) WHERE split = name AND step = ? ORDER BY prompt"
-    assert ["".join(text for (text,) in rows(tmp_path, query, step)) for step in range(3)] == ["abc", "bcefd", "ab"]
+    query = "SELECT prompts.text FROM evaluations JOIN prompts USING (prompt) WHERE split = name AND step = ?"
+    assert ["".join(text for (text,) in rows(tmp_path, f"{query} ORDER BY prompt", step)) for step in range(3)] == [
+        "abc",
+        "bcefd",
+        "ab",
+    ]
     assert one(tmp_path, "SELECT count(*) FROM prompts WHERE split = 'aime'") == (6,)
 
 
