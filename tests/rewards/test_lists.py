@@ -32,9 +32,7 @@ from dapo.rewards import math, math_verify
         pytest.param(r"Answer: 1 \times 10^3", "1000", id="scientific"),
         pytest.param(r"\boxed{1.5 \cdot 10^{-2}}", "0.015", id="scientific-with-a-dot"),
         pytest.param("Answer: m and n are coprime, so m+n = 113", "113", id="names-before-a-value"),
-        pytest.param(
-            r"Answer: Where $m$ and $n$ are relatively prime, $m+n = \boxed{113}$.", "113", id="formulas"
-        ),
+        pytest.param(r"Answer: Where $m$ and $n$ are relatively prime, $m+n = \boxed{113}$.", "113", id="formulas"),
         pytest.param("Answer: a, b and c are primes, so a + b + c = 1,080", "1080", id="three-names-before-a-value"),
         pytest.param(r"So it is $\boxed 42$.", "42", id="a-box-without-braces"),
         pytest.param(r"Answer: \(\boxed C\)", "C", id="a-choice-in-a-box-without-braces"),
