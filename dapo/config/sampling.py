@@ -57,7 +57,8 @@ class DataConfig:
         None,  # a list would not give way to a mapping
         "files of held-out prompts, one set, or several sets with names of their own: "
         "data.val_files={aime: a.parquet, gsm8k: [b.jsonl]}; empty: no evaluation",
-        values="a list of files, or a mapping from names (letters, digits, `_.-`) to a file or a list of files",
+        values="a list of files, or a mapping from names (letters, digits, `_.-`, neither train nor eval) to a file or "
+        "a list of files",
         holds=_are_sets,
         verl="data.val_files",
     )

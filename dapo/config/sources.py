@@ -20,7 +20,7 @@ class SourceConfig:
     name: str = key(
         MISSING,
         "its name in metrics, and its `data_source` where the rows have none",
-        values="letters, digits and `_.-`",
+        values="letters, digits and `_.-`, neither `train` nor `eval`",
         holds=lambda value: SET_NAME.fullmatch(value) is not None,
     )
     files: list[str] = key([], "as `data.train_files`", values="at least one file or hub data set", holds=bool)

@@ -6,6 +6,7 @@ read is an error naming the file.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo.data.layouts import VERL, VERL_COLUMNS, Layout, Reading, layout_of
+from dapo.data.layouts import MEDIA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
+from dapo.data.values import shown
 
-COLUMNS = (*VERL_COLUMNS, "extra_info")
+COLUMNS = (*VERL_COLUMNS, "extra_info", *MEDIA)
 PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
 CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
+MEDIA_ROWS = 64  # of files with pictures, which may take megabytes each
 SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
 
 
@@ -54,7 +57,7 @@ def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # by default it holds all of it
             layout, columns = _columns(file.schema_arrow.names, where, reading)
-            batches = file.iter_batches(batch_size=CHUNK_ROWS, columns=columns)
+            batches = file.iter_batches(batch_size=_at_a_time(columns), columns=columns)
             yield from _arrow_chunks((pa.Table.from_batches([batch]) for batch in batches), layout, where, reading)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{where} cannot be read as Parquet ({error}); write or copy it again") from error
@@ -78,7 +81,7 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
             raise ValueError(f"{where} has the splits {splits}; name one, as in {repository}:{min(map(str, found))}")
         found = next(iter(found.values()))
     layout, columns = _columns(found.column_names, where, reading)
-    tables = found.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS)
+    tables = found.select_columns(columns).with_format("arrow").iter(_at_a_time(columns))
     yield from _arrow_chunks(tables, layout, where, reading)
 
 
@@ -124,7 +127,7 @@ def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
 
 def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     """Yields (row number, value) of a JSON array, or of one value per line, where a row's number is its line's."""
-    number = 0
+    at = where
     try:
         with path.open(encoding="utf-8-sig") as file:
             is_array = file.read(64).lstrip().startswith("[")
@@ -133,14 +136,18 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
                 yield from enumerate(json.load(file))
                 return
             for number, line in enumerate(file):
+                at = _row(where, number)
                 if line.strip():
                     yield number, json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}, row {number} (counted from 0): not valid JSON ({error}); write one object per line, or one array"
-        ) from error
+        raise ValueError(f"{at}: not valid JSON ({error}); write one object per line, or one array") from error
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{where} cannot be read as UTF-8 text ({error}); write or copy it again") from error
+    except RecursionError as error:
+        raise ValueError(f"{at}: its JSON is nested too deeply to be read; flatten or remove the row") from error
+    except ValueError as error:  # of all that it can be, the limit of Python for digits is left
+        digits = sys.get_int_max_str_digits()
+        raise ValueError(f"{at}: a number has more than {digits} digits; store it as text") from error
 
 
 def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | None, list[str]]:
@@ -149,11 +156,9 @@ def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | N
     return layout, found if layout else [column for column in COLUMNS if column in found]
 
 
+def _at_a_time(columns: list[str]) -> int:
+    return MEDIA_ROWS if any(name in columns for name in MEDIA) else CHUNK_ROWS
+
+
 def _row(where: str, number: int) -> str:
     return f"{where}, row {number} (counted from 0)"
-
-
-def shown(value: Any) -> str:
-    """Returns type and beginning of a value from a file, for an error."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

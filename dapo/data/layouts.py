@@ -4,10 +4,12 @@ Which layout a file has is told by the names of its columns (`data.format=auto`)
 columns (DAPO-Math-17k) are read as they are, by `dapo.data.files`.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.data.values import plain_text, shown
 from dapo.rewards.reading.spelling import boxed
 
 VERL = "verl"
@@ -15,6 +17,8 @@ VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
 MARK = "####"  # before GSM8K's final answers
 AUTO = "auto"
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # what a problem may need and no prompt holds
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 Row = dict[str, Any]
 
@@ -38,7 +42,8 @@ AS_IT_IS = Reading()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Describes a layout. question: the column of the problem. truths: columns of which one at least gives the truth.
-    truth: reads it from a row, or returns None where it is not there; wants: what it looks for, for an error."""
+    truth: reads it from a row, or returns None where it is not there, and raises ValueError where it cannot be one;
+    wants: what it looks for, for an error."""
 
     name: str
     question: str
@@ -56,7 +61,11 @@ class Layout:
     def converted(self, row: Row, where: str, source: str) -> Row:
         """Returns a row in verl's columns; the columns that are not read go into `extra_info`. where: the row, for an
         error. source: its `data_source` where it has none. Raises ValueError."""
-        truth = self.truth(row)
+        refuse_media(row, where)
+        try:
+            truth = self.truth(row)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; correct or remove the row") from None
         if truth is None or not truth.strip():
             there = ", ".join(f"`{name}`" for name in self.truths if row.get(name) is not None)
             raise ValueError(
@@ -77,23 +86,52 @@ class Layout:
         }
 
 
+def refuse_media(row: Row, where: str) -> None:
+    """Raises ValueError where a row has pictures, films or sound; an empty column is harmless. where: as above."""
+    for name in MEDIA:
+        if row.get(name):
+            raise ValueError(
+                f"{where}: column `{name}` ({shown(row[name])}) would be left out, for the model sees text alone; "
+                "remove the column where the problem is whole without it, else the row"
+            )
+
+
+def _text(row: Row, column: str) -> str:
+    """Returns what a column says. Raises ValueError where that cannot be an answer."""
+    text = plain_text(row[column])
+    if text is None:
+        raise ValueError(
+            f"column `{column}` must be the answer as text, a finite number, or a list of one of these, not "
+            f"{shown(row[column])}"
+        )
+    return text
+
+
 def _plain(row: Row) -> str | None:
-    """Returns the first truth there is: of a worked solution its last box, where it has one."""
-    value = next((row[name] for name in TRUTHS if row.get(name) is not None), None)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    """Returns the first truth there is: of a worked solution its last box or else what it marks, where it has one."""
+    column = next((name for name in TRUTHS if row.get(name) is not None), None)
+    if column is None:
         return None
-    return (boxed(value) or [value])[-1] if isinstance(value, str) else str(value)
+    text = _text(row, column)
+    if found := boxed(text):
+        return found[-1]
+    last = _behind_mark(text)
+    return last if last and "\n" not in last else text  # a heading of Markdown marks no answer
 
 
 def _marked(row: Row) -> str | None:
-    answer = row.get("answer")
-    return answer.rpartition(MARK)[2].replace(",", "") if isinstance(answer, str) and MARK in answer else None
+    return _behind_mark(_text(row, "answer")) if row.get("answer") is not None else None
+
+
+def _behind_mark(text: str) -> str | None:
+    _, mark, last = text.rpartition(MARK)
+    return _THOUSANDS.sub("", last.strip()) if mark else None
 
 
 def _of_solution(row: Row) -> str | None:
     if row.get("answer") is not None:
-        return str(row["answer"])
-    found = boxed(row["solution"]) if isinstance(row.get("solution"), str) else []
+        return _text(row, "answer")
+    found = boxed(_text(row, "solution")) if row.get("solution") is not None else []
     return found[-1] if found else None
 
 

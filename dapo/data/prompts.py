@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from dapo.config.paths import checked_path
-from dapo.data.files import SCHEMA, Chunk, read_chunks, shown
-from dapo.data.layouts import AS_IT_IS, Reading
+from dapo.data.files import SCHEMA, Chunk, read_chunks
+from dapo.data.layouts import AS_IT_IS, Reading, refuse_media
+from dapo.data.values import shown
 from dapo.rewards.reading.answer import agree, read_truth
 from dapo.types import Messages, Prompt
 
+MESSAGE_KEYS = frozenset(["role", "content", "name"])  # a name reaches no prompt; without it, it says the same
 DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
 
 
@@ -214,6 +216,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _messages(value: Any, row: str) -> Messages:
+    _refuse_other_keys(value, row)
     try:
         messages = tuple([(message["role"], message["content"]) for message in value])
     except (TypeError, KeyError, IndexError):
@@ -229,6 +232,18 @@ def _messages(value: Any, row: str) -> Messages:
         f'{row}: column `prompt` must be a list of {{"role": text, "content": text}}, not {shown(value)}; '
         'a plain question is [{"role": "user", "content": QUESTION}]'
     )
+
+
+def _refuse_other_keys(value: Any, row: str) -> None:
+    """Raises ValueError where a message says more than its content, such as the calls of tools; an empty key, as
+    Parquet gives it to all messages of a file, is harmless."""
+    for message in value if isinstance(value, list) else ():
+        for key in message if isinstance(message, dict) else ():
+            if key not in MESSAGE_KEYS and message[key]:
+                raise ValueError(
+                    f"{row}: column `prompt` has a message with `{key}` ({shown(message[key])}), which would be left "
+                    "out, for a prompt is made of role and content; write it into the content, or remove it"
+                )
 
 
 def _with_system_prompt(messages: Messages, system_prompt: str) -> Messages:
@@ -252,6 +267,7 @@ def _ground_truth(value: Any, row: str) -> str:
 
 
 def _source_and_extra(rest: dict[str, Any], row: str) -> tuple[str, dict[str, Any]]:
+    refuse_media(rest, row)
     source, extra = rest["data_source"], rest.get("extra_info")
     if not isinstance(source, str) or not source:
         raise ValueError(f"{row}: column `data_source` must be text, not {shown(source)}; reward functions see it")

@@ -183,10 +183,19 @@ def _fate(answer: dict[str, Any]) -> str:
 
 
 def search(store: Reader, given: argparse.Namespace) -> None:
-    """Prints answers that hold a text."""
+    """Prints answers that hold a text, and how many could not be searched."""
     found = store.search(given.text, given.limit, given.step)
     rows = [[*[row[name] for name in ANSWER], row["fate"], around(row["text"], given.text)] for row in found]
     table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
+    counts = store.unsearched(given.step)
+    reasons = {
+        "missing": "have no text that was kept (`logging.sample_fraction`, `logging.max_text_bytes`)",
+        "cut": "have only their beginning and their end (`logging.max_text_bytes`)",
+    }
+    if left_out := [
+        f"{counts[name]} of {counts['answers']} {words}" for name, words in reasons.items() if counts[name]
+    ]:
+        block("not all of it was searched", "\n".join(left_out))
 
 
 def evaluations(store: Reader, given: argparse.Namespace) -> None:

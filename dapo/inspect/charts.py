@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+AT_LIMIT = ("reward/failed_cpu", "reward/failed_memory")  # verdicts: the answer is wrong
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
@@ -52,7 +54,14 @@ CURVES = (
         title="Answers without a verdict",
         unit="share",
         metrics=(("reward/failed_*", ""),),
+        without=AT_LIMIT,
         note="by reason",
+    ),
+    Curve(
+        title="Answers that are wrong for a limit",
+        unit="share",
+        metrics=tuple((name, name.rpartition("_")[2]) for name in AT_LIMIT),
+        note="which their scoring ran into",
     ),
     Curve(
         title="Response length",
@@ -120,7 +129,7 @@ CURVES = (
 PATTERNS = (*[name for curve in CURVES for name, _ in curve.metrics], "perf/*_s")
 
 FATES = {  # columns of a step's row: what they are
-    "trained": "trained on",
+    "trained": "mixed, trained on",
     "all_wrong": "all wrong",
     "all_correct": "all right",
     "overlong": "overlong",

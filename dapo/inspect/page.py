@@ -106,6 +106,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
     if not rows:
         raise ValueError(f"{store.path} has no step yet; wait for the first one to end")
     steps = [row["step"] for row in rows]
+    ended = [{**row, "trained": row["trained"] - (row["alike"] or 0)} for row in rows]  # no group stands in two parts
     metrics = store.metrics(*PATTERNS, "eval/*")
     columns = Columns(steps)
     return {
@@ -119,7 +120,7 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         "evaluations": _evaluations(metrics),
         "fates": _stack(
             columns,
-            {label: {row["step"]: (row[name] or 0) / row["drawn"] for row in rows} for name, label in FATES.items()},
+            {label: {row["step"]: (row[name] or 0) / row["drawn"] for row in ended} for name, label in FATES.items()},
         ),
         "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
         "wall": columns.means(metrics.get("perf/step_s", {})),

@@ -6,6 +6,7 @@ with the first ones.
 
 from collections.abc import Callable
 
+from dapo.inspect.charts import AT_LIMIT
 from dapo.inspect.figures import REWARD_STEPS, Figures, Finding
 from dapo.store.reader import PHASES
 
@@ -110,7 +111,7 @@ def _unscored(run: Figures) -> Finding | None:
     shares = {
         name.removeprefix("reward/failed_"): sum(values.values()) / len(run.metrics.get("buffer/drawn", values))
         for name, values in run.metrics.items()
-        if name.startswith("reward/failed_")
+        if name.startswith("reward/failed_") and name not in AT_LIMIT
     }
     if sum(shares.values()) <= UNSCORED:
         return None

@@ -81,7 +81,8 @@ REWARD = Family(
         Metric(
             "failed_{reason}",
             "share",
-            "responses without a verdict: `timeout`, `crash` and others are the machinery's, never counted as wrong",
+            "responses whose scoring ended by `cpu` or `memory`, limits that make them wrong; for other reasons "
+            "(`wall`, `crash`) they have no verdict, and never count as wrong",
         ),
         Metric("{part}", "", "mean of what a reward function returned under that name", "rewards/FUNCTION/mean"),
     ),

@@ -44,7 +44,8 @@ class Difference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
     """Holds how an accuracy moved. set: of held-out problems; "" for the one without a name, or the mean over sets.
-    gain: problem by problem; None where they are not known, with one evaluation, and of drawn groups."""
+    gain: problem by problem; None where the first and the last evaluation are not known to share one, and of drawn
+    groups."""
 
     set: str
     first: Point

@@ -84,7 +84,9 @@ def text(found: Results) -> str:
 def _moved(name: str, one: Accuracy) -> str:
     moved = f"{name}: {point(one.first)} at step {one.first.step} -> {point(one.last)} at step {one.last.step}"
     best = f"; best {shown(one.best.value)} at step {one.best.step}" if one.best.value > one.last.value else ""
-    return f"{moved}{f'; gain {difference(one.gain)}' if one.gain else ''}{best}"
+    paired = one.last.low is not None and one.first.step < one.last.step and name != DRAWN  # no mean over sets
+    gain = difference(one.gain) if one.gain else "-, for both evaluations are not known to share a problem"
+    return f"{moved}{f'; gain {gain}' if paired else ''}{best}"
 
 
 def shown(value: float | None, form: str = ".3f") -> str:

@@ -1,4 +1,4 @@
-"""Scores programs: the last fenced block of a response is run on the tests of its problem, in the sandbox.
+"""Scores programs: the last fenced block of Python in a response is run on the tests of its problem, in the sandbox.
 
 In: a response, and as ground truth the JSON that verl has for `prime_code`, APPS and TACO: `inputs`, `outputs`, and
 `fn_name` where a function is called instead of a program run. Out: the share of tests passed, or whether all were. What
@@ -59,9 +59,11 @@ def compute_score(
 
 
 def last_block(text: str) -> str:
-    """Returns the last fenced block of Python or of no named language; one that is still open ends with the text."""
+    """Returns the last fenced block that is named Python, for one without a name behind it shows what that prints; the
+    last one without a name where none is named. A block that is still open ends with the text."""
     blocks = [match for match in _FENCE.finditer(text) if match[3].lower() in LANGUAGES]
-    return textwrap.dedent(blocks[-1][4]) if blocks else ""
+    chosen = [match for match in blocks if match[3]] or blocks
+    return textwrap.dedent(chosen[-1][4]) if chosen else ""
 
 
 def canaries(name: str, kwargs: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, Any], float]]:

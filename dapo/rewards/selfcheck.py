@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.data.files import read_chunks, shown
+from dapo.data.files import read_chunks
 from dapo.data.layouts import AS_IT_IS
+from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
 from dapo.rewards.reading.answer import agree, read_truth
 from dapo.sandbox.program import SandboxError

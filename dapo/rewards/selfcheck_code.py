@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.data.files import read_chunks, shown
+from dapo.data.files import read_chunks
 from dapo.data.layouts import AS_IT_IS
+from dapo.data.values import shown
 from dapo.rewards.code import compute_score, last_block
 from dapo.rewards.reading.expected import read_tests
 

@@ -23,6 +23,8 @@ PHASES = (
     "evaluation",
     "driver",
 )  # `perf/PHASE_s`; they overlap
+# Groups that are trained on where nothing is filtered; of equal accuracies the variance may be 1e-33.
+ALIKE = "fate = 'trained' AND scorable > 1 AND variance < 1e-20"
 WHERE = {  # kinds of answers: which they are, and their order
     "best": ("reward IS NOT NULL", "accuracy DESC, reward DESC, step DESC"),
     "worst": ("reward IS NOT NULL", "accuracy, reward, step DESC"),
@@ -70,15 +72,18 @@ class Reader:
 
     def steps(self) -> Rows:
         """Returns a row per step, oldest first: its table's columns, how its groups ended, their answers, seconds by
-        phase; NULL for a number that was not logged."""
+        phase; NULL for a number that was not logged. `alike`: groups trained on though of one accuracy, for nothing is
+        filtered, which count as all correct or all wrong too."""
         phases = ", ".join(f"max(value) FILTER (WHERE name = 'perf/{phase}_s') AS [{phase}]" for phase in PHASES)
         return self._all(
             "SELECT steps.*, accuracy, length, longest, truncated, all_correct, all_wrong, unscorable, overlong, "
-            "times.* "
+            "alike, times.* "
             "FROM steps LEFT JOIN (SELECT step, avg(accuracy) AS accuracy, "
             "sum(tokens) * 1.0 / sum(responses) AS length, max(longest) AS longest, "
             "sum(truncated) * 1.0 / sum(responses) AS truncated, "
-            "sum(fate = 'all_correct') AS all_correct, sum(fate = 'all_wrong') AS all_wrong, "
+            f"sum(fate = 'all_correct' OR {ALIKE} AND accuracy > 0.5) AS all_correct, "
+            f"sum(fate = 'all_wrong' OR {ALIKE} AND accuracy <= 0.5) AS all_wrong, "
+            f"sum({ALIKE}) AS alike, "
             "sum(fate = 'unscorable') AS unscorable, sum(fate = 'overlong') AS overlong FROM groups GROUP BY step) "
             "AS found USING (step) LEFT JOIN (SELECT step AS of_step, "
             f"max(value) FILTER (WHERE name = 'perf/step_s') AS seconds, {phases} "
@@ -149,6 +154,15 @@ class Reader:
             step,
             limit,
         )
+
+    def unsearched(self, step: int | None = None) -> dict[str, int]:
+        """Counts the answers of one step or of all: `answers`, those whose text is `missing`, and those of which the
+        middle is `cut` out."""
+        return self._all(
+            "SELECT count(*) AS answers, sum(text IS NULL) AS missing, sum(text_bytes <> length(CAST(text AS BLOB))) "
+            "AS cut FROM answers WHERE step = coalesce(?, step)",
+            step,
+        )[0]
 
     def rewards(self, last: int) -> Iterator[tuple[int, float | None, dict[str, float | None]]]:
         """Yields draw, accuracy and reward by function of every response of the newest `last` steps, group by group."""
@@ -223,8 +237,14 @@ class Reader:
         )
 
     def warnings(self, step: int) -> list[str]:
-        """Returns what was told of faults while the step was collected and trained on."""
-        found = self._all("SELECT message FROM events WHERE kind = 'warning' AND step = ? ORDER BY event", step - 1)
+        """Returns what was told of faults while the step was collected and trained on, for the last time where the run
+        went back and trained on it again."""
+        found = self._all(
+            "SELECT message FROM events WHERE kind = 'warning' AND step = ?1 AND run = (SELECT run FROM steps "
+            "WHERE step = ?1 + 1) AND event > coalesce((SELECT max(event) FROM events WHERE kind = 'resume' "
+            "AND step <= ?1), 0) ORDER BY event",
+            step - 1,
+        )
         return [row["message"] for row in found]
 
     def _all(self, query: str, *values: object) -> Rows:

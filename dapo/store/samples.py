@@ -10,6 +10,8 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,18 @@ from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
 from dapo.store.schema import DATABASE, TABLES, TRAIN
 from dapo.store.writer import Write, Writer
-from dapo.types import Collected, Group
+from dapo.types import Collected, Group, Prompt
 
 FLUSH_S = 10.0  # that a checkpoint waits for the store
 CLOSE_S = 10.0
 BYTES_PER_TOKEN = 8  # of a response's arrays
 PLACES = {table.name: ", ".join("?" * len(table.columns)) for table in TABLES}
+# A start that was killed ended with its last sign of life, which may be a step that is forgotten.
+_LAST_SIGNS = (
+    "INSERT INTO events SELECT NULL, run, max(step), max(at), 'forgotten', "
+    "'steps ' || min(step) || ' to ' || max(step) || ' are trained again' "
+    "FROM steps JOIN runs USING (run) WHERE ended IS NULL AND run <> ? AND step > ? GROUP BY run"
+)
 
 
 class SampleStore:
@@ -62,6 +70,7 @@ class SampleStore:
 
         def write(connection: sqlite3.Connection) -> None:
             after = step if step else -1
+            connection.execute(_LAST_SIGNS, (self._run, after))
             draws = "SELECT draw FROM groups WHERE step > ?"
             connection.execute(f"DELETE FROM responses WHERE draw IN ({draws})", (after,))
             for table in ("groups", "steps", "returned", "spans", "evaluations", "metrics"):
@@ -103,19 +112,20 @@ class SampleStore:
         self._writer.put(lambda connection: _insert(connection, "spans", rows))
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
-        """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id. An evaluation that is
-        done again replaces the former."""
+        """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id; those of another file,
+        which a run may go on with, take no number of another problem. An evaluation that is done again replaces the
+        former."""
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM evaluations WHERE step = ? AND name = ?", (step, name))
-            _insert(
-                connection,
-                "prompts",
-                [prompt_row(name, group.draw.prompt) for group in groups],
-            )
+            prompts = [group.draw.prompt for group in groups]
+            numbers = _numbers(connection, name, prompts)
+            rows = [prompt_row(name, replace(prompt, id=numbers[prompt.id])) for prompt in prompts]
+            _insert(connection, "prompts", rows)
             for group in groups:
                 prompt = group.draw.prompt.id
-                _insert(connection, "evaluations", answer_rows((step, name, prompt), group, self._text_bytes(prompt)))
+                key = step, name, numbers[prompt]
+                _insert(connection, "evaluations", answer_rows(key, group, self._text_bytes(prompt)))
 
         self._put(write, groups)
 
@@ -155,6 +165,22 @@ class SampleStore:
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
     """Writes rows; where one has the key of a row that is there, it takes its place."""
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({PLACES[table]})", rows)
+
+
+def _numbers(connection: sqlite3.Connection, split: str, prompts: Sequence[Prompt]) -> dict[int, int]:
+    """Returns by id the number of each prompt in a split: the one that it has there, else its id, or a later number
+    where another problem has that."""
+    query = "SELECT prompt, text, ground_truth FROM prompts WHERE split = ?"
+    known = {number: (text, truth) for number, text, truth in connection.execute(query, (split,))}
+    asked = {prompt.id: (clean(prompt.text), clean(prompt.ground_truth)) for prompt in prompts}
+    found = {number: number for number, problem in asked.items() if known.get(number) == problem}
+    elsewhere = {problem: number for number, problem in known.items() if number not in found}
+    later = count(max((*known, *asked), default=0) + 1)
+    for number, problem in asked.items():
+        if number not in found:
+            there = elsewhere.pop(problem, None)
+            found[number] = there if there is not None else next(later) if number in known else number
+    return found
 
 
 def _sums(groups: Sequence[tuple[Group, str]]) -> tuple[int, ...]:

@@ -110,7 +110,11 @@ TABLES = (
         text="A row per prompt that was drawn or evaluated.",
         columns=(
             ("split", "TEXT NOT NULL", f"`{TRAIN}`, or the name of a held-out set, `{UNNAMED}` where it has none"),
-            ("prompt", "INTEGER NOT NULL", "number within its split"),
+            (
+                "prompt",
+                "INTEGER NOT NULL",
+                "number within its split; a problem of held-out files that have changed keeps its own",
+            ),
             ("source", "TEXT NOT NULL", "`data_source` of the row"),
             ("text", "TEXT NOT NULL", "after the chat template"),
             ("ground_truth", "TEXT NOT NULL", "the right answer, as the reward functions get it"),
@@ -221,8 +225,8 @@ TABLES = (
                 "kind",
                 "TEXT NOT NULL",
                 "`inputs` (of each start: what it reads, with commits), `resume` (also of a run that begins), `save`, "
-                "`failed_save`, `warning` (every fault and restart is told as one), `missing` (what could not be "
-                "written here)",
+                "`failed_save`, `warning` (every fault and restart is told as one), `forgotten` (steps of a start that "
+                "was killed, of the time of the last of them), `missing` (what could not be written here)",
             ),
             ("message", "TEXT NOT NULL", "what was told"),
         ),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ ROWS = [
     pytest.param({"prompt": "1+1", "solution": WORKED}, "trl", USER, "\\frac{4}{2}", {}, id="trl-solution"),
     pytest.param({"prompt": "1+1", "solution": "$2$"}, "trl", USER, "$2$", {}, id="trl-solution-alone"),
     pytest.param({"prompt": "1+1", "ground_truth": 2}, "trl", USER, "2", {}, id="trl-number"),
+    pytest.param({"prompt": "1+1", "answer": 1e-05}, "trl", USER, "0.00001", {}, id="trl-small-number"),
+    pytest.param({"prompt": "1+1", "answer": -1.5e16}, "trl", USER, "-15000000000000000", {}, id="trl-large-number"),
+    pytest.param({"prompt": "1+1", "solution": ["\\boxed{2}"]}, "trl", USER, "2", {}, id="trl-list-of-one"),
+    pytest.param({"prompt": "1+1", "answer": "It is\n#### 1,234"}, "trl", USER, "1234", {}, id="trl-marked"),
+    pytest.param({"prompt": "1+1", "answer": "#### (1,2)\n"}, "trl", USER, "(1,2)", {}, id="trl-marked-pair"),
+    pytest.param({"prompt": "1+1", "solution": "#### So\n\\boxed{2}"}, "trl", USER, "2", {}, id="trl-heading-and-box"),
+    pytest.param({"prompt": "1+1", "solution": "#### So\nit is"}, "trl", USER, "#### So\nit is", {}, id="trl-heading"),
     pytest.param({"question": "1+1", "answer": "It is\n#### 1,234"}, "gsm8k", USER, "1234", {}, id="gsm8k"),
     pytest.param(
         {"problem": "1+1", "level": "Level 1", "type": "Algebra", "solution": WORKED},
@@ -43,6 +51,11 @@ ROWS = [
         id="math",
     ),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
+    pytest.param({"problem": "1+1", "solution": "So $\\boxed 2$."}, "math", USER, "2", {}, id="math-bare-box"),
+    pytest.param({"prompt": "1+1", "solution": "So $\\boxed 2$."}, "trl", USER, "2", {}, id="trl-bare-box"),
+    pytest.param(
+        {"problem": "1+1", "solution": WORKED, "answer": [2.5e-7]}, "math", USER, "0.00000025", {}, id="math-list"
+    ),
 ]
 
 
@@ -107,6 +120,14 @@ def test_a_named_layout_decides_between_several() -> None:
         ({"problem": "1", "solution": "\\boxed{1}"}, {"problem": "1", "solution": "1"}, r"`solution` lacks a \\boxed"),
         ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "there is not an answer, which `format` trl"),
         ({"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "1"}, "column `prompt` must be text or messages"),
+        (
+            {"prompt": "1", "answer": ["1"]},
+            {"prompt": "1+1", "answer": ["2", "3"]},
+            r"`answer` must be the answer as text, .*, not list \['2', '3'\]; correct or remove the row",
+        ),
+        ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": []}, r"`answer` must be .*, not list \[\]"),
+        ({"prompt": "1", "answer": 1.0}, {"prompt": "1+1", "answer": float("nan")}, "`answer` .*, not float nan"),
+        ({"problem": "1", "answer": 1.0}, {"problem": "1+1", "answer": float("inf")}, "`answer` .*, not float inf"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(
@@ -115,3 +136,19 @@ def test_a_bad_row_is_named_with_its_column(
     name = write(tmp_path, [good, bad])
     with pytest.raises(ValueError, match=rf"`KEY`: {name}, row 1 \(counted from 0\): .*{said}"):
         list(read_chunks(name, "KEY", Reading()))
+
+
+@pytest.mark.parametrize("answer", [{"a": 2}, True, [[2]], [None], [True]])
+@pytest.mark.parametrize("question", ["prompt", "problem"])
+def test_an_answer_that_nothing_could_equal_is_refused(tmp_path: Path, question: str, answer: Any) -> None:
+    name = parquet(tmp_path, [{question: "1+1", "answer": answer}])
+    with pytest.raises(ValueError) as error:
+        list(read_chunks(name, "KEY", Reading()))
+    assert "row 0 (counted from 0): column `answer` must be" in str(error.value)
+    assert f"not {type(answer).__name__} {answer!r}" in str(error.value)
+
+
+def test_a_decimal_of_a_parquet_file_is_a_number(tmp_path: Path) -> None:
+    name = parquet(tmp_path, [{"prompt": "1+1", "answer": Decimal("1E-7")}])
+    (one,) = read_chunks(name, "KEY", Reading())
+    assert one.reward_models == [{"ground_truth": "0.0000001"}]

@@ -144,6 +144,17 @@ BAD_ROWS = [
     pytest.param(row(prompt=None), "row 1 .*`prompt` must be a list", id="prompt-none"),
     pytest.param(row([{"role": "user"}]), "row 1 .*`prompt` must be a list", id="prompt-without-content"),
     pytest.param(row([{"role": "user", "content": [1]}]), "row 1 .*`prompt` must be a list", id="prompt-content-list"),
+    pytest.param(
+        row([{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]),
+        r"row 1 .*`prompt` has a message with `tool_calls` \(list \[\{'id': 1\}\]\), .*; write it into the content",
+        id="prompt-tool-calls",
+    ),
+    pytest.param(
+        row([{"role": "assistant", "content": None, "function_call": {"name": "f"}}]),
+        "row 1 .*a message with `function_call`",
+        id="prompt-without-content-but-a-call",
+    ),
+    pytest.param(row(images=["a.png"]), r"row 1 .*column `images` \(list \['a.png'\]\) would be left", id="images"),
     pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
     pytest.param(row(data_source=None), "row 1 .*`data_source` must be text", id="source-none"),
     pytest.param(row(extra_info="x"), "row 1 .*`extra_info` must be a struct", id="extra-text"),
@@ -159,6 +170,27 @@ def test_a_bad_row_is_named(bad: Any, message: str, tmp_path: Path, tokenizer: P
         load(name, tokenizer)
 
 
+@pytest.mark.parametrize(("name", "write"), [("a.parquet", write_parquet), ("a.jsonl", write_jsonl)])
+def test_what_changes_no_problem_may_stand_beside_it(
+    name: str, write: Callable[..., str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Columns of a public file that nothing reads, names of speakers, and what Parquet fills up with nothing."""
+    named = [{"role": "user", "content": "1", "name": "Ann", "tool_calls": None, "images": []}]
+    rows = [row(named, level=3, tags=["a"], images=[], video=None), row("2", level=4, images=[])]
+    prompts, _ = load(write(tmp_path / name, rows), tokenizer)
+    assert [prompt.messages for prompt in prompts] == [(("user", "1"),), (("user", "2"),)]
+    assert [prompt.extra_info for prompt in prompts] == [{"index": 7}, {"index": 7}]
+
+
+@pytest.mark.parametrize("other", [{}, {"question": "1", "answer": "#### 1"}, {"prompt": "1", "answer": "1"}])
+def test_a_picture_in_a_parquet_file_is_refused_whatever_its_columns(
+    other: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [(other or row(str(i))) | {"image": {"bytes": b"PNG"} if i == 70 else None} for i in range(80)]
+    with pytest.raises(ValueError, match=r"a.parquet, row 70 .*column `image` \(dict \{'bytes': b'PNG'\}\) would be"):
+        load(write_parquet(tmp_path / "a.parquet", rows), tokenizer)
+
+
 def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     name = write_parquet(tmp_path / "a.parquet", [{"query": "1+1", "answer": "2", "data_source": "x"}])
     with pytest.raises(ValueError, match=r"`prompt`, `reward_model` is missing \(found: query, answer, data_source"):
@@ -171,6 +203,15 @@ def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokeni
         pytest.param("a.parquet", b"PAR1 but no more", "a.parquet cannot be read as Parquet", id="parquet-broken"),
         pytest.param("a.jsonl", b'{"a": 1}\n', "row 0 .*missing", id="jsonl-other-schema"),
         pytest.param("a.jsonl", b"{not json\n", "row 0 .*not valid JSON", id="jsonl-broken"),
+        pytest.param(
+            "a.jsonl",
+            b'\n{"a": ' + b"9" * 5000 + b"}",
+            "row 1 .*more than 4300 digits; store it as text",
+            id="jsonl-huge",
+        ),
+        pytest.param("a.jsonl", b"\n" + b'{"a":' * 100000, "row 1 .*nested too deeply", id="jsonl-nested"),
+        pytest.param("a.json", b"[" * 100000, "nested too deeply", id="json-nested"),
+        pytest.param("a.json", b"[{]", "a.json: not valid JSON", id="json-array-broken"),
         pytest.param("a.json", b"\xff\xfe", "cannot be read as UTF-8", id="json-binary"),
         pytest.param("a.jsonl", b"", "has no rows", id="jsonl-empty"),
         pytest.param("a.csv", b"a,b\n", "is neither .parquet nor .json", id="csv"),

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
+from dapo.config.rules.sources import RESERVED
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.order import PromptOrder
@@ -17,6 +18,7 @@ from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_train
 from dapo.derived import response_caps
+from dapo.store.schema import TRAIN, UNNAMED
 
 NO_FILES = "data.train_files=[]"
 
@@ -124,6 +126,14 @@ def test_a_source_may_bring_its_held_out_set(folder: Path, tokenizer: Any) -> No
             ["data.sources=[{name: a, files: [x], val_files: [y]}]", NO_FILES, "data.val_files={a: z}"],
             "`data.val_files` has a set `a`, and so has",
         ),
+        (
+            ["data.sources=[{name: train, files: [x]}]", NO_FILES],
+            r"sources\[0\].name` \(train\) is the name that `samples.sqlite` has for the training prompts; take",
+        ),
+        (
+            ["data.val_files={a: y, eval: z}"],
+            r"`data.val_files` \(eval\) is the name that .* a held-out set without a n",
+        ),
         (["data.curriculum=hard"], r"`data.curriculum` \(hard\) must be one of uniform, retire, weighted"),
         (["data.max_retired=1"], r"`data.max_retired` \(1.0\) must be a share"),
     ],
@@ -131,6 +141,10 @@ def test_a_source_may_bring_its_held_out_set(folder: Path, tokenizer: Any) -> No
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compose(overrides, "dapo_tiny")
+
+
+def test_the_names_that_are_taken_are_those_of_the_store() -> None:
+    assert RESERVED == (TRAIN, UNNAMED)
 
 
 def test_sources_need_no_train_files_where_no_experiment_gives_them() -> None:

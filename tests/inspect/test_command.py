@@ -165,6 +165,19 @@ def test_search_takes_its_words_as_they_are(text, found, run, capsys):
     assert len(lines_with(out, "trained")) + len(lines_with(out, "unscorable")) == found
 
 
+def test_search_says_what_it_could_not_search(run, tmp_path, capsys):
+    assert "searched" not in shown(capsys, run, "search", "zzz")
+    store = SampleStore(tmp_path, LoggingConfig(sample_fraction=0.5, max_text_bytes=20), warn=pytest.fail)
+    for step in (1, 2):
+        draws = range(2 * step, 2 * step + 2)
+        store.step(step, collected_of([scored(draw, [1.0, 0.0], ["needle " * 9, "short"]) for draw in draws]))
+    store.close()
+    out = shown(capsys, tmp_path, "search", "zzz")
+    assert "4 of 8 have no text that was kept (`logging.sample_fraction`" in out
+    assert "2 of 8 have only their beginning and their end (`logging.max_text_bytes`)" in out
+    assert "2 of 4 have no text" in shown(capsys, tmp_path, "search", "zzz", "--step", "1")
+
+
 def test_what_a_model_wrote_reaches_the_terminal_as_text(run, capsys):
     for question in (["draw", "5"], ["search", "bold"], ["worst"]):
         out = shown(capsys, run, *question)

@@ -151,7 +151,7 @@ def test_what_the_page_holds_of_a_run(hostile, capsys):
     by_function = found["curves"][titles.index("Reward by function")]
     assert [line["label"] for line in by_function["lines"]] == ["format", "math"]
     shares = {line["label"]: line["values"][5] for line in found["fates"]}
-    assert shares == {"trained on": 0.66667, "all wrong": 0.33333}
+    assert shares == {"mixed, trained on": 0.66667, "all wrong": 0.33333}
     assert [line["label"] for line in found["seconds"]] == ["generation", "reward", "update", "sync", "driver"]
     assert found["wall"][11] == pytest.approx(60 + 80 + 30 + 4.3, abs=12)
     engines = next(line for line in found["busy"] if line["label"] == "engines")

@@ -32,6 +32,8 @@ SOUND = {
     "buffer/all_wrong": steady(19.0),
     "buffer/unscorable": steady(1.0),
     "reward/failed_timeout": {3: 0.1},
+    "reward/failed_cpu": steady(0.3),  # verdicts
+    "reward/failed_memory": steady(0.3),
     "parity/mean_abs_logprob_diff": steady(0.02),
     "perf/step_s": steady(100.0),
     "perf/engine/idle": steady(0.25),
@@ -144,6 +146,11 @@ def test_a_reward_function_that_disagrees_is_named_with_a_group_that_shows_it():
     assert found(SOUND, [few], CONFIG) == {}
 
 
+def test_answers_that_are_wrong_for_a_limit_are_no_missing_verdicts():
+    [look] = found(SOUND | {"reward/failed_wall": steady(0.02)}, [], CONFIG).values()
+    assert "2.3% of all answers have no verdict: wall 2.0%, timeout 0.2%" in look.what
+
+
 def test_what_stale_tokens_add_is_no_drift():
     """The bound is on tokens of the current policy alone."""
     metrics = SOUND | {"parity/mean_abs_logprob_diff": steady(0.2)}
@@ -168,7 +175,7 @@ def test_what_is_advised_depends_on_the_configuration():
 
 def test_a_short_run_is_not_judged_by_its_trends():
     short = {name: {step: value[step] for step in value if step <= 9} for name, value in SOUND.items()}
-    del short["reward/failed_timeout"]
+    short = {name: value for name, value in short.items() if not name.startswith("reward/failed_")}
     short |= {"actor/entropy": dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(range(6, 10), 0.0)}
     assert found(short, [], CONFIG) == {} and found({}, [], CONFIG) == {}
     assert len(RULES) == 9

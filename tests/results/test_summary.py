@@ -89,6 +89,33 @@ def test_accuracy_from_and_to_with_intervals(run: Path) -> None:
     assert (drawn.last.low, drawn.last.high) == (pytest.approx(0.4), pytest.approx(0.6)), "of three steps"
 
 
+def asked(number: int, text: str, accuracy: float) -> Group:
+    """An answer to a held-out prompt that stands in row `number` of its file."""
+    group = held(number, accuracy)
+    return replace(group, draw=replace(group.draw, prompt=replace(group.draw.prompt, text=text)))
+
+
+@pytest.mark.parametrize(
+    ("later", "gain", "told"),
+    [
+        ([("d", 1.0), ("e", 1.0)], None, "; gain -, for both evaluations are not known to share a problem"),
+        ([("e", 1.0), ("a", 1.0), ("b", 0.0)], 0.5, "; gain +0.500 (+0.000 to +1.000) over 2 problems"),
+    ],
+)
+def test_a_gain_is_of_the_same_problems_where_the_held_out_files_have_changed(
+    later: list[tuple[str, float]], gain: float | None, told: str, tmp_path: Path
+) -> None:
+    """All have the same ground truth, so that it tells none from the others."""
+    folder = write_run(tmp_path / "run", [evaluated(0, 0.0, 0.0, 0.1), step_line(1, 0.5), evaluated(1, 0.5, 0.4, 0.6)])
+    store = store_starts(folder, ((1,), True, 0))
+    store.evaluation(0, UNNAMED, [asked(number, text, 0.0) for number, text in enumerate("abc")])
+    store.evaluation(1, UNNAMED, [asked(number, text, value) for number, (text, value) in enumerate(later)])
+    store.close()
+    found = results(read_run(folder))
+    [held_out] = found.held_out
+    assert (held_out.gain and held_out.gain.value) == gain and told in text(found)
+
+
 def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
     """A set may have the name that the one without a name has in the store."""
     lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]

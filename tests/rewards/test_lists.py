@@ -1,5 +1,7 @@
 """One answer or several: boxes on a line, hedged answers, and lists however their items are joined."""
 
+import time
+
 import pytest
 
 from dapo.rewards import math, math_verify
@@ -29,6 +31,12 @@ from dapo.rewards import math, math_verify
         pytest.param(r"\boxed{125\textnormal{ miles}}", "125", id="textnormal"),
         pytest.param(r"Answer: 1 \times 10^3", "1000", id="scientific"),
         pytest.param(r"\boxed{1.5 \cdot 10^{-2}}", "0.015", id="scientific-with-a-dot"),
+        pytest.param("Answer: m and n are coprime, so m+n = 113", "113", id="names-before-a-value"),
+        pytest.param(r"Answer: Where $m$ and $n$ are relatively prime, $m+n = \boxed{113}$.", "113", id="formulas"),
+        pytest.param("Answer: a, b and c are primes, so a + b + c = 1,080", "1080", id="three-names-before-a-value"),
+        pytest.param(r"So it is $\boxed 42$.", "42", id="a-box-without-braces"),
+        pytest.param(r"Answer: \(\boxed C\)", "C", id="a-choice-in-a-box-without-braces"),
+        pytest.param("Answer: 42", r"\boxed 42", id="a-truth-in-a-box-without-braces"),
         pytest.param("Answer: (5)", "5", id="parentheses"),
         pytest.param(r"\boxed{x = \left(\frac{1}{2}\right)}", "0.5", id="a-fraction-in-parentheses"),
     ],
@@ -50,6 +58,16 @@ def test_right(verifier: object, solution: str, truth: str) -> None:
         pytest.param(r"\boxed{41}, \boxed{42}", "42", id="comma"),
         pytest.param(r"\boxed{41} cm, \boxed{42} cm", "42", id="units-and-comma"),
         pytest.param(r"\boxed{41} \boxed{42}", "42", id="nothing-between"),
+        pytest.param("Answer: m and n are coprime, so m = 41 or 42", "42", id="names-before-or"),
+        pytest.param("Answer: m and n are 41 or 42, so m = 42", "42", id="numbers-of-names"),
+        pytest.param("Answer: m and n are one or two, so m = 42", "42", id="numbers-of-names-in-words"),
+        pytest.param("Answer: m and n are coprime, m = 41, n = 42", "42", id="names-before-two-values"),
+        pytest.param("Answer: m and n are coprime, so 41, m = 42", "42", id="names-before-a-list"),
+        pytest.param("Answer: a and b are right, so it is = b", "b", id="choices-are-no-names"),
+        pytest.param(r"\boxed 41 or \boxed 42", "42", id="or-without-braces"),
+        pytest.param(r"\boxed 42 + 1", "42", id="half-a-sum-without-braces"),
+        pytest.param(r"\boxed 42\pi", "42", id="half-a-product-without-braces"),
+        pytest.param(r"\boxed 42.5", "42", id="half-a-decimal-without-braces"),
         pytest.param(r"\boxed{41} + \boxed{42}", "42", id="a-sum"),
         pytest.param(r"\boxed{41 or \boxed{42}}", "42", id="a-box-in-a-box"),
         pytest.param("\\boxed{41\n} or \\boxed{42}", "42", id="a-box-over-lines-before"),
@@ -106,3 +124,11 @@ def test_wrong(verifier: object, solution: str, truth: str) -> None:
 )
 def test_by_the_library(solution: str, truth: str, right: bool) -> None:
     assert math_verify.compute_score("math", solution, truth)["acc"] is right
+
+
+def test_words_without_end_are_read_at_once() -> None:
+    """A pattern with a choice within a choice would take longer than the universe on these."""
+    for text in ("m and n are " + "a" * 280, "m and n are " + "a " * 140, "m and n are " + "a-" * 140):
+        began = time.process_time()
+        assert math.compute_score("math", f"Answer: {text}", "113")["acc"] is False
+        assert time.process_time() - began < 1

@@ -1,14 +1,17 @@
 """What the store keeps when a run goes back, waits, loses its ranks, bounds texts or evaluates again."""
 
 import asyncio
+import sqlite3
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from dapo.measure.clock import Span
 from dapo.sampling.draws import TRAINED
+from dapo.store.reader import Reader
 from tests.support.driver.loops import make_trainer
 from tests.support.fakes import make_group
 from tests.support.store.stored import collected_of, with_text
@@ -107,6 +110,46 @@ def test_an_evaluation_that_is_done_again_replaces_the_former(tmp_path):
     store.close()
     found = rows(tmp_path, "SELECT name, prompt, sample, accuracy FROM evaluations ORDER BY name, prompt")
     assert found == [("aime", 0, 0, 0.0), ("aime", 1, 0, 0.0), ("math", 0, 0, 1.0)]
+
+
+def test_a_start_that_was_killed_keeps_its_time_when_its_steps_are_forgotten(tmp_path):
+    killed = store_in(tmp_path)
+    killed.begin({}, 8)
+    killed.resume(0)
+    for step in range(1, 5):
+        killed.step(step, collected_of([with_text(step, "text")]))
+    killed.close()
+    with closing(sqlite3.connect(tmp_path / "samples.sqlite")) as connection, connection:
+        connection.execute("UPDATE runs SET began = 50, ended = NULL")
+        connection.execute("UPDATE events SET at = 60")
+        connection.execute("UPDATE steps SET at = 100 * step")
+    again = store_in(tmp_path)
+    again.begin({}, 8)
+    again.resume(2)
+    again.close()
+    with Reader(tmp_path) as store:
+        first, second = store.starts()
+    assert (first["began"], first["last"], first["steps"]) == (50, 400, [1, 2]) and second["last"] == second["ended"]
+    query = "SELECT run, step, at, message FROM events WHERE kind = 'forgotten'"
+    assert one(tmp_path, query) == (1, 4, 400, "steps 3 to 4 are trained again")
+
+
+def test_a_held_out_problem_keeps_its_number_when_the_files_change(tmp_path):
+    store = store_in(tmp_path)
+    for step, texts in enumerate(("abc", "cbdef", "ba")):
+        groups = [make_group(row, [1.0]) for row in range(len(texts))]
+        draws = [replace(group.draw, prompt=replace(group.draw.prompt, ground_truth="7")) for group in groups]
+        pairs = zip(groups, draws, texts, strict=True)
+        asked = [replace(g, draw=replace(d, prompt=replace(d.prompt, text=text))) for g, d, text in pairs]
+        store.evaluation(step, "aime", asked)
+    store.close()
+    query = "SELECT prompts.text FROM evaluations JOIN prompts USING (prompt) WHERE split = name AND step = ?"
+    assert ["".join(text for (text,) in rows(tmp_path, f"{query} ORDER BY prompt", step)) for step in range(3)] == [
+        "abc",
+        "bcefd",
+        "ab",
+    ]
+    assert one(tmp_path, "SELECT count(*) FROM prompts WHERE split = 'aime'") == (6,)
 
 
 def test_warnings_are_events_while_they_are_heard(tmp_path, capsys):

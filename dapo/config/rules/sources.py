@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 from dapo.config.schema import Config
 
+TRAIN = "train"
+RESERVED = (TRAIN, "eval")  # splits of the sample store, as `dapo.store.schema` has them
+
 
 def sources(cfg: Config) -> Iterator[str]:
-    """Reports no source, two ways to give one, names that stand twice, and caps that nothing holds."""
+    """Reports no source, two ways to give one, names that are taken or stand twice, and caps that nothing holds."""
     data = cfg.data
     if bool(data.train_files) == bool(data.sources):
         have = f"{data.train_files}), and so has `data.sources`" if data.sources else "[]), and `data.sources` is empty"
@@ -18,6 +21,8 @@ def sources(cfg: Config) -> Iterator[str]:
             "or data.sources=[{name: sums, files: [a.parquet]}] with data.train_files=[]"
         )
     named = list(data.val_files) if isinstance(data.val_files, dict) else []
+    yield from _taken([("data.val_files", name) for name in named])
+    yield from _taken([(f"data.sources[{index}].name", source.name) for index, source in enumerate(data.sources)])
     for name in (source.name for source in data.sources if source.val_files and source.name in named):
         yield f"`data.val_files` has a set `{name}`, and so has `data.sources` with its `val_files`; rename one"
     if data.val_files and not isinstance(data.val_files, dict) and any(source.val_files for source in data.sources):
@@ -41,3 +46,11 @@ def sources(cfg: Config) -> Iterator[str]:
                 f"`reward.overlong_buffer.len` ({overlong.len}); lower the buffer, raise the cap, or switch it off "
                 "(`reward.overlong_buffer.enable=false`)"
             )
+
+
+def _taken(names: list[tuple[str, str]]) -> Iterator[str]:
+    """Reports names, each with its key, that would mix problems up in the sample store."""
+    for key, name in names:
+        if name in RESERVED:
+            what = "the training prompts" if name == TRAIN else "a held-out set without a name"
+            yield f"`{key}` ({name}) is the name that `samples.sqlite` has for {what}; take another, such as my_{name}"

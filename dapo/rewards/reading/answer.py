@@ -12,6 +12,7 @@ from functools import lru_cache
 from dapo.rewards.reading.lists import has_separator, is_list, items_spelling, last_answer, list_spelling
 from dapo.rewards.reading.spelling import (
     boxed,
+    braced,
     careful_spelling,
     dapo_spelling,
     enclosed_number,
@@ -66,7 +67,7 @@ def find_answer(solution: str) -> str:
     follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, with those on its
     line that it is joined with (`last_answer`).
     """
-    tail = solution[-TAIL_CHARS:]
+    tail = braced(solution[-TAIL_CHARS:])
     for start in reversed([match.end() for match in _LABEL.finditer(tail)]):
         for line in tail[start:].split("\n"):
             if _says_something(line):
@@ -101,8 +102,8 @@ def read(text: str) -> Reading:
 
 
 def with_dollars(text: str) -> str:
-    """Returns the text with dollars for all math delimiters."""
-    return _DELIMITERS.sub("$", text)
+    """Returns the text with dollars for all math delimiters, and braces in all boxes."""
+    return _DELIMITERS.sub("$", braced(text))
 
 
 @lru_cache(maxsize=4096)

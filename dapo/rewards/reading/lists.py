@@ -10,6 +10,13 @@ from dapo.rewards.reading.spelling import RIGHT_OPERATOR, boxed, boxes, careful_
 
 _OR_AND = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![0-9])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+# A clause in front that says what two names stand for, without a number: m and n are coprime, so m+n = 113.
+_NAME = r"\$?[a-z]\$?"
+_ABOUT_NAMES = re.compile(
+    rf"[\s*_]*(?:(?:where|since|because|as|with|if)\s+)?{_NAME}(?:,\s*{_NAME})*,?\s+and\s+{_NAME}\s+are\s+"
+    r"(?:(?!(?:or|and)(?![a-z]))[a-z-]++\s*+)++,(?=[^,;=]*=[\s$]*(?:\\f?boxed\s*\{\s*)?[-+]?[0-9])",
+    re.IGNORECASE,
+)
 _SEPARATOR = re.compile(r"[,;]")
 _NUMBER_FORMULA = re.compile(r"\$\s*([-+]?[0-9][0-9.,]*)\s*\$")
 _QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
@@ -52,8 +59,11 @@ def is_list(text: str) -> bool:
     """Returns whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes,
     tuples or formulas of numbers that differ.
 
-    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item.
+    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item; so has
+    `m and n are coprime, so m+n = 113`.
     """
+    if about := _ABOUT_NAMES.match(text):
+        text = text[about.end() :]
     if _OR_AND.search(text) or ("box" in text and len(set(boxed(text))) > 1):
         return True
     if len(set(_NUMBER_FORMULA.findall(text.rpartition("=")[2]))) > 1:

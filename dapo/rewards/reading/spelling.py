@@ -29,6 +29,11 @@ _SPECIAL_TOKENS = re.compile(
     r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</[a-z]{1,20}>)\s*)+$"
 )
 _BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+# TeX boxes one character where no brace stands; of a number that a person wrote all digits, and no half of a formula.
+_BARE_BOX = re.compile(
+    r"\\(f?boxed|fbox)(?:\s*([0-9]++)|\s+([A-Z]))"
+    r"(?![0-9A-Za-z]|[.,][0-9]|\s*(?:[-+*/^_=({\u2212]|\\(?![)\]\\]|end(?![A-Za-z]))))"
+)
 _LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*\{?)[\s({]*$")
 RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/\u2212]|\^(?!\s*\{?\s*\\circ)|\\(?:times|cdot|div))")
 # A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
@@ -169,9 +174,15 @@ def unwrapped(text: str) -> str:
     return text
 
 
+def braced(text: str) -> str:
+    """Returns the text with braces in boxes that have none: `\\boxed{2}` for `\\boxed 2`."""
+    return _BARE_BOX.sub(r"\\\1{\2\3}", text) if "box" in text else text
+
+
 def boxed(text: str) -> list[str]:
-    """Returns what the \\boxed{...} of a text hold, in order: of nested ones the innermost, no open or empty one."""
-    return [inside for _, _, inside in boxes(text)]
+    """Returns what the \\boxed{...} of a text hold, in order: of nested ones the innermost, no open or empty one; and
+    those of `braced`."""
+    return [inside for _, _, inside in boxes(braced(text))]
 
 
 def boxes(text: str, *, outermost: bool = False) -> list[tuple[int, int, str]]:

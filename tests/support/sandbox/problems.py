@@ -78,7 +78,7 @@ def solutions(seed: int = 0) -> list[Solution]:
         right, wrong = programs["right"][0], programs["no syntax"][0]
         texts = {name: (fenced(source, rng), share) for name, (source, share) in programs.items()}
         texts[WRAPPED[0]] = (f"First:\n```python\n{wrong}\n```\nBetter:\n```python\n{right}", 1.0)
-        texts[WRAPPED[1]] = (f"```py\n{right}\n```\nor\n```\n{wrong}\n```\nIt prints:\n```text\n1\n```", 0.0)
+        texts[WRAPPED[1]] = (f"```py\n{right}\n```\nor\n```py\n{wrong}\n```\nIt prints:\n```text\n1\n```", 0.0)
         found += [
             Solution(name=f"{problem}, {kind}, {name}", text=text, ground_truth=truth, share=share)
             for name, (text, share) in texts.items()

@@ -1,0 +1,27 @@
+"""Reads single values of data files: an answer in, the text that reward functions compare out; any value in, how an
+error shows it."""
+
+from decimal import Decimal
+from typing import Any
+
+
+def plain_text(value: Any) -> str | None:
+    """Returns the text of an answer: a text as it is, a number in plain decimals (1e-05 is 0.00001), of a list with one
+    item that item alike. None for all else, which no answer could equal: other lists, objects, true, NaN."""
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return None
+    number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    return format(number, "f") if number.is_finite() else None
+
+
+def shown(value: Any) -> str:
+    """Returns type and beginning of a value from a file, for an error."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "(deeply nested)"
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,51 @@
+"""What is read back from a store: how groups ended, with a filter and without, and the warnings of a step."""
+
+from dapo.inspect.figures import figures
+from dapo.inspect.page import data
+from dapo.sampling.draws import TRAINED
+from dapo.store.reader import Reader
+from tests.support.fakes import make_group
+from tests.support.store.whole_runs import store_in
+from tests.support.stored import collected_of
+
+
+def test_groups_of_one_accuracy_are_counted_where_nothing_is_filtered(tmp_path):
+    """Seven times 0.1 has a mean that is not 0.1, and a variance that is not 0."""
+    store = store_in(tmp_path)
+    store.begin({})
+    accuracies = ([1.0, 1.0], [0.0, 0.0], [0.1] * 7, [0.9] * 7, [1.0, 0.0], [1.0, 0.999999])
+    store.step(1, collected_of([make_group(draw, given) for draw, given in enumerate(accuracies)], TRAINED))
+    store.step(2, collected_of([make_group(10, [0.0, 0.0]), make_group(11, [0.0, 0.0])], "all_wrong"))
+    store.close()
+    with Reader(tmp_path) as found:
+        first, second = found.steps()
+        shares = {line["label"]: line["values"] for line in data(found, figures(found), [])["fates"]}
+    assert [first[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [6, 2, 2, 4]
+    assert [second[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [0, 0, 2, 0]
+    assert shares == {"mixed, trained on": [0.33333, 0.0], "all wrong": [0.33333, 1.0], "all right": [0.33333, 0.0]}
+
+
+def test_warnings_of_a_step_are_those_of_the_time_that_counts(tmp_path):
+    first = store_in(tmp_path)
+    first.begin({})
+    first.resume(0)
+    first.event("warning", "step 1, start 1")
+    first.step(1, collected_of([make_group(1, [1.0, 0.0])]))
+    first.event("warning", "step 2, thrown away with its start")
+    first.step(2, collected_of([make_group(2, [1.0, 0.0])]))
+    first.close()
+    second = store_in(tmp_path)
+    second.begin({})
+    second.event("warning", "before it went on")
+    second.resume(1)
+    second.event("warning", "step 2, thrown away with lost ranks")
+    second.step(2, collected_of([make_group(2, [1.0, 0.0])]))
+    second.resume(1)
+    second.event("warning", "step 2, start 2")
+    second.step(2, collected_of([make_group(2, [1.0, 0.0])]))
+    second.event("warning", "step 3, start 2")
+    second.step(3, collected_of([make_group(3, [1.0, 0.0])]))
+    second.close()
+    with Reader(tmp_path) as found:
+        told = {step: found.warnings(step) for step in (1, 2, 3)}
+    assert told == {1: ["step 1, start 1"], 2: ["step 2, start 2"], 3: ["step 3, start 2"]}
