@@ -5,8 +5,8 @@ from dapo.inspect.page import data
 from dapo.sampling.draws import TRAINED
 from dapo.store.reader import Reader
 from tests.support.fakes import make_group
+from tests.support.store.stored import collected_of
 from tests.support.store.whole_runs import store_in
-from tests.support.stored import collected_of
 
 
 def test_groups_of_one_accuracy_are_counted_where_nothing_is_filtered(tmp_path):
