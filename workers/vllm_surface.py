@@ -158,7 +158,7 @@ USES: dict[str, tuple[Name, ...]] = {
             "prefill_context_parallel_size max_model_len",
         ),
     ),
-    "dapo/config/names.py": (
+    "dapo/config/vllm_source.py": (
         Name(path="vllm.engine.arg_utils:EngineArgs"),
         Name(path=_ARGS),
     ),

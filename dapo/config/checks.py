@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
-from dapo.config.names import engine_arguments, nearest
+from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
+from dapo.config.rules.engine import batches, values
 from dapo.config.rules.judge import judge
 from dapo.config.rules.model import actor, model_directory
 from dapo.config.rules.objective import correction, objective
@@ -17,6 +18,7 @@ from dapo.config.rules.placement import placement
 from dapo.config.rules.reward_model import reward_model
 from dapo.config.rules.sources import sources
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
@@ -135,6 +137,10 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
+    elsewhere = (*OWN_ENGINE_ARGS, "speculative_config")  # of which `decoding` tells
+    yield from values(ENGINE, {name: one for name, one in cfg.rollout.vllm.items() if name not in elsewhere})
+    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`workers.placement`)
+    yield from batches(cfg, "cpu" if cpu else cfg.trainer.device)
     if not cfg.rollout.vllm or not (known := engine_arguments()):
         return
     for name in sorted(cfg.rollout.vllm.keys() - known - OWN_ENGINE_ARGS.keys()):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo.config import names
+from dapo.config import vllm_source
 from dapo.config.compose import checked_overrides, compose, to_config
-from dapo.config.names import engine_arguments, experiments, hint
+from dapo.config.names import experiments, hint
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 from dapo.state.run_dir import HEADER, claim_output_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,13 +179,14 @@ def test_engine_arguments_are_vllms_own() -> None:
 
 
 def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    engine_arguments.cache_clear()
+    monkeypatch.setattr(vllm_source.importlib.util, "find_spec", lambda name: None)
+    vllm_source.forget()
     try:
-        assert compose(["rollout.vllm.xyzzy=1"], "dapo_tiny").rollout.vllm["xyzzy"] == 1
+        given = ["rollout.vllm.xyzzy=1", "rollout.vllm.enforce_eager=maybe"]
+        assert compose(given, "dapo_tiny").rollout.vllm == {"max_num_seqs": 256, "xyzzy": 1, "enforce_eager": "maybe"}
         assert hint("max_num_seqs") == "config/README.md lists all keys"
     finally:
-        engine_arguments.cache_clear()
+        vllm_source.forget()
 
 
 def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.config.names import JUDGE, engine_arguments, nearest
+from dapo.config.names import JUDGE, nearest
 from dapo.config.paths import checked_path
+from dapo.config.rules.engine import values
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 
 KEY = "reward.judge.engine"
 # Arguments that dapo sets itself, and the key to use in their place.
@@ -50,3 +52,4 @@ def judge(cfg: Config) -> Iterator[str]:
             yield f"`{JUDGE}.{name}` is set by dapo itself; remove it and use `{OWN[name]}`"
         elif known and name not in known:
             yield f"`{JUDGE}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
+    yield from values(JUDGE, {name: one for name, one in engine.vllm.items() if name not in OWN})
