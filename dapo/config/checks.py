@@ -12,7 +12,7 @@ from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
 from dapo.config.rules.engine import batches, values
 from dapo.config.rules.judge import judge
-from dapo.config.rules.model import actor, model_directory
+from dapo.config.rules.model import actor, served
 from dapo.config.rules.objective import correction, objective
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward_model import reward_model
@@ -46,7 +46,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         *([objective, correction, quantized_training] if trains else []),
         _engine_args,
         decoding,
-        *([actor, placement] if trains else [model_directory]),
+        *([actor, placement] if trains else [served]),
         _reward_waits,
         code,
         reward_model,

@@ -8,7 +8,7 @@ import pytest
 
 from dapo.config import fields
 from dapo.config.actor import LoraConfig
-from dapo.config.rules.model import actor
+from dapo.config.rules.model import actor, served
 from dapo.config.schema import Config
 
 TINY = "pkg://dapo.tiny/base"  # 4,096 positions
@@ -64,6 +64,12 @@ def test_nothing_to_say_of_the_defaults() -> None:
             "`actor.ulysses_sequence_parallel_size` (8) must divide the 28 attention heads of `model.path` "
             "(Qwen/Qwen2.5-7B), and divide its 4 key-value heads or be a multiple of them; it can be 1, 2, 4, 28",
             id="heads",
+        ),
+        pytest.param(
+            {"rollout": {"vllm": {"tensor_parallel_size": 8}}},
+            "`rollout.vllm.tensor_parallel_size` (8) must divide the 28 attention heads of `model.path` "
+            "(Qwen/Qwen2.5-7B), and divide its 4 key-value heads or be a multiple of them; it can be 1, 2, 4, 28",
+            id="heads_of_an_engine",
         ),
         pytest.param(
             {"actor": {"ulysses_sequence_parallel_size": 2, "max_tokens_per_gpu": 11_263}},
@@ -167,3 +173,38 @@ def test_what_the_actors_do_not_compute_is_refused(
 def test_another_attention_may_compute_a_window(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WINDOW | {"attn_logit_softcapping": 50.0}))
     assert list(actor(config(model={"path": str(tmp_path), "attn_implementation": "flash_attention_2"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        pytest.param(
+            {"data": LONGEST | {"max_response_length": 4096}},
+            "`data.max_prompt_length` + `data.max_response_length` (2048 + 4096 = 6144) must be at most 4096",
+            id="beyond_the_positions",
+        ),
+        pytest.param(
+            {"data": LONGEST, "rollout": {"vllm": {"tensor_parallel_size": 3}}},
+            "`rollout.vllm.tensor_parallel_size` (3) must divide the 4 attention heads",
+            id="heads",
+        ),
+        pytest.param({"data": LONGEST, "actor": {"ulysses_sequence_parallel_size": 3}}, None, id="without_ranks"),
+        pytest.param({"model": {"path": "/no/such"}}, "`model.path` (/no/such) does not exist", id="no_model"),
+    ],
+)
+def test_an_evaluation_is_told_what_its_engines_would_refuse(sections: dict[str, Any], message: str | None) -> None:
+    found = list(served(config(**({"model": {"path": TINY}} | sections))))
+    assert len(found) == (message is not None) and all(one.startswith(message) for one in found), found
+
+
+def test_an_evaluation_needs_safetensors_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    [line] = served(config(model={"path": str(tmp_path)}))
+    assert "holds pytorch_model.bin and no model.safetensors" in line
+
+
+@pytest.mark.parametrize("only", ["train", "both"])
+def test_a_run_without_engines_may_have_any_number_of_their_gpus(only: str) -> None:
+    given = {"trainer": {"only": only}, "rollout": {"vllm": {"tensor_parallel_size": 8}}}
+    assert len(list(actor(config(**given)))) == (only == "both")

@@ -26,7 +26,12 @@ def actor(cfg: Config) -> Iterator[str]:
     yield from _tokens(cfg)
     yield from _attention(cfg)
     yield from _lora(cfg)
-    yield from _model(cfg)
+    yield from _model(cfg, trains=True)
+
+
+def served(cfg: Config) -> Iterator[str]:
+    """Reports what the engines alone would stumble over."""
+    yield from _model(cfg, trains=False)
 
 
 def _ranks(cfg: Config) -> Iterator[str]:
@@ -79,7 +84,7 @@ def model_directory(cfg: Config) -> Iterator[str]:
         yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
 
 
-def _model(cfg: Config) -> Iterator[str]:
+def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
     if found := [*model_directory(cfg)]:
         yield from found
         return
@@ -90,8 +95,8 @@ def _model(cfg: Config) -> Iterator[str]:
         if path.is_dir():
             yield str(error)
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
-    yield from heads_problems(cfg, config)
-    yield from architecture_problems(cfg, config)
+    yield from heads_problems(cfg, config, trains=trains)
+    yield from architecture_problems(cfg, config) if trains else ()
     yield from _context(cfg, config)
     if path.is_dir():
         yield from _files(cfg, path)
@@ -102,8 +107,8 @@ def _files(cfg: Config, path: Path) -> Iterator[str]:
         return
     if others := sorted(each.name for each in path.glob("*.bin")):
         yield (
-            f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which the ranks read "
-            "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
+            f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which ranks and engines "
+            "read; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
             "with save_pretrained"
         )
 
@@ -126,19 +131,29 @@ def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks."""
-    sequence_parallel = cfg.actor.ulysses_sequence_parallel_size
+def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) -> Iterator[str]:
+    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks, and
+    among the GPUs of an engine. trains: whether there are ranks."""
+    named = f"`model.path` ({cfg.model.path})"
+    if trains:
+        size = cfg.actor.ulysses_sequence_parallel_size
+        yield from shares_problems("actor.ulysses_sequence_parallel_size", size, named, config)
+    if cfg.trainer.only != "train" and "hf_overrides" not in cfg.rollout.vllm:
+        size = cfg.rollout.vllm.get("tensor_parallel_size", 1)
+        yield from shares_problems("rollout.vllm.tensor_parallel_size", size, named, config)
+
+
+def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
+    """Reports a number of ranks or GPUs, `size` of `key`, over which the heads cannot be split. named: the model."""
     heads = config.get("num_attention_heads")
-    if sequence_parallel <= 1 or not isinstance(heads, int):
+    if not isinstance(size, int) or size <= 1 or not isinstance(heads, int):
         return
     key_heads = config.get("num_key_value_heads") or heads
     fitting = head_shares(heads, key_heads)
-    if sequence_parallel not in fitting:
+    if size not in fitting:
         yield (
-            f"`actor.ulysses_sequence_parallel_size` ({sequence_parallel}) must divide the {heads} attention heads of "
-            f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "
-            f"it can be {', '.join(map(str, fitting))}"
+            f"`{key}` ({size}) must divide the {heads} attention heads of {named}, and divide its {key_heads} "
+            f"key-value heads or be a multiple of them; it can be {', '.join(map(str, fitting))}"
         )
 
 
