@@ -38,9 +38,7 @@ def test_nothing_is_said_of_a_good_one() -> None:
             {"path": "/no/such/judge"}, "`reward.judge.engine.path` (/no/such/judge) does not exist", id="path"
         ),
         pytest.param({"path": "nope"}, "`reward.judge.engine.path` (nope): no such directory in ", id="no-directory"),
-        pytest.param(
-            {"path": "pkg://dapo.tiny/data"}, "(pkg://dapo.tiny/data) holds no config.json", id="no-model"
-        ),
+        pytest.param({"path": "pkg://dapo.tiny/data"}, "(pkg://dapo.tiny/data) holds no config.json", id="no-model"),
         pytest.param(
             {"vllm": {"tensor_parallel_size": 3}},
             "`reward.judge.engine.vllm.tensor_parallel_size` (3) must divide the 4 attention heads of "

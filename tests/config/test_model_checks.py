@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dapo.config import fields
 from dapo.config.actor import LoraConfig
+from dapo.config.model_files import shapes, weights_problems
 from dapo.config.rules.model import actor, served
 from dapo.config.schema import Config
 
@@ -112,6 +115,23 @@ def test_nothing_to_say_of_the_defaults() -> None:
             "`model.lora.target_modules` is empty",
             id="lora_none",
         ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["q_prj", "v_proj"])}, "data": LONGEST},
+            f"`model.lora.target_modules` (q_prj) must name linear layers of `model.path` ({TINY}) other than its head "
+            "and embedding: down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj, or all-linear; did you mean "
+            "`q_proj`?",
+            id="lora_misspelt",
+        ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["lm_head"])}, "data": LONGEST},
+            "`model.lora.target_modules` (lm_head) must name linear layers",
+            id="lora_head",
+        ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["norm"])}, "data": LONGEST},
+            "`model.lora.target_modules` (norm) must name linear layers",
+            id="lora_vector",
+        ),
     ],
 )
 def test_one_problem_one_line(sections: dict[str, Any], message: str) -> None:
@@ -208,3 +228,20 @@ def test_an_evaluation_needs_safetensors_too(tmp_path: Path) -> None:
 def test_a_run_without_engines_may_have_any_number_of_their_gpus(only: str) -> None:
     given = {"trainer": {"only": only}, "rollout": {"vllm": {"tensor_parallel_size": 8}}}
     assert len(list(actor(config(**given)))) == (only == "both")
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["x", "all-linear"], ["q_proj", "mlp.up_proj"], ["99.k_proj"]])
+def test_targets_that_the_ranks_may_find_are_left_to_them(targets: list[str]) -> None:
+    lora = LoraConfig(rank=8, target_modules=targets)
+    assert list(actor(config(model={"path": TINY, "lora": lora}, data=LONGEST))) == []
+
+
+def test_the_names_of_a_model_in_several_files_are_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({f"model.{name}.weight": tensor}, tmp_path / f"model-{number}.safetensors")
+    index = {f"model.{name}.weight": f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert shapes(tmp_path) == {"model.a.weight": [2, 3], "model.b.weight": [2]} and weights_problems(tmp_path) == []
+    (tmp_path / "model-1.safetensors").unlink()
+    assert shapes(tmp_path) == {} and "model-1.safetensors is missing" in weights_problems(tmp_path)[0]

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dapo.config.model_files import shapes
 from dapo.config.model_shape import UnknownShape, head_shares, positions, read_config
+from dapo.config.names import nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
@@ -17,6 +19,7 @@ from dapo.config.schema import Config
 MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 
 
@@ -100,6 +103,24 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
     yield from _context(cfg, config)
     if path.is_dir():
         yield from _files(cfg, path)
+        yield from _targets(cfg, path) if trains and cfg.model.lora.rank > 0 else ()
+
+
+def _targets(cfg: Config, path: Path) -> Iterator[str]:
+    """Reports targets of adapters that no matrix in the model's files has the name of; what else may be wrong with one,
+    that it is no linear layer for example, only the ranks see."""
+    matrices = [name.removesuffix(".weight") for name, shape in shapes(path).items() if len(shape) == 2]
+    layers = list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
+    targets = cfg.model.lora.target_modules
+    if not layers or ALL_LINEAR in targets:
+        return
+    layers = [name for name in layers if name not in NO_TARGETS]
+    if unknown := [target for target in targets if target.rpartition(".")[2] not in layers]:
+        yield (
+            f"`model.lora.target_modules` ({', '.join(unknown)}) must name linear layers of `model.path` "
+            f"({cfg.model.path}) other than its head and embedding: {', '.join(layers)}, or {ALL_LINEAR}; "
+            f"{nearest(unknown[0], [*layers, ALL_LINEAR])}"
+        ).rstrip("; ")
 
 
 def _files(cfg: Config, path: Path) -> Iterator[str]:
