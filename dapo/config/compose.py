@@ -221,7 +221,8 @@ def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str
         error = caught
     shown = f"{above}{name}"
     known = re.sub(r"\[\d+\]", ITEM, shown)
-    kind = _kinds().get(known, dict)
+    members = typing.get_args(_kinds().get(known.rpartition(".")[0]))  # of a mapping from names to values
+    kind = _kinds().get(known, members[-1] if members else dict)
     of = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
     if isinstance(value, dict) and known not in _kinds() and known in known_keys(plan=True):
         for key, one in value.items():

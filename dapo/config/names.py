@@ -19,7 +19,10 @@ PLAN = "plan"  # the section of `dapo.plan` alone
 JUDGE = "reward.judge.engine.vllm"
 LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels", "reward.judge.engine.node_labels")
 # Below these any key is taken.
-OPEN = (ENGINE, JUDGE, "actor.optim.lr_scheduler_kwargs", "logging.wandb", "logging.mlflow", *LABELS)
+OPEN = (
+    *(ENGINE, JUDGE, "rollout.function.kwargs", "reward.judge.values", "actor.optim.lr_scheduler_kwargs"),
+    *("logging.wandb", "logging.mlflow", *LABELS),
+)
 
 
 @functools.cache

@@ -163,6 +163,16 @@ def test_engine_arguments_are_added_and_removed() -> None:
     assert vllm["seed"] == 3 and "max_num_seqs" not in vllm
 
 
+@pytest.mark.parametrize("given", ["rollout.function.kwargs.attempts=3", "rollout.function.kwargs={attempts: 3}"])
+def test_arguments_of_a_rollout_function_are_taken(given: str) -> None:
+    assert compose(["rollout.function.path=retry", given], "dapo_tiny").rollout.function.kwargs == {"attempts": 3}
+
+
+def test_scores_of_a_judges_words_are_taken_where_they_are_numbers() -> None:
+    assert compose(["reward.judge.values={yes: 1, no: 0.0}"], "dapo_tiny").reward.judge.values == {"yes": 1, "no": 0}
+    assert said("reward.judge.values.yes=much") == "`reward.judge.values.yes` (much) must be a number"
+
+
 def test_an_unknown_engine_argument_is_found_without_vllm_and_before_a_worker() -> None:
     with pytest.raises(ValueError) as error:
         compose(["rollout.vllm.max_num_sequences=3", "rollout.vllm.xyzzy=1"], "dapo_tiny")
