@@ -43,6 +43,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         _engine_numbers,
         *([sources, _sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
+        _greedy,
         *([objective, correction, quantized_training] if trains else []),
         _engine_args,
         decoding,
@@ -119,6 +120,16 @@ def _lengths(cfg: Config) -> Iterator[str]:
         yield (
             f"`rollout.vllm.max_model_len` ({window}) must be at least `data.max_prompt_length` + "
             f"`data.max_response_length` ({prompt + response}); leave it out to get just that"
+        )
+
+
+def _greedy(cfg: Config) -> Iterator[str]:
+    """Refuses to pay for many answers that are one."""
+    held_out = cfg.data.val_files or any(source.val_files for source in cfg.data.sources)
+    if held_out and cfg.eval.temperature == 0 and cfg.eval.n > 1:
+        yield (
+            f"`eval.n` ({cfg.eval.n}) must be 1 with `eval.temperature` (0), where all answers to a problem are the "
+            "same; set eval.n=1, or a temperature above 0"
         )
 
 
