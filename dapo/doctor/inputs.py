@@ -39,6 +39,8 @@ def tokenizer(subject: Subject) -> Finding:
     path = subject.cfg.model.path
     try:
         tokenizer = subject.tokenizer
+    except ValueError as error:  # a sentence with the remedy
+        return fault(str(error), "")
     except Exception as error:  # the files of a model can be wrong in any way
         return fault(
             f"`model.path` ({path}): its tokenizer does not load ({type(error).__name__}: {_first(error)})",

@@ -98,11 +98,9 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
         if path.is_dir():
             yield str(error)
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
-    yield from heads_problems(cfg, config, trains=trains)
-    yield from architecture_problems(cfg, config) if trains else ()
-    yield from _context(cfg, config)
+    yield from config_problems(cfg, config, trains=trains)
     if path.is_dir():
-        yield from _files(cfg, path)
+        yield from _files(cfg, path) if trains or "load_format" not in cfg.rollout.vllm else ()
         yield from _targets(cfg, path) if trains and cfg.model.lora.rank > 0 else ()
 
 
@@ -121,6 +119,14 @@ def _targets(cfg: Config, path: Path) -> Iterator[str]:
             f"({cfg.model.path}) other than its head and embedding: {', '.join(layers)}, or {ALL_LINEAR}; "
             f"{nearest(unknown[0], [*layers, ALL_LINEAR])}"
         ).rstrip("; ")
+
+
+def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Iterator[str]:
+    """Reports what ranks and engines would refuse of a model; config: what its config.json says. trains: whether there
+    are ranks."""
+    yield from heads_problems(cfg, config, trains=trains)
+    yield from architecture_problems(cfg, config) if trains else ()
+    yield from _context(cfg, config)
 
 
 def _files(cfg: Config, path: Path) -> Iterator[str]:
