@@ -145,6 +145,8 @@ class TrainerConfig:
     output_dir: str = key(
         "outputs/dapo",
         "the run's directory: configuration, metrics, checkpoints; an existing one continues its run",
+        values="a directory, new or a run's",
+        holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",
         trl="output_dir",
     )

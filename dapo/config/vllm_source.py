@@ -2,7 +2,7 @@
 
 In: names of arguments. Out: `Allowed`, for each. vLLM is not imported, which would take seconds and torch: its modules
 are parsed, those that an argument's type comes from when it is first asked for. What the source does not say in plain
-annotations (enums, callables, types of other packages) is left to vLLM.
+annotations (callables, types of other packages) is left to vLLM.
 """
 
 import ast
@@ -18,6 +18,7 @@ MADE_INTO = {"speculative_config": "SpeculativeConfig"}
 PLAIN = ("bool", "int", "float", "str", "list", "dict")
 AS_LIST = ("set", "tuple", "Sequence", "Iterable")  # which take a list
 BOUNDS = ("gt", "ge", "lt", "le")  # of pydantic's Field
+AUTO = "auto"  # which stands beside the members of an enum
 EARLY = ("before", "wrap", "plain")  # validators that may turn any value into one of the type
 
 
@@ -167,10 +168,18 @@ def _named(name: str, module: str) -> Iterator[Allowed]:
     one, there = _found(name, module)
     if isinstance(one, ast.ClassDef) and any(_called(decorator) == "config" for decorator in one.decorator_list):
         yield Allowed(sections=(_section(name, there),))
+    elif isinstance(one, ast.ClassDef) and any(_called(base) == "Enum" for base in one.bases):
+        yield Allowed(choices=(AUTO, *_members(one)))
     elif isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(one.value, ast.Subscript | ast.Name | ast.BinOp):
         yield from _parts(one.value, there)
     else:
         raise _Unknown
+
+
+def _members(one: ast.ClassDef) -> Iterator[str]:
+    for line in one.body:
+        if isinstance(line, ast.Assign):
+            yield from (target.id for target in line.targets if isinstance(target, ast.Name))
 
 
 @functools.cache

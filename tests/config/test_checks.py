@@ -117,6 +117,7 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(
             ["trainer.seed=4294967296"], ["`trainer.seed` (4294967296) must be from 0 to 4294967295"], id="large seed"
         ),
+        pytest.param(["trainer.output_dir=''"], ["`trainer.output_dir` () must be a directory"], id="no directory"),
         pytest.param(["trainer.device=tpu"], ["trainer.device", "tpu", "auto, cpu, cuda"], id="unknown device"),
         pytest.param(
             ["data.gen_batch_size=1", "filter_groups.max_num_gen_batches=2"],

@@ -1,6 +1,7 @@
 """Engine arguments that vLLM would refuse when an engine starts: each is named before any worker starts."""
 
 import dataclasses
+import enum
 import typing
 from typing import Any
 
@@ -27,6 +28,11 @@ def said(*overrides: str, experiment: str = "dapo_tiny") -> list[str]:
         pytest.param([f"{V}.enforce_eager=maybe"], f"`{V}.enforce_eager` (maybe) must be true or false", id="bool"),
         pytest.param(
             [f"{V}.kv_cache_dtype=fp9"], f"`{V}.kv_cache_dtype` (fp9) must be one of auto, float16, ", id="choices"
+        ),
+        pytest.param(
+            [f"{V}.attention_backend=FLASH_ATN"],
+            f"`{V}.attention_backend` (FLASH_ATN) must be one of auto, ",
+            id="enum",
         ),
         pytest.param([f"{V}.block_size=16k"], f"`{V}.block_size` (16k) must be a whole number", id="whole number"),
         pytest.param([f"{V}.block_size=0"], f"`{V}.block_size` (0) must be greater than 0", id="bound"),
@@ -130,6 +136,8 @@ def test_a_judges_arguments_are_looked_at_too() -> None:
 def literals(hint: Any) -> set[Any]:
     if typing.get_origin(hint) is typing.Literal:
         return set(typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"auto", *hint.__members__}
     return set().union(*(literals(one) for one in typing.get_args(hint)))
 
 

@@ -210,6 +210,11 @@ def test_another_attention_may_compute_a_window(tmp_path: Path) -> None:
         ),
         pytest.param({"data": LONGEST, "actor": {"ulysses_sequence_parallel_size": 3}}, None, id="without_ranks"),
         pytest.param({"model": {"path": "/no/such"}}, "`model.path` (/no/such) does not exist", id="no_model"),
+        pytest.param(
+            {"model": {"path": f"{TINY}/config.json"}},
+            f"`model.path` ({TINY}/config.json) is a file; give the",
+            id="file",
+        ),
     ],
 )
 def test_an_evaluation_is_told_what_its_engines_would_refuse(sections: dict[str, Any], message: str | None) -> None:

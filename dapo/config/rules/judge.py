@@ -36,7 +36,7 @@ def judge(cfg: Config) -> Iterator[str]:
                 f"`{KEY}.path` ({engine.path}): no such directory in {Path.cwd()}; give an existing one, or a name on "
                 "the hub, OWNER/NAME"
             )
-        elif found.is_dir() and not (found / "config.json").is_file():
+        elif found.exists() and not (found / "config.json").is_file():
             yield f"`{KEY}.path` ({engine.path}) holds no config.json; give the directory of a Hugging Face model"
     except ValueError as error:
         yield str(error)

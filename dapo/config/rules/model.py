@@ -83,7 +83,9 @@ def model_directory(cfg: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_file():
+        yield f"`model.path` ({cfg.model.path}) is a file; give the directory of a Hugging Face model that it is in"
+    elif path.is_dir() and not (path / "config.json").is_file():
         yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
 
 
