@@ -23,7 +23,7 @@ from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_train
-from dapo.data.tokenizer import load_tokenizer
+from dapo.data.tokenizer import check_rows, load_tokenizer
 from dapo.derived import halve_roles
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
@@ -180,6 +180,7 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     tokenizer = load_tokenizer(cfg.model)
     prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
     held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
+    check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
     return prompts, held_out, fingerprint(prompts, tokenizer)
 
 
@@ -203,6 +204,7 @@ async def evaluate(
     make_paths_absolute(cfg)
     preflight(cfg, trains=False)
     held_out = load_held_out(cfg, load_tokenizer(cfg.model), told=_tell)
+    check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)
     cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()

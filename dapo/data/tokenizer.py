@@ -1,10 +1,14 @@
 """Loads the model's tokenizer on the driver: `model` in, a tokenizer of transformers out, or an error for a person."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dapo.config.actor import ModelConfig
+from dapo.config.model_shape import UnknownShape, read_config
 from dapo.config.paths import not_on_hub
+from dapo.data.files import shown
+from dapo.types import Prompt
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -50,3 +54,17 @@ def _ends(model: ModelConfig) -> bool:
     except OSError:  # it has none; then vLLM takes config.json
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return getattr(config, "eos_token_id", None) is not None
+
+
+def check_rows(prompts: Iterable[Prompt], path: str) -> None:
+    """Raises ValueError for a prompt with tokens that the embedding of the model has no row for. path: `model.path`."""
+    try:
+        rows = read_config(path).get("vocab_size")
+    except UnknownShape:
+        return
+    highest = max(prompts, key=lambda prompt: prompt.token_ids.max(initial=0), default=None)
+    if isinstance(rows, int) and highest is not None and (token := int(highest.token_ids.max(initial=0))) >= rows:
+        raise ValueError(
+            f"`model.path` ({path}): its tokenizer gives token {token} to a prompt ({shown(highest.text)}), and "
+            f"`vocab_size` in config.json is {rows}; take the tokenizer that belongs to these weights"
+        )

@@ -22,7 +22,7 @@ BAD_SHARE = 0.01  # of references that no right answer matches
 
 
 def settings(subject: Subject) -> Finding:
-    """Tries what a run tries before it starts workers: schedule, reward functions and their known answers,
+    """Tries what a run tries before it starts workers: schedule, model, reward functions and their known answers,
     functions of a person's own, sinks."""
     from dapo.driver.preflight import preflight  # loads torch
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from dapo.config.actor import ModelConfig
+from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.data.tokenizer import load_tokenizer
+from dapo.run import load_data
 
 
 def changed(path: Path, **values: object) -> None:
@@ -46,3 +48,14 @@ def test_a_directory_without_a_tokenizer_is_named(model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer: it does not load .*copy or download the model again"):
         load_tokenizer(ModelConfig(path=str(model)))
+
+
+def test_a_token_without_a_row_of_the_embedding_is_refused(model: Path) -> None:
+    cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
+    prompts, *_ = load_data(cfg)
+    highest = max(int(prompt.token_ids.max()) for prompt in prompts)
+    changed(model / "config.json", vocab_size=highest + 1)
+    load_data(cfg)
+    changed(model / "config.json", vocab_size=highest)
+    with pytest.raises(ValueError, match=rf"gives token {highest} to a prompt .*, and `vocab_size` .* {highest};"):
+        load_data(cfg)
