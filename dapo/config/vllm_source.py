@@ -168,12 +168,16 @@ def _named(name: str, module: str) -> Iterator[Allowed]:
     one, there = _found(name, module)
     if isinstance(one, ast.ClassDef) and any(_called(decorator) == "config" for decorator in one.decorator_list):
         yield Allowed(sections=(_section(name, there),))
-    elif isinstance(one, ast.ClassDef) and any(_called(base) == "Enum" for base in one.bases):
+    elif isinstance(one, ast.ClassDef) and "Enum" in _bases(one):
         yield Allowed(choices=(AUTO, *_members(one)))
     elif isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(one.value, ast.Subscript | ast.Name | ast.BinOp):
         yield from _parts(one.value, there)
     else:
         raise _Unknown
+
+
+def _bases(one: ast.ClassDef) -> set[str]:
+    return {base.attr if isinstance(base, ast.Attribute) else _called(base) for base in one.bases}
 
 
 def _members(one: ast.ClassDef) -> Iterator[str]:
@@ -194,10 +198,25 @@ def _section(name: str, module: str) -> Section:
         name=name,
         closed=plain and strict and "" not in early,
         fields={
-            field: Allowed() if {field, "*", ""} & early else _allowed(line.annotation, module, _limits(line.value))
+            field: _named_by(line.annotation, module)
+            if {field, "*", ""} & early
+            else _allowed(line.annotation, module, _limits(line.value))
             for field, line in _lines(one)
         },
     )
+
+
+def _named_by(annotation: ast.expr, module: str) -> Allowed:
+    """Returns what is certain of a field whose validator sees any value first: of an enum, that it makes members of
+    their names, and that numbers may stand for them."""
+    if not isinstance(annotation, ast.Name):
+        return Allowed()
+    try:
+        one, _ = _found(annotation.id, module)
+    except _Unknown:
+        return Allowed()
+    names = tuple(_members(one)) if isinstance(one, ast.ClassDef) and _bases(one) & {"Enum", "IntEnum"} else ()
+    return Allowed(types=frozenset({"int"}), choices=(AUTO, *names)) if names else Allowed()
 
 
 def _early(method: ast.FunctionDef) -> Iterator[str]:

@@ -49,6 +49,12 @@ def said(*overrides: str, experiment: str = "dapo_tiny") -> list[str]:
             id="a section's field misspelt",
         ),
         pytest.param(
+            [f"{V}.compilation_config.cudagraph_mode=FULL_AND_PIECWISE"],
+            f"`{V}.compilation_config.cudagraph_mode` (FULL_AND_PIECWISE) must be a whole number or one of auto, NONE, "
+            "PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; did you mean `FULL_AND_PIECEWISE`?",
+            id="a section's enum",
+        ),
+        pytest.param(
             [f"{V}.kernel_config={{enable_cutedsl_warmups: true}}"],
             f"`{V}.kernel_config.enable_cutedsl_warmups` is no field of",
             id="a section at once",
@@ -109,7 +115,7 @@ def test_a_gpus_engine_splits_prompts_unless_it_is_told_not_to() -> None:
     "given",
     [
         {"enforce_eager": True, "enable_prefix_caching": "off", "disable_custom_all_reduce": 1},
-        {"block_size": "16", "cpu_offload_gb": 2, "kv_cache_memory_bytes": 1e9, "watermark": "0.1"},
+        {"block_size": "16", "cpu_offload_gb": 2, "kv_cache_memory_bytes": 1e9, "watermark": "0.1", "hf_token": 12},
         {"kv_cache_dtype": "FP8", "moe_backend": "deep-gemm", "kv_cache_dtype_skip_layers": ["0"]},
         {
             "hf_overrides": {"rope_theta": 1},
@@ -117,7 +123,8 @@ def test_a_gpus_engine_splits_prompts_unless_it_is_told_not_to() -> None:
             "quantization": "fp8",
             "load_format": "x",
         },
-        {"compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1, 2]}, "attention_config": {"backend": "x"}},
+        {"compilation_config": {"mode": 3, "cudagraph_mode": "full"}, "attention_config": {"backend": "flash_attn"}},
+        {"compilation_config": {"mode": "none", "cudagraph_capture_sizes": [1, 2]}, "attention_config": {}},
         {"served_model_name": ["a", "b"], "cpu_offload_params": ["w"], "max_lora_rank": 16, "revision": None},
         {"diffusion_config": '{"a": 1}', "override_generation_config": {"temperature": 1.0}},
     ],

@@ -28,6 +28,7 @@ SWITCHES = (
     "y",
     "yes",
 )  # texts that pydantic reads as such
+SECRET = "hf_token"  # of which nothing is told
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 # Tokens of one pass where nobody says how many: vLLM's for an engine that another program embeds, and ours on a CPU.
 MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
@@ -36,7 +37,7 @@ MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
 def values(section: str, given: Mapping[str, Any]) -> Iterator[str]:
     """Reports each value that no engine takes. section: the key that the arguments stand under."""
     for name, value in given.items():
-        yield from _value(f"{section}.{name}", value, allowed(name))
+        yield from _value(f"{section}.{name}", value, allowed(name)) if name != SECRET else ()
 
 
 def _value(key: str, value: Any, may: Allowed) -> Iterator[str]:
