@@ -12,7 +12,7 @@ from pathlib import Path
 from dapo.config.model_files import weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardFunctionConfig
-from dapo.config.rules.model import config_problems
+from dapo.config.rules.model import config_problems, reads_safetensors
 from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
 from dapo.own.check import own_functions
@@ -69,7 +69,7 @@ def _attention(cfg: Config) -> Iterator[str]:
 def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
     """Looks at the files of local models: one that is missing or cut off would be found after all have started."""
     others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
-    safetensors = trains or "load_format" not in cfg.rollout.vllm
+    safetensors = trains or reads_safetensors(cfg)
     for key, path in {"model.path": cfg.model.path, **others}.items():
         folder = Path(resolve_path(path)) if path else None
         if folder is None or not folder.is_dir():

@@ -196,7 +196,7 @@ def test_a_model_of_another_task_is_refused_where_there_are_ranks(model: Path) -
 def test_an_engine_may_be_told_to_read_other_files(model: Path) -> None:
     without_weights(model)
     (model / "pytorch_model.bin").write_bytes(b"")
-    given = [f"model.path={model}", "rollout.vllm.load_format=pt"]
+    given = [f"model.path={model}", "rollout.vllm.load_format=hf"]
     preflight(compose(given, experiment="dapo_tiny", trains=False), trains=False)
     with pytest.raises(ValueError, match=r"holds pytorch_model.bin and no model.safetensors"):
         compose(given[:1], experiment="dapo_tiny", trains=False)

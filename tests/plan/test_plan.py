@@ -299,7 +299,7 @@ def test_packing_is_the_actors_own():
         pytest.param(["actor.max_tokens_per_gpu=2816"], "waits for the network", id="network"),
         pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
         pytest.param(
-            ["rollout.vllm.tensor_parallel_size=16"], "`rollout.vllm.tensor_parallel_size` (16) exceeds", id="tp"
+            ["rollout.vllm.tensor_parallel_size=40"], "`rollout.vllm.tensor_parallel_size` (40) exceeds", id="tp"
         ),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.95"], "rollout.vllm.max_num_seqs=", id="sequences"),
         pytest.param(["rollout.num_engines=200"], "do not fill", id="engines"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo.config.model_files import shapes
+from dapo.config.model_files import INDEX, SINGLE, shapes
 from dapo.config.model_shape import UnknownShape, head_shares, positions, read_config
 from dapo.config.names import nearest
 from dapo.config.paths import checked_path
@@ -102,7 +102,7 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
     yield from config_problems(cfg, config, trains=trains)
     if path.is_dir():
-        yield from _files(cfg, path) if trains or "load_format" not in cfg.rollout.vllm else ()
+        yield from _files(cfg, path, trains=trains)
         yield from _targets(cfg, path) if trains and cfg.model.lora.rank > 0 else ()
 
 
@@ -131,15 +131,21 @@ def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Ite
     yield from _context(cfg, config)
 
 
-def _files(cfg: Config, path: Path) -> Iterator[str]:
-    if any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+def _files(cfg: Config, path: Path, *, trains: bool) -> Iterator[str]:
+    if any((path / name).is_file() for name in (SINGLE, INDEX)) or not (trains or reads_safetensors(cfg)):
         return
     if others := sorted(each.name for each in path.glob("*.bin")):
+        unless = "" if trains else ", or set `rollout.vllm.load_format=hf`, which reads pickles too"
         yield (
             f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which ranks and engines "
             "read; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
-            "with save_pretrained"
+            f"with save_pretrained{unless}"
         )
+
+
+def reads_safetensors(cfg: Config) -> bool:
+    """Returns whether engines read those files alone, as they do unless a person says otherwise."""
+    return bool(cfg.rollout.vllm.get("load_format", "safetensors") == "safetensors")
 
 
 def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
