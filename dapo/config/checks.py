@@ -23,10 +23,13 @@ from dapo.config.vllm_source import engine_arguments
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
     "model": "model.path",
+    "tokenizer": "model.path, whose tokenizer makes prompts of texts and texts of responses",
+    "skip_tokenizer_init": "nothing: the tokenizer makes texts of responses",
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
     "data_parallel_size": "rollout.num_engines",
+    "nnodes": "rollout.vllm.tensor_parallel_size: an engine's GPUs are of one node, and it would wait for others",
     "prefill_context_parallel_size": "rollout.vllm.tensor_parallel_size",
 }
 

@@ -117,6 +117,14 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(
             ["trainer.seed=4294967296"], ["`trainer.seed` (4294967296) must be from 0 to 4294967295"], id="large seed"
         ),
+        pytest.param(
+            ["rollout.vllm.nnodes=2"],
+            ["rollout.vllm.nnodes", "dapo itself", "would wait for others"],
+            id="engine's nodes",
+        ),
+        pytest.param(
+            ["rollout.vllm.tokenizer=x/y"], ["rollout.vllm.tokenizer", "dapo itself", "model.path"], id="tokenizer"
+        ),
         pytest.param(["trainer.output_dir=''"], ["`trainer.output_dir` () must be a directory"], id="no directory"),
         pytest.param(["trainer.device=tpu"], ["trainer.device", "tpu", "auto, cpu, cuda"], id="unknown device"),
         pytest.param(
