@@ -13,13 +13,15 @@ LONGEST_HEADER = 100 << 20  # bytes; the format's own bound
 
 def weights_problems(folder: Path) -> list[str]:
     """Returns what is wrong with files of weights: one that is missing or cut off is found by the ranks minutes
-    later."""
+    later. Those that lie beside a model's own, such as an adapter's, are not looked at."""
     problems = []
     try:
         sizes = {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
-        named = {name for name in sizes if name.endswith(".safetensors")}
-        if (folder / INDEX).is_file():
+        named = {SINGLE} & set(sizes)
+        if INDEX in sizes:
             named |= set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        if not named:
+            named = {name for name in sizes if name.endswith(".safetensors")}
         for name in sorted(named):
             if name not in sizes:
                 problems.append(f"{name} is missing, which {INDEX} names")

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dapo.config.model_files import weights_problems
+from dapo.config.model_files import INDEX, SINGLE, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
@@ -69,15 +69,15 @@ def _attention(cfg: Config) -> Iterator[str]:
 def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
     """Looks at the files of local models: one that is missing or cut off would be found after all have started."""
     others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
-    safetensors = trains or reads_safetensors(cfg)
+    wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
     for key, path in {"model.path": cfg.model.path, **others}.items():
         folder = Path(resolve_path(path)) if path else None
         if folder is None or not folder.is_dir():
             continue
         if found := weights_problems(folder):
             yield f"`{key}` ({path}): {found[0]}; copy or download the model again"
-        elif key == "model.path" and safetensors and not any(folder.glob("*.safetensors")):
-            yield f"`{key}` ({path}) holds no weights (*.safetensors); give the directory of a whole model"
+        elif key == "model.path" and wanted and not any(any(folder.glob(name)) for name in wanted):
+            yield f"`{key}` ({path}) holds no weights ({' or '.join(wanted)}); give the directory of a whole model"
 
 
 def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:

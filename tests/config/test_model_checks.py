@@ -250,3 +250,6 @@ def test_the_names_of_a_model_in_several_files_are_read(tmp_path: Path) -> None:
     assert shapes(tmp_path) == {"model.a.weight": [2, 3], "model.b.weight": [2]} and weights_problems(tmp_path) == []
     (tmp_path / "model-1.safetensors").unlink()
     assert shapes(tmp_path) == {} and "model-1.safetensors is missing" in weights_problems(tmp_path)[0]
+    (tmp_path / "model-1.safetensors").write_bytes((tmp_path / "model-0.safetensors").read_bytes())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"0")
+    assert weights_problems(tmp_path) == [], "it is no part of the model"
