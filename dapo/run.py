@@ -14,16 +14,16 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ray.util.metrics import Gauge
 
-from dapo.config.paths import not_on_hub, resolve_path
+from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_train
+from dapo.data.tokenizer import check_rows, load_tokenizer
 from dapo.derived import halve_roles
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
@@ -177,24 +177,11 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     today: the date for chat templates that write one; None: the real one. Raises ValueError: see
     `dapo.data.prompts.load_prompts`.
     """
-    tokenizer = _tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg.model)
     prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
     held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
+    check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
     return prompts, held_out, fingerprint(prompts, tokenizer)
-
-
-def _tokenizer(cfg: Config) -> Any:
-    from transformers import AutoTokenizer
-
-    path = cfg.model.path
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        if Path(path).is_dir():
-            what, remedy = f"`model.path` ({path}): no tokenizer: {error}", "copy or download the model again"
-        else:
-            what, remedy = not_on_hub("model.path", path, error)
-        raise ValueError(f"{what}; {remedy}") from error
 
 
 def _tell(key: str, report: DataReport) -> None:
@@ -216,7 +203,8 @@ async def evaluate(
     assert task is not None
     make_paths_absolute(cfg)
     preflight(cfg, trains=False)
-    held_out = load_held_out(cfg, _tokenizer(cfg), told=_tell)
+    held_out = load_held_out(cfg, load_tokenizer(cfg.model), told=_tell)
+    check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)
     cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()

@@ -154,11 +154,11 @@ USES: dict[str, tuple[Name, ...]] = {
     "dapo/config/checks.py": (
         Name(
             path=_ARGS,
-            has="model logprobs_mode worker_extension_cls weight_transfer_config data_parallel_size "
-            "prefill_context_parallel_size max_model_len",
+            has="model tokenizer skip_tokenizer_init logprobs_mode worker_extension_cls weight_transfer_config "
+            "data_parallel_size nnodes prefill_context_parallel_size max_model_len",
         ),
     ),
-    "dapo/config/names.py": (
+    "dapo/config/vllm_source.py": (
         Name(path="vllm.engine.arg_utils:EngineArgs"),
         Name(path=_ARGS),
     ),

@@ -7,24 +7,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
-from dapo.config.names import engine_arguments, nearest
+from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
+from dapo.config.rules.engine import batches, values
 from dapo.config.rules.judge import judge
-from dapo.config.rules.model import actor, model_directory
+from dapo.config.rules.model import actor, served
 from dapo.config.rules.objective import correction, objective
 from dapo.config.rules.placement import placement
 from dapo.config.rules.reward_model import reward_model
 from dapo.config.rules.sources import sources
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {
     "model": "model.path",
+    "tokenizer": "model.path, whose tokenizer makes prompts of texts and texts of responses",
+    "skip_tokenizer_init": "nothing: the tokenizer makes texts of responses",
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
     "data_parallel_size": "rollout.num_engines",
+    "nnodes": "rollout.vllm.tensor_parallel_size: an engine's GPUs are of one node, and it would wait for others",
     "prefill_context_parallel_size": "rollout.vllm.tensor_parallel_size",
 }
 
@@ -41,10 +46,11 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         _engine_numbers,
         *([sources, _sampling, _batch_shapes, _halves] if trains else []),
         _lengths,
+        _greedy,
         *([objective, correction, quantized_training] if trains else []),
         _engine_args,
         decoding,
-        *([actor, placement] if trains else [model_directory]),
+        *([actor, placement] if trains else [served]),
         _reward_waits,
         code,
         reward_model,
@@ -120,6 +126,16 @@ def _lengths(cfg: Config) -> Iterator[str]:
         )
 
 
+def _greedy(cfg: Config) -> Iterator[str]:
+    """Refuses to pay for many answers that are one."""
+    held_out = cfg.data.val_files or any(source.val_files for source in cfg.data.sources)
+    if held_out and cfg.eval.temperature == 0 and cfg.eval.n > 1:
+        yield (
+            f"`eval.n` ({cfg.eval.n}) must be 1 with `eval.temperature` (0), where all answers to a problem are the "
+            "same; set eval.n=1, or a temperature above 0"
+        )
+
+
 def _engine_numbers(cfg: Config) -> Iterator[str]:
     """Requires numbers where dapo reckons with what vLLM takes as it is."""
     for name in WHOLE_ENGINE_ARGS:
@@ -135,6 +151,10 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     for name, instead in OWN_ENGINE_ARGS.items():
         if name in cfg.rollout.vllm:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
+    elsewhere = (*OWN_ENGINE_ARGS, "speculative_config")  # of which `decoding` tells
+    yield from values(ENGINE, {name: one for name, one in cfg.rollout.vllm.items() if name not in elsewhere})
+    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`workers.placement`)
+    yield from batches(cfg, "cpu" if cpu else cfg.trainer.device)
     if not cfg.rollout.vllm or not (known := engine_arguments()):
         return
     for name in sorted(cfg.rollout.vllm.keys() - known - OWN_ENGINE_ARGS.keys()):

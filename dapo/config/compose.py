@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dapo.config.checks import validate
-from dapo.config.fields import ITEM, keys
+from dapo.config.fields import ITEM, TYPES, keys
 from dapo.config.names import OPEN, experiments, hint, is_open, known_keys, nearest
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlannedConfig
@@ -36,15 +36,6 @@ FLAGS = (  # Hydra's; argparse takes their beginnings too
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # then experiments are a person's own
 REPLACED = ("data.val_files",)  # a list or a mapping: OmegaConf merges neither into the other
-TYPES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list, such as [a, b]",
-    dict: "a mapping, such as {a: 1}",
-}
-
 EXAMPLES: dict[Any, str] = {  # items of lists
     RewardFunctionConfig: "{path: my_reward.py}",
     SourceConfig: "{name: mine, files: [mine.parquet]}",
@@ -230,7 +221,8 @@ def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str
         error = caught
     shown = f"{above}{name}"
     known = re.sub(r"\[\d+\]", ITEM, shown)
-    kind = _kinds().get(known, dict)
+    members = typing.get_args(_kinds().get(known.rpartition(".")[0]))  # of a mapping from names to values
+    kind = _kinds().get(known, members[-1] if members else dict)
     of = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
     if isinstance(value, dict) and known not in _kinds() and known in known_keys(plan=True):
         for key, one in value.items():

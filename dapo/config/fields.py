@@ -16,6 +16,14 @@ from typing import Any
 ABOUT = "about"  # in a field's metadata, which OmegaConf leaves alone
 MISSING = "???"  # OmegaConf's mark of a value that the person must give
 ITEM = "[]"  # in a name: any item of a list
+TYPES: dict[Any, str] = {  # in words that follow `must be`
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list, such as [a, b]",
+    dict: "a mapping, such as {a: 1}",
+}
 OWN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")  # a function in a file of a person's own
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 LABEL, VALUE = re.compile(rf"(?:{_WORD}/)?{_WORD}"), re.compile(_WORD)

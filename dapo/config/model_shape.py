@@ -140,6 +140,10 @@ def positions(config: Mapping[str, Any]) -> float:
     own = config.get("model_max_length")
     window = float(own) if isinstance(own, int) else float(min(said, default=math.inf))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layers = [one for one in scaling.values() if isinstance(one, dict)]
+    if by_layers:  # of each kind of layer; those of the widest sight count
+        plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+        return max(positions(plain | {"rope_parameters": one}) for one in by_layers)
     kind = scaling.get("rope_type") or scaling.get("type")
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if not isinstance(factor, int | float) or "gemma3" in str(config.get("model_type")):

@@ -1,29 +1,28 @@
 """Finds the nearest name that exists for one that does not: keys, experiments, other systems' names, vLLM's arguments.
 
-In: a name that a person wrote. Out: words for the end of an error. Imports neither vLLM nor torch: vLLM's arguments are
-read out of its installed source.
+In: a name that a person wrote. Out: words for the end of an error.
 """
 
-import ast
 import difflib
 import functools
-import importlib.util
 import re
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from dapo.config.fields import ITEM, keys
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlanConfig
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 
 ENGINE = "rollout.vllm"
 PLAN = "plan"  # the section of `dapo.plan` alone
 JUDGE = "reward.judge.engine.vllm"
 LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels", "reward.judge.engine.node_labels")
 # Below these any key is taken.
-OPEN = (ENGINE, JUDGE, "actor.optim.lr_scheduler_kwargs", "logging.wandb", "logging.mlflow", *LABELS)
-VLLM_SOURCE, VLLM_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
+OPEN = (
+    *(ENGINE, JUDGE, "rollout.function.kwargs", "reward.judge.values", "actor.optim.lr_scheduler_kwargs"),
+    *("logging.wandb", "logging.mlflow", *LABELS),
+)
 
 
 @functools.cache
@@ -44,25 +43,6 @@ def experiments() -> list[str]:
     """Returns the names for `+experiment=`."""
     folder = config_dir() / "experiment"
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
-
-
-@functools.cache
-def engine_arguments() -> frozenset[str]:
-    """Returns the names of the installed vLLM's engine arguments, empty where it is not installed."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    file = Path(spec.submodule_search_locations[0]) / VLLM_SOURCE
-    if not file.is_file():
-        return frozenset()
-    classes = [one for one in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(one, ast.ClassDef)]
-    return frozenset(
-        line.target.id
-        for one in classes
-        if one.name in VLLM_CLASSES
-        for line in one.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    )
 
 
 @functools.cache

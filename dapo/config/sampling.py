@@ -207,7 +207,8 @@ class RolloutConfig(SamplingConfig):
     function: RolloutFunctionConfig = section(RolloutFunctionConfig)
     vllm: dict[str, Any] = key(
         {},
-        "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), passed through as they are",
+        "engine arguments under vLLM's own names (`rollout.vllm.max_num_seqs=256`), compared with the types in the "
+        "installed vLLM's source and passed on as they are",
         verl=f"{ROLLOUT}.engine_kwargs.vllm",
     )
 

@@ -16,6 +16,7 @@ from dapo.config.sampling import DataConfig, EvalConfig, FilterGroupsConfig, Rol
 
 RESUME = ("auto", "never")
 HALVES = ("both", "rollout", "train")
+MAX_SEED = (1 << 32) - 1  # numpy's
 COLOCATIONS = ("none", "memory", "time", "lend")
 BY_SWITCH = {"True": "memory", "False": "none"}  # what `true` and `false` mean, which were its values
 # Logits that `workers.training.forward.logprobs` computes at once, by device. On a CPU smaller chunks lie in its caches
@@ -133,10 +134,19 @@ class TrainerConfig:
     """The driver runs the algorithm on one machine of a Ray cluster."""
 
     total_steps: int = at_least(1, 1000, "updates of the run", verl="trainer.total_training_steps", trl="max_steps")
-    seed: int = at_least(0, 0, "seed of draws, samples and shuffles", verl="data.seed", trl="seed")
+    seed: int = key(
+        0,
+        "seed of draws, samples and shuffles",
+        values=f"from 0 to {MAX_SEED}, the largest that engines take",
+        holds=lambda value: 0 <= value <= MAX_SEED,
+        verl="data.seed",
+        trl="seed",
+    )
     output_dir: str = key(
         "outputs/dapo",
         "the run's directory: configuration, metrics, checkpoints; an existing one continues its run",
+        values="a directory, new or a run's",
+        holds=lambda value: bool(value.strip()),
         verl="trainer.default_local_dir",
         trl="output_dir",
     )

@@ -69,8 +69,8 @@ CHECKS = (
     Check("authentication", DRIVER, "Ray's token: whoever reaches Ray's ports can run code", cluster.authentication),
     Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement, ("GPUs",)),
     Check("all-reduce", ALL, "gloo or NCCL over the whole allocation, with its bandwidth", all_reduce),
-    Check("settings", DRIVER, "what a run tries first: schedule, reward functions on known answers", inputs.settings),
-    Check("tokenizer", DRIVER, "it loads, and has an end of sequence", inputs.tokenizer, ("model",)),
+    Check("settings", DRIVER, "what a run tries first: schedule, model, functions on known answers", inputs.settings),
+    Check("tokenizer", DRIVER, "it loads, reads text, and has an end of sequence", inputs.tokenizer, ("model",)),
     Check(
         "chat template", DRIVER, "shows what was asked, opens the model's turn; date", inputs.template, ("tokenizer",)
     ),

@@ -4,7 +4,7 @@ In: a configuration. Out: what the checks of it share.
 """
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from dapo.config.schema import Config
 from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport
 from dapo.data.sources import load_train
+from dapo.data.tokenizer import load_tokenizer
 from dapo.plan.actor import device_of
 from dapo.plan.report import checkpoint_terms
 from dapo.types import HeldOut, Prompt
@@ -54,11 +55,8 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Returns the model's tokenizer, of transformers. Raises as that does."""
-        from transformers import AutoTokenizer  # loads torch
-
-        path = resolve_path(self.cfg.model.path)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=self.cfg.model.trust_remote_code)
+        """Returns the model's tokenizer, as a run loads it. Raises as that does."""
+        return load_tokenizer(replace(self.cfg.model, path=resolve_path(self.cfg.model.path)))
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], DataReport]:

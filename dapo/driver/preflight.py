@@ -1,5 +1,5 @@
-"""Tries on the driver, before any worker starts, what only trying can tell: schedule, functions of a person's own,
-installation.
+"""Tries on the driver, before any worker starts, what only trying can tell: schedule, the model's files, functions of a
+person's own, installation.
 
 In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
 """
@@ -7,8 +7,13 @@ In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, 
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from dapo.config.model_files import INDEX, SINGLE, weights_problems
+from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardFunctionConfig
+from dapo.config.rules.model import config_problems, reads_safetensors
+from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
 from dapo.own.check import own_functions
 from dapo.report.redact import redacted
@@ -16,8 +21,10 @@ from dapo.report.sinks import choice
 from dapo.rewards import judge
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
+from dapo.sandbox.confine import python_paths
 from dapo.schedule import check_rates
 from dapo.turns.loading import load as load_rollout
+from dapo.turns.loading import runs_programs
 
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
@@ -26,13 +33,15 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
     problems = [*_torchvision()] or [
         *_schedule(cfg),
         *(_attention(cfg) if trains else ()),
+        *_models(cfg, trains=trains),
+        *_architecture(cfg, trains=trains),
         *_reward_functions(cfg),
         *choice.problems(cfg),
     ]
     problems += [*_rollout_function(cfg)]
     problems += own_functions(cfg) if trains else []
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
 def _schedule(cfg: Config) -> Iterator[str]:
@@ -57,13 +66,51 @@ def _attention(cfg: Config) -> Iterator[str]:
         )
 
 
+def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
+    """Looks at the files of local models: one that is missing or cut off would be found after all have started."""
+    others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
+    wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
+    for key, path in {"model.path": cfg.model.path, **others}.items():
+        folder = Path(resolve_path(path)) if path else None
+        if folder is None or not folder.is_dir():
+            continue
+        if found := weights_problems(folder):
+            yield f"`{key}` ({path}): {found[0]}; copy or download the model again"
+        elif key == "model.path" and wanted and not any(any(folder.glob(name)) for name in wanted):
+            yield f"`{key}` ({path}) holds no weights ({' or '.join(wanted)}); give the directory of a whole model"
+
+
+def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
+    """Reads the model's configuration as the ranks do, from the hub too, where it may come from only now."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    path, trusted = resolve_path(cfg.model.path), cfg.model.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    except OSError:  # no such model: who loads its tokenizer tells
+        return
+    except (ValueError, KeyError) as error:
+        remedy = "choose another model, or install a transformers that knows it"
+        if "trust_remote_code" in str(error):
+            remedy = "set `model.trust_remote_code=true` if you trust that code"
+        yield f"`model.path` ({path}): transformers cannot read its config.json: {_first(error)}; {remedy}"
+        return
+    if trains and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted:
+        yield (
+            f"`model.path` ({path}) is of the kind {config.model_type}, of which transformers has no causal language "
+            "model; choose another model, or set `model.trust_remote_code=true` where it brings its own code"
+        )
+    if not Path(path).is_dir():
+        yield from config_problems(cfg, config.to_dict(), trains=trains)
+
+
 def _reward_functions(cfg: Config) -> Iterator[str]:
     if not cfg.reward.functions:
         yield "`reward.functions` is empty; give at least one, such as {path: math}"
     own = {section_of(name): specs for name, specs in source_functions(cfg.data.sources).items()}
     for section, given in {SECTION: cfg.reward.functions, **own}.items():
         functions = with_judge(given, cfg.reward.judge)
-        yield from _section(section, functions)
+        yield from _section(section, functions, cfg.reward.limits.sandbox)
         if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
             yield (
                 f"`{section}` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens once "
@@ -71,13 +118,15 @@ def _reward_functions(cfg: Config) -> Iterator[str]:
             )
 
 
-def _section(section: str, functions: Sequence[RewardFunctionConfig]) -> Iterator[str]:
+def _section(section: str, functions: Sequence[RewardFunctionConfig], sandbox: SandboxConfig) -> Iterator[str]:
     for index, spec in enumerate(functions):
         try:
             function = load(spec, index=index, section=section)
         except ValueError as error:
             yield str(error)
             continue
+        if function.runs_programs:
+            yield from _packages(sandbox)
         if ready_name(spec.path):  # a person's function is called in child processes alone
             yield from _known_answers(function, f"{section}[{index}]")
         if ready_name(spec.path) == "judge":
@@ -91,7 +140,16 @@ def _section(section: str, functions: Sequence[RewardFunctionConfig]) -> Iterato
 def _rollout_function(cfg: Config) -> Iterator[str]:
     try:
         if cfg.rollout.function.path:
-            load_rollout(cfg.rollout.function)
+            function = load_rollout(cfg.rollout.function)
+            if runs_programs(function, cfg.rollout.function.kwargs):
+                yield from _packages(cfg.reward.limits.sandbox)
+    except ValueError as error:
+        yield str(error)
+
+
+def _packages(sandbox: SandboxConfig) -> Iterator[str]:
+    try:
+        python_paths(sandbox.packages)
     except ValueError as error:
         yield str(error)
 
@@ -124,3 +182,8 @@ def _torchvision() -> Iterator[str]:
             f"torchvision {vision} is built for CUDA, but torch is {torch_version}; dapo needs no torchvision: "
             "run `pip uninstall torchvision`"
         )
+
+
+def _first(error: BaseException) -> str:
+    """Returns the first sentence of a message."""
+    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dapo.config.compose import compose
 from dapo.config.model_shape import ModelShape, read_config, shape_of
 from dapo.config.plan import PlannedConfig
+from dapo.config.rules.engine import batches
 from dapo.config.rules.model import architecture_problems, heads_problems
-from dapo.plan.actor import ELEMENT_BYTES
+from dapo.plan.actor import ELEMENT_BYTES, device_of
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
 from dapo.plan.lead import job
@@ -42,7 +43,7 @@ def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
 def refusals(cfg: PlannedConfig) -> list[str]:
     """Returns why the model cannot run so. Raises UnknownShape where no config.json of the model is found."""
     config = read_config(cfg.model.path)
-    return [*heads_problems(cfg, config), *architecture_problems(cfg, config)]
+    return [*heads_problems(cfg, config), *architecture_problems(cfg, config), *batches(cfg, device_of(cfg))]
 
 
 def unpredictable(cfg: PlannedConfig) -> Iterator[str]:

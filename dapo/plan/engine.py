@@ -12,13 +12,13 @@ from typing import Any
 
 from dapo.config.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
+from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.derived import gpus_per_engine, resolve_transport
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, device_of
 from dapo.plan.terms import Term
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
-MAX_NUM_BATCHED_TOKENS = 2048
 GPU_MEMORY_UTILIZATION = 0.92
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 VOCABULARY_MULTIPLE = 64  # embedding and head are padded to it

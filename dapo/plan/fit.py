@@ -20,8 +20,7 @@ Change = dict[str, Any]
 def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     """Returns one message per thing that does not fit; empty when everything does."""
     engine = EngineMemory(cfg, shape)
-    uneven = list(_uneven(cfg, shape, engine))
-    return uneven or [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
+    return [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
 
 
 def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
@@ -31,15 +30,6 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
         return memory
     engine = EngineMemory(cfg, shape)
     return memory - engine.asleep().amount if takes_turns(cfg) else memory * (1 - engine.utilization)
-
-
-def _uneven(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    if engine.tensor_parallel not in shape.head_shares:
-        yield (
-            f"`rollout.vllm.tensor_parallel_size` ({engine.tensor_parallel}) must divide the {shape.num_heads} "
-            f"attention heads of `model.path` ({cfg.model.path}), and divide its {shape.num_kv_heads} key-value heads "
-            f"or be a multiple of them; it can be {', '.join(map(str, shape.head_shares))}"
-        )
 
 
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:

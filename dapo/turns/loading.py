@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dapo.config.fields import TYPES
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.rewards.calling.loading import describe, load_file
 from dapo.turns.session import Function
@@ -44,7 +45,18 @@ def load(spec: RolloutFunctionConfig) -> Function:
             f"`{KEY}` ({spec.name} of {spec.path}) cannot be called with prompt, generate, sampling and "
             f"`{KEY}.kwargs` {sorted(spec.kwargs)}: {error}; fix the function or the kwargs"
         ) from None
+    if spec.path in READY:
+        _check_values(function, spec.kwargs)
     return function
+
+
+def _check_values(function: Function, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for an argument that is not of the type that a ready function says: its responses would fail,
+    one after the other."""
+    for name, value in kwargs.items():
+        kind = inspect.signature(function).parameters[name].annotation
+        if type(value) is not kind:
+            raise ValueError(f"`{KEY}.kwargs.{name}` ({value}) must be {TYPES[kind]}")
 
 
 def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:

@@ -111,6 +111,21 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(
             ["rollout.vllm.data_parallel_size=2"], ["rollout.vllm.data_parallel_size", "rollout.num_engines"], id="dp"
         ),
+        pytest.param(
+            ["eval.temperature=0"], ["`eval.n` (4) must be 1 with `eval.temperature` (0)", "eval.n=1"], id="greedy"
+        ),
+        pytest.param(
+            ["trainer.seed=4294967296"], ["`trainer.seed` (4294967296) must be from 0 to 4294967295"], id="large seed"
+        ),
+        pytest.param(
+            ["rollout.vllm.nnodes=2"],
+            ["rollout.vllm.nnodes", "dapo itself", "would wait for others"],
+            id="engine's nodes",
+        ),
+        pytest.param(
+            ["rollout.vllm.tokenizer=x/y"], ["rollout.vllm.tokenizer", "dapo itself", "model.path"], id="tokenizer"
+        ),
+        pytest.param(["trainer.output_dir=''"], ["`trainer.output_dir` () must be a directory"], id="no directory"),
         pytest.param(["trainer.device=tpu"], ["trainer.device", "tpu", "auto, cpu, cuda"], id="unknown device"),
         pytest.param(
             ["data.gen_batch_size=1", "filter_groups.max_num_gen_batches=2"],
@@ -228,6 +243,14 @@ def test_each_problem_of_the_objective_is_one_line_with_key_value_and_remedy(ove
     ],
 )
 def test_choices_of_the_objective_that_go_together(overrides):
+    assert isinstance(compose(overrides, "dapo_tiny"), Config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["eval.temperature=0", "eval.n=1"], ["eval.temperature=0", "data.val_files=[]"], ["trainer.seed=4294967295"]],
+)
+def test_greedy_answers_and_large_seeds_that_make_sense(overrides):
     assert isinstance(compose(overrides, "dapo_tiny"), Config)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo.config import names
+from dapo.config import vllm_source
 from dapo.config.compose import checked_overrides, compose, to_config
-from dapo.config.names import engine_arguments, experiments, hint
+from dapo.config.names import experiments, hint
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 from dapo.state.run_dir import HEADER, claim_output_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +163,16 @@ def test_engine_arguments_are_added_and_removed() -> None:
     assert vllm["seed"] == 3 and "max_num_seqs" not in vllm
 
 
+@pytest.mark.parametrize("given", ["rollout.function.kwargs.attempts=3", "rollout.function.kwargs={attempts: 3}"])
+def test_arguments_of_a_rollout_function_are_taken(given: str) -> None:
+    assert compose(["rollout.function.path=retry", given], "dapo_tiny").rollout.function.kwargs == {"attempts": 3}
+
+
+def test_scores_of_a_judges_words_are_taken_where_they_are_numbers() -> None:
+    assert compose(["reward.judge.values={yes: 1, no: 0.0}"], "dapo_tiny").reward.judge.values == {"yes": 1, "no": 0}
+    assert said("reward.judge.values.yes=much") == "`reward.judge.values.yes` (much) must be a number"
+
+
 def test_an_unknown_engine_argument_is_found_without_vllm_and_before_a_worker() -> None:
     with pytest.raises(ValueError) as error:
         compose(["rollout.vllm.max_num_sequences=3", "rollout.vllm.xyzzy=1"], "dapo_tiny")
@@ -178,13 +189,14 @@ def test_engine_arguments_are_vllms_own() -> None:
 
 
 def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    engine_arguments.cache_clear()
+    monkeypatch.setattr(vllm_source.importlib.util, "find_spec", lambda name: None)
+    vllm_source.forget()
     try:
-        assert compose(["rollout.vllm.xyzzy=1"], "dapo_tiny").rollout.vllm["xyzzy"] == 1
+        given = ["rollout.vllm.xyzzy=1", "rollout.vllm.enforce_eager=maybe"]
+        assert compose(given, "dapo_tiny").rollout.vllm == {"max_num_seqs": 256, "xyzzy": 1, "enforce_eager": "maybe"}
         assert hint("max_num_seqs") == "config/README.md lists all keys"
     finally:
-        engine_arguments.cache_clear()
+        vllm_source.forget()
 
 
 def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:

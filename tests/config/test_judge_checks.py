@@ -38,6 +38,13 @@ def test_nothing_is_said_of_a_good_one() -> None:
             {"path": "/no/such/judge"}, "`reward.judge.engine.path` (/no/such/judge) does not exist", id="path"
         ),
         pytest.param({"path": "nope"}, "`reward.judge.engine.path` (nope): no such directory in ", id="no-directory"),
+        pytest.param({"path": "pkg://dapo.tiny/data"}, "(pkg://dapo.tiny/data) holds no config.json", id="no-model"),
+        pytest.param(
+            {"vllm": {"tensor_parallel_size": 3}},
+            "`reward.judge.engine.vllm.tensor_parallel_size` (3) must divide the 4 attention heads of "
+            "`reward.judge.engine.path` (pkg://dapo.tiny/base)",
+            id="heads",
+        ),
         pytest.param({"url": "http://a/v1"}, "`reward.judge.url` (http://a/v1) names a judge, and", id="both"),
         pytest.param({"asked": False}, "no entry of `reward.functions` asks it; add {path: judge", id="not-asked"),
         pytest.param({"vllm": {"model": "x"}}, "`reward.judge.engine.vllm.model` is set by dapo", id="own-argument"),

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dapo.config import fields
 from dapo.config.actor import LoraConfig
-from dapo.config.rules.model import actor
+from dapo.config.model_files import shapes, weights_problems
+from dapo.config.rules.model import actor, served
 from dapo.config.schema import Config
 
 TINY = "pkg://dapo.tiny/base"  # 4,096 positions
@@ -66,6 +69,12 @@ def test_nothing_to_say_of_the_defaults() -> None:
             id="heads",
         ),
         pytest.param(
+            {"rollout": {"vllm": {"tensor_parallel_size": 8}}},
+            "`rollout.vllm.tensor_parallel_size` (8) must divide the 28 attention heads of `model.path` "
+            "(Qwen/Qwen2.5-7B), and divide its 4 key-value heads or be a multiple of them; it can be 1, 2, 4, 28",
+            id="heads_of_an_engine",
+        ),
+        pytest.param(
             {"actor": {"ulysses_sequence_parallel_size": 2, "max_tokens_per_gpu": 11_263}},
             "`actor.max_tokens_per_gpu` (11263) x `actor.ulysses_sequence_parallel_size` (2) must hold one sequence of "
             "`data.max_prompt_length` + `data.max_response_length` (2048 + 20480 = 22528)",
@@ -105,6 +114,23 @@ def test_nothing_to_say_of_the_defaults() -> None:
             {"model": {"lora": LoraConfig(rank=8, target_modules=[])}},
             "`model.lora.target_modules` is empty",
             id="lora_none",
+        ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["q_prj", "v_proj"])}, "data": LONGEST},
+            f"`model.lora.target_modules` (q_prj) must name linear layers of `model.path` ({TINY}) other than its head "
+            "and embedding: down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj, or all-linear; did you mean "
+            "`q_proj`?",
+            id="lora_misspelt",
+        ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["lm_head"])}, "data": LONGEST},
+            "`model.lora.target_modules` (lm_head) must name linear layers",
+            id="lora_head",
+        ),
+        pytest.param(
+            {"model": {"path": TINY, "lora": LoraConfig(rank=8, target_modules=["norm"])}, "data": LONGEST},
+            "`model.lora.target_modules` (norm) must name linear layers",
+            id="lora_vector",
         ),
     ],
 )
@@ -167,3 +193,63 @@ def test_what_the_actors_do_not_compute_is_refused(
 def test_another_attention_may_compute_a_window(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WINDOW | {"attn_logit_softcapping": 50.0}))
     assert list(actor(config(model={"path": str(tmp_path), "attn_implementation": "flash_attention_2"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        pytest.param(
+            {"data": LONGEST | {"max_response_length": 4096}},
+            "`data.max_prompt_length` + `data.max_response_length` (2048 + 4096 = 6144) must be at most 4096",
+            id="beyond_the_positions",
+        ),
+        pytest.param(
+            {"data": LONGEST, "rollout": {"vllm": {"tensor_parallel_size": 3}}},
+            "`rollout.vllm.tensor_parallel_size` (3) must divide the 4 attention heads",
+            id="heads",
+        ),
+        pytest.param({"data": LONGEST, "actor": {"ulysses_sequence_parallel_size": 3}}, None, id="without_ranks"),
+        pytest.param({"model": {"path": "/no/such"}}, "`model.path` (/no/such) does not exist", id="no_model"),
+        pytest.param(
+            {"model": {"path": f"{TINY}/config.json"}},
+            f"`model.path` ({TINY}/config.json) is a file; give the",
+            id="file",
+        ),
+    ],
+)
+def test_an_evaluation_is_told_what_its_engines_would_refuse(sections: dict[str, Any], message: str | None) -> None:
+    found = list(served(config(**({"model": {"path": TINY}} | sections))))
+    assert len(found) == (message is not None) and all(one.startswith(message) for one in found), found
+
+
+def test_an_evaluation_needs_safetensors_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    [line] = served(config(model={"path": str(tmp_path)}))
+    assert "holds pytorch_model.bin and no model.safetensors" in line
+
+
+@pytest.mark.parametrize("only", ["train", "both"])
+def test_a_run_without_engines_may_have_any_number_of_their_gpus(only: str) -> None:
+    given = {"trainer": {"only": only}, "rollout": {"vllm": {"tensor_parallel_size": 8}}}
+    assert len(list(actor(config(**given)))) == (only == "both")
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["x", "all-linear"], ["q_proj", "mlp.up_proj"], ["99.k_proj"]])
+def test_targets_that_the_ranks_may_find_are_left_to_them(targets: list[str]) -> None:
+    lora = LoraConfig(rank=8, target_modules=targets)
+    assert list(actor(config(model={"path": TINY, "lora": lora}, data=LONGEST))) == []
+
+
+def test_the_names_of_a_model_in_several_files_are_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        save_file({f"model.{name}.weight": tensor}, tmp_path / f"model-{number}.safetensors")
+    index = {f"model.{name}.weight": f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert shapes(tmp_path) == {"model.a.weight": [2, 3], "model.b.weight": [2]} and weights_problems(tmp_path) == []
+    (tmp_path / "model-1.safetensors").unlink()
+    assert shapes(tmp_path) == {} and "model-1.safetensors is missing" in weights_problems(tmp_path)[0]
+    (tmp_path / "model-1.safetensors").write_bytes((tmp_path / "model-0.safetensors").read_bytes())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"0")
+    assert weights_problems(tmp_path) == [], "it is no part of the model"

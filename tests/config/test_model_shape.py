@@ -48,6 +48,11 @@ SMALL = {
             4096,
             id="yarn_multiplied",
         ),
+        pytest.param(
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
+            32_768,
+            id="by_kinds_of_layers",
+        ),
     ],
 )
 def test_positions_of_a_model(said: dict, tokens: float) -> None:

@@ -98,6 +98,11 @@ def trained_on(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return [train, train.replace("train", "val", 1)]
 
 
+def without_vocabulary(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
 def other_tokenizer(path: Path) -> None:
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"vocab_size": 200}))
@@ -190,6 +195,7 @@ PLANTED = [
     ("all-reduce", variables(GLOO_SOCKET_IFNAME="none0"), FAULT, ["none0", "GLOO_SOCKET_IFNAME"]),
     ("settings", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["/no/such.py"]),
     ("tokenizer", model(lambda path: (path / "tokenizer.json").write_text("{")), FAULT, ["does not load"]),
+    ("tokenizer", model(without_vocabulary), FAULT, ["makes no tokens of text", "download the model again"]),
     ("tokenizer", model(other_tokenizer), FAULT, ["264 tokens", "200 rows"]),
     ("chat template", model(without_template), FAULT, ["no chat template", "chat_template.jinja"]),
     ("chat template", template(lambda text: "{{ strftime_now('%d %b') }}" + text), WARNING, ["today's date"]),

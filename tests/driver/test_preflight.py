@@ -1,10 +1,16 @@
 """What only trying can tell: every problem is named with key, value and remedy before any worker starts."""
 
+import json
+import shutil
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+import transformers
 
 from dapo.config.compose import compose
+from dapo.config.paths import resolve_path
 from dapo.driver.preflight import preflight
 
 
@@ -74,6 +80,30 @@ from dapo.driver.preflight import preflight
             id="a judge that cannot be read",
         ),
         pytest.param(
+            ["reward.functions=[{path: code}]", "reward.limits.sandbox.packages=[nmpy]"],
+            ["`reward.limits.sandbox.packages` names 'nmpy'", "no package that is installed"],
+            id="a package of the sandbox misspelt",
+        ),
+        pytest.param(
+            [
+                "rollout.function.path=tool_use",
+                "rollout.function.kwargs.python=true",
+                "reward.limits.sandbox.packages=[nmpy]",
+            ],
+            ["`reward.limits.sandbox.packages` names 'nmpy'"],
+            id="a package for the policy's programs misspelt",
+        ),
+        pytest.param(
+            ["rollout.function.path=tool_use", "rollout.function.kwargs.max_calls=many"],
+            ["`rollout.function.kwargs.max_calls` (many) must be a whole number"],
+            id="a ready rollout function's argument",
+        ),
+        pytest.param(
+            ["rollout.function.path=tool_use", "rollout.function.kwargs.python=1"],
+            ["`rollout.function.kwargs.python` (1) must be true or false"],
+            id="a ready rollout function's switch",
+        ),
+        pytest.param(
             ["reward.functions=[{path: /no/such.py, name: f}]"],
             ["reward.functions[0].path", "/no/such.py"],
             id="no file",
@@ -103,4 +133,81 @@ def test_torchvision_built_for_cuda_next_to_a_cpu_torch(monkeypatch):
         preflight(cfg)
     versions["torchvision"] = "0.28.0+cpu"
     with pytest.raises(ValueError, match="lr_scheduler_kwargs"):
+        preflight(cfg)
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def of_kind(kind: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+
+    return change
+
+
+def with_code_of_its_own(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be broken."""
+    return Path(shutil.copytree(resolve_path("pkg://dapo.tiny/base"), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        pytest.param(truncated, "model.safetensors has 100000 bytes, and its header says 3688056", id="cut off"),
+        pytest.param(without_weights, "holds no weights (", id="no weights"),
+        pytest.param(of_kind("qwen9"), "transformers cannot read its config.json: The checkpoint", id="unknown kind"),
+        pytest.param(with_code_of_its_own, "set `model.trust_remote_code=true` if you trust", id="code of its own"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_told(
+    model: Path, broken: Callable[[Path], None], message: str, trains: bool
+) -> None:
+    broken(model)
+    with pytest.raises(ValueError, match=rf"^`model.path` \({model}\)") as error:
+        preflight(compose([f"model.path={model}"], experiment="dapo_tiny"), trains=trains)
+    [line] = str(error.value).splitlines()
+    assert message in line
+
+
+def test_a_model_of_another_task_is_refused_where_there_are_ranks(model: Path) -> None:
+    of_kind("vit")(model)
+    cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
+    preflight(cfg, trains=False)
+    with pytest.raises(ValueError, match="is of the kind vit, of which transformers has no causal language model"):
+        preflight(cfg)
+
+
+def test_an_engine_may_be_told_to_read_other_files(model: Path) -> None:
+    without_weights(model)
+    (model / "pytorch_model.bin").write_bytes(b"")
+    given = [f"model.path={model}", "rollout.vllm.load_format=hf"]
+    preflight(compose(given, experiment="dapo_tiny", trains=False), trains=False)
+    with pytest.raises(ValueError, match=r"holds pytorch_model.bin and no model.safetensors"):
+        compose(given[:1], experiment="dapo_tiny", trains=False)
+
+
+def test_what_only_the_hub_knew_is_checked_once_it_is_here(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub name whose config.json is not in the cache passes the first checks; that of transformers comes later."""
+    cfg = compose(["rollout.vllm.tensor_parallel_size=3", "model.path=owner/name"], experiment="dapo_tiny")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda path, **_: given(model))
+    given = transformers.Qwen2Config.from_pretrained
+    with pytest.raises(
+        ValueError, match=r"`rollout.vllm.tensor_parallel_size` \(3\) must divide the 4 attention heads"
+    ):
         preflight(cfg)

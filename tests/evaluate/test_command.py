@@ -13,6 +13,8 @@ from dapo.evaluate import __main__ as command
 from tests.support.runs import START_S
 
 VAL = "pkg://dapo.tiny/data/val.parquet"
+# The tiny model has positions for these, and not for the default ones.
+LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=128", "reward.overlong_buffer.len=32")
 
 
 @pytest.fixture
@@ -35,11 +37,11 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
     pq.write_table(rows, tmp_path / "sums.parquet")
     pq.write_table(rows.slice(0, 3).take([0, 1, 2, 2, 1, 0, 0, 1, 2]), tmp_path / "copies.parquet")
     sets = f"data.val_files={{sums: {tmp_path}/sums.parquet, copies: [{tmp_path}/copies.parquet]}}"
-    sampling = ("eval.n=2", "eval.top_p=1.0", "data.max_prompt_length=64", "data.max_response_length=128")
+    sampling = ("eval.n=2", "eval.top_p=1.0", *LENGTHS)
     from tests.support.cluster import join_cluster
 
     address = join_cluster()
-    small = ("model.dtype=float32", "reward.num_workers=1", "reward.overlong_buffer.len=32", address)
+    small = ("model.dtype=float32", "reward.num_workers=1", address)
     line = [sys.executable, "-u", "-m", "dapo.evaluate", f"model.path={export}", sets, *sampling, *small]
     done = subprocess.run(
         [*line, f"trainer.output_dir={tmp_path / 'out'}"], capture_output=True, text=True, timeout=START_S
@@ -79,6 +81,11 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
         pytest.param(["model.path={export}", "data.val_files=[]"], "`data.val_files` is empty; give", id="no files"),
         pytest.param(["model.path={export}", "data.val_files=[no.parquet]"], "(no.parquet) does not exist", id="file"),
         pytest.param(["model.path={export}", "eval.m=3"], "unknown key `eval.m`", id="key"),
+        pytest.param(
+            ["model.path={export}", "data.max_response_length=8192"],
+            "(64 + 8192 = 8256) must be at most",
+            id="positions",
+        ),
         pytest.param(["model.path={export}", "eval.n=0"], "`eval.n` (0) must be 1 to 1000", id="value"),
         pytest.param(["model.path={export}", "reward.functions=[{{path: no}}]"], "`reward.functions[0]", id="reward"),
         pytest.param(["model.path={export}", "trainer.output_dir={export}/config.json"], "config.json", id="folder"),
@@ -91,7 +98,7 @@ def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, messa
         raise AssertionError("Ray starts")
 
     monkeypatch.setattr(run, "ray_cluster", started)
-    given = [f"data.val_files=[{VAL}]", *(argument.format(export=export) for argument in arguments)]
+    given = [f"data.val_files=[{VAL}]", *LENGTHS, *(argument.format(export=export) for argument in arguments)]
     monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -119,26 +126,34 @@ def test_nothing_is_asked_for_actors(export, monkeypatch):
 
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     monkeypatch.setattr(fleet, "Placement", place)
-    line = [f"model.path={export}", f"data.val_files=[{VAL}]", "trainer.colocate=memory", "trainer.device=cpu"]
+    line = [
+        f"model.path={export}",
+        f"data.val_files=[{VAL}]",
+        "trainer.colocate=memory",
+        "trainer.device=cpu",
+        *LENGTHS,
+    ]
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(run.evaluate(command.configuration(line)))
     assert placed == [(0, "none")]
 
 
 def test_a_model_that_actors_cannot_train_can_be_evaluated(export):
-    """A mixture of experts, and weights that are no safetensors."""
+    """A mixture of experts, and weights that are no safetensors, which an engine reads where it is told to."""
     config = json.loads((export / "config.json").read_text())
     (export / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
     (export / "model.safetensors").rename(export / "pytorch_model.bin")
-    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]"])
-    assert cfg.model.path == str(export)
+    line = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS]
+    with pytest.raises(ValueError, match=r"no model.safetensors, .* or set `rollout.vllm.load_format=hf`"):
+        command.configuration(line)
+    assert command.configuration([*line, "rollout.vllm.load_format=hf"]).model.path == str(export)
 
 
 def test_no_evaluation_overwrites_another(tmp_path, export):
     from dapo.evaluate.evaluation import Answered
     from tests.support.fakes import make_group
 
-    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]"])
+    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS])
     answered = Answered(version=0, sets={"": (make_group(0, [1.0, 0.0]),)})
     paths = [command.write(tmp_path, cfg, answered) for _ in range(2)]
     assert [path.name for path in paths] == ["evaluation_001.json", "evaluation_002.json"]

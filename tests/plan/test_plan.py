@@ -188,7 +188,6 @@ def test_nothing_is_promised_where_nothing_helps():
     ("overrides", "message"),
     [
         pytest.param(["rollout.vllm.tensor_parallel_size=1"], "an engine needs", id="cache"),
-        pytest.param(["rollout.vllm.tensor_parallel_size=3"], "must divide the 40 attention heads", id="heads"),
         pytest.param(["plan.host_memory_bytes=60e9"], "8 ranks of a node offload 65.53 GB", id="host"),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.99"], "set it to at most 0.98", id="arriving-weights"),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.25"], "gpu_memory_utilization=0.28", id="utilization"),
@@ -238,6 +237,7 @@ def test_a_judge_of_the_run_is_counted():
         pytest.param(["plan.hfu=2"], "`plan.hfu` (2.0) must be above 0 and at most 1", id="share"),
         pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
         pytest.param(["actor.ulysses_sequence_parallel_size=16"], "must divide the 40 attention heads", id="heads"),
+        pytest.param(["rollout.vllm.tensor_parallel_size=3"], "must divide the 40 attention heads", id="engines"),
         pytest.param(["model.path=nobody/nothing"], "no config.json", id="model"),
         pytest.param(["+rollout.vllm.kv_cache_dtype=nvfp4"], "`rollout.vllm.kv_cache_dtype` (nvfp4)", id="cache"),
         pytest.param(["+rollout.vllm.dtype=half"], "`rollout.vllm.dtype` (half)", id="width"),
@@ -299,7 +299,7 @@ def test_packing_is_the_actors_own():
         pytest.param(["actor.max_tokens_per_gpu=2816"], "waits for the network", id="network"),
         pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
         pytest.param(
-            ["rollout.vllm.tensor_parallel_size=16"], "`rollout.vllm.tensor_parallel_size` (16) exceeds", id="tp"
+            ["rollout.vllm.tensor_parallel_size=40"], "`rollout.vllm.tensor_parallel_size` (40) exceeds", id="tp"
         ),
         pytest.param(["rollout.vllm.gpu_memory_utilization=0.95"], "rollout.vllm.max_num_seqs=", id="sequences"),
         pytest.param(["rollout.num_engines=200"], "do not fill", id="engines"),

@@ -5,6 +5,7 @@ In: the configuration and the device. Out: keyword arguments of vLLM, which this
 
 from typing import Any
 
+from dapo.config.rules.engine import CPU_BATCHED_TOKENS
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, takes_turns
 
@@ -26,7 +27,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "enforce_eager": True,
             # A seeded request whose prefill is split kills a CPU engine ("CPU Generator does not use offset").
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(window, 8192),
+            "max_num_batched_tokens": max(window, CPU_BATCHED_TOKENS),
         }
         if gpus_per_engine(cfg.rollout.vllm) == 1:
             args["distributed_executor_backend"] = "uni"

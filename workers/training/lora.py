@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from dapo.config.actor import LoraConfig
+from dapo.config.rules.model import ALL_LINEAR
 
-ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # peft's name of an adapter that is given none
 Gather = Callable[[Tensor], Tensor]  # a sharded parameter -> the full tensor; a collective
 

@@ -4,11 +4,16 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from dapo.config.names import JUDGE, engine_arguments, nearest
+from dapo.config.model_shape import UnknownShape, read_config
+from dapo.config.names import JUDGE, nearest
 from dapo.config.paths import checked_path
+from dapo.config.rules.engine import values
+from dapo.config.rules.model import shares_problems
 from dapo.config.schema import Config
+from dapo.config.vllm_source import engine_arguments
 
 KEY = "reward.judge.engine"
 # Arguments that dapo sets itself, and the key to use in their place.
@@ -31,6 +36,8 @@ def judge(cfg: Config) -> Iterator[str]:
                 f"`{KEY}.path` ({engine.path}): no such directory in {Path.cwd()}; give an existing one, or a name on "
                 "the hub, OWNER/NAME"
             )
+        elif found.exists() and not (found / "config.json").is_file():
+            yield f"`{KEY}.path` ({engine.path}) holds no config.json; give the directory of a Hugging Face model"
     except ValueError as error:
         yield str(error)
     if cfg.reward.judge.url:
@@ -50,3 +57,7 @@ def judge(cfg: Config) -> Iterator[str]:
             yield f"`{JUDGE}.{name}` is set by dapo itself; remove it and use `{OWN[name]}`"
         elif known and name not in known:
             yield f"`{JUDGE}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
+    yield from values(JUDGE, {name: one for name, one in engine.vllm.items() if name not in OWN})
+    with suppress(UnknownShape):  # told above, or a hub name that is not in the cache
+        named, size = f"`{KEY}.path` ({engine.path})", engine.vllm.get("tensor_parallel_size", 1)
+        yield from shares_problems(f"{JUDGE}.tensor_parallel_size", size, named, read_config(engine.path))

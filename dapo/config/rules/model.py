@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dapo.config.model_files import INDEX, SINGLE, shapes
 from dapo.config.model_shape import UnknownShape, head_shares, positions, read_config
+from dapo.config.names import nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
@@ -17,6 +19,7 @@ from dapo.config.schema import Config
 MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 
 
@@ -26,7 +29,12 @@ def actor(cfg: Config) -> Iterator[str]:
     yield from _tokens(cfg)
     yield from _attention(cfg)
     yield from _lora(cfg)
-    yield from _model(cfg)
+    yield from _model(cfg, trains=True)
+
+
+def served(cfg: Config) -> Iterator[str]:
+    """Reports what the engines alone would stumble over."""
+    yield from _model(cfg, trains=False)
 
 
 def _ranks(cfg: Config) -> Iterator[str]:
@@ -75,11 +83,13 @@ def model_directory(cfg: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_file():
+        yield f"`model.path` ({cfg.model.path}) is a file; give the directory of a Hugging Face model that it is in"
+    elif path.is_dir() and not (path / "config.json").is_file():
         yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
 
 
-def _model(cfg: Config) -> Iterator[str]:
+def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
     if found := [*model_directory(cfg)]:
         yield from found
         return
@@ -90,22 +100,52 @@ def _model(cfg: Config) -> Iterator[str]:
         if path.is_dir():
             yield str(error)
         return  # a hub name that is not in the cache: the ranks say the same when they have its config.json
-    yield from heads_problems(cfg, config)
-    yield from architecture_problems(cfg, config)
-    yield from _context(cfg, config)
+    yield from config_problems(cfg, config, trains=trains)
     if path.is_dir():
-        yield from _files(cfg, path)
+        yield from _files(cfg, path, trains=trains)
+        yield from _targets(cfg, path) if trains and cfg.model.lora.rank > 0 else ()
 
 
-def _files(cfg: Config, path: Path) -> Iterator[str]:
-    if any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+def _targets(cfg: Config, path: Path) -> Iterator[str]:
+    """Reports targets of adapters that no matrix in the model's files has the name of; what else may be wrong with one,
+    that it is no linear layer for example, only the ranks see."""
+    matrices = [name.removesuffix(".weight") for name, shape in shapes(path).items() if len(shape) == 2]
+    layers = list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
+    targets = cfg.model.lora.target_modules
+    if not layers or ALL_LINEAR in targets:
+        return
+    layers = [name for name in layers if name not in NO_TARGETS]
+    if unknown := [target for target in targets if target.rpartition(".")[2] not in layers]:
+        yield (
+            f"`model.lora.target_modules` ({', '.join(unknown)}) must name linear layers of `model.path` "
+            f"({cfg.model.path}) other than its head and embedding: {', '.join(layers)}, or {ALL_LINEAR}; "
+            f"{nearest(unknown[0], [*layers, ALL_LINEAR])}"
+        ).rstrip("; ")
+
+
+def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Iterator[str]:
+    """Reports what ranks and engines would refuse of a model; config: what its config.json says. trains: whether there
+    are ranks."""
+    yield from heads_problems(cfg, config, trains=trains)
+    yield from architecture_problems(cfg, config) if trains else ()
+    yield from _context(cfg, config)
+
+
+def _files(cfg: Config, path: Path, *, trains: bool) -> Iterator[str]:
+    if any((path / name).is_file() for name in (SINGLE, INDEX)) or not (trains or reads_safetensors(cfg)):
         return
     if others := sorted(each.name for each in path.glob("*.bin")):
+        unless = "" if trains else ", or set `rollout.vllm.load_format=hf`, which reads pickles too"
         yield (
-            f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which the ranks read "
-            "their rows; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
-            "with save_pretrained"
+            f"`model.path` ({cfg.model.path}) holds {others[0]} and no model.safetensors, from which ranks and engines "
+            "read; convert it once: load it with transformers' AutoModelForCausalLM.from_pretrained and write it "
+            f"with save_pretrained{unless}"
         )
+
+
+def reads_safetensors(cfg: Config) -> bool:
+    """Returns whether engines read those files alone, as they do unless a person says otherwise."""
+    return bool(cfg.rollout.vllm.get("load_format", "safetensors") == "safetensors")
 
 
 def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
@@ -126,19 +166,29 @@ def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def heads_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks."""
-    sequence_parallel = cfg.actor.ulysses_sequence_parallel_size
+def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) -> Iterator[str]:
+    """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks, and
+    among the GPUs of an engine. trains: whether there are ranks."""
+    named = f"`model.path` ({cfg.model.path})"
+    if trains:
+        size = cfg.actor.ulysses_sequence_parallel_size
+        yield from shares_problems("actor.ulysses_sequence_parallel_size", size, named, config)
+    if cfg.trainer.only != "train" and "hf_overrides" not in cfg.rollout.vllm:
+        size = cfg.rollout.vllm.get("tensor_parallel_size", 1)
+        yield from shares_problems("rollout.vllm.tensor_parallel_size", size, named, config)
+
+
+def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
+    """Reports a number of ranks or GPUs, `size` of `key`, over which the heads cannot be split. named: the model."""
     heads = config.get("num_attention_heads")
-    if sequence_parallel <= 1 or not isinstance(heads, int):
+    if not isinstance(size, int) or size <= 1 or not isinstance(heads, int):
         return
     key_heads = config.get("num_key_value_heads") or heads
     fitting = head_shares(heads, key_heads)
-    if sequence_parallel not in fitting:
+    if size not in fitting:
         yield (
-            f"`actor.ulysses_sequence_parallel_size` ({sequence_parallel}) must divide the {heads} attention heads of "
-            f"`model.path` ({cfg.model.path}), and divide its {key_heads} key-value heads or be a multiple of them; "
-            f"it can be {', '.join(map(str, fitting))}"
+            f"`{key}` ({size}) must divide the {heads} attention heads of {named}, and divide its {key_heads} "
+            f"key-value heads or be a multiple of them; it can be {', '.join(map(str, fitting))}"
         )
 
 

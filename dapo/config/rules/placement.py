@@ -27,6 +27,11 @@ def placement(cfg: Config) -> Iterator[str]:
 
 
 def _shared_gpus(cfg: Config) -> Iterator[str]:
+    if cfg.trainer.colocate in ("time", "lend") and cfg.rollout.vllm.get("enable_sleep_mode") is False:
+        yield (
+            "`rollout.vllm.enable_sleep_mode` (false) keeps an engine's memory while it sleeps, and with "
+            f"`trainer.colocate` ({cfg.trainer.colocate}) the actors need it then; leave it out"
+        )
     if cfg.trainer.colocate == "lend":
         yield from _lent(cfg)
         return

@@ -3,11 +3,10 @@
 In: a `Question`. Out: one `Finding` per function. Each runs on every node.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
+from dapo.config.model_files import weights_problems
 from dapo.config.paths import not_on_hub
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question, sizes_of
@@ -39,39 +38,10 @@ def _directory(key: str, path: str, expected: dict[str, int]) -> Finding:
         return fault(f"`{key}` ({path}) cannot be read: {error}", SHARED)
     if others := sorted(name for name in expected | here if expected.get(name) != here.get(name)):
         return fault(f"`{key}` ({path}) differs from the driver's in {', '.join(others[:4])}", SHARED)
-    if problems := _weights_problems(folder, here):
+    if problems := weights_problems(folder):
         return fault(f"`{key}` ({path}): {problems[0]}", "copy or download the model again")
     weights = [here[name] for name in here if name.endswith(".safetensors")]
     return ok(f"`{key}`: {len(weights)} files of {size(sum(weights))}")
-
-
-def _weights_problems(folder: Path, sizes: dict[str, int]) -> list[str]:
-    """Returns what is wrong with files of weights: one that is missing or cut off is found by the ranks minutes
-    later."""
-    problems, named = [], {name for name in sizes if name.endswith(".safetensors")}
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            named |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        for name in sorted(named):
-            if name not in sizes:
-                problems.append(f"{name} is missing, which {index.name} names")
-            elif sizes[name] != (whole := _whole_bytes(folder / name)):
-                problems.append(f"{name} has {sizes[name]} bytes, and its header says {whole}: it is cut off")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        problems.append(f"a header or index cannot be read ({type(error).__name__}: {error})")
-    return problems
-
-
-def _whole_bytes(path: Path) -> int:
-    """Returns how long a safetensors file is by its own header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > 100 << 20:  # the format's own bound
-            raise ValueError(f"{path.name} has no header of safetensors")
-        tensors: dict[str, Any] = json.loads(file.read(length))
-    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
 
 
 def _hub(key: str, name: str) -> Finding:

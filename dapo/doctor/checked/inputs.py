@@ -22,7 +22,7 @@ BAD_SHARE = 0.01  # of references that no right answer matches
 
 
 def settings(subject: Subject) -> Finding:
-    """Tries what a run tries before it starts workers: schedule, reward functions and their known answers,
+    """Tries what a run tries before it starts workers: schedule, model, reward functions and their known answers,
     functions of a person's own, sinks."""
     from dapo.driver.preflight import preflight  # loads torch
 
@@ -39,6 +39,8 @@ def tokenizer(subject: Subject) -> Finding:
     path = subject.cfg.model.path
     try:
         tokenizer = subject.tokenizer
+    except ValueError as error:  # a sentence with the remedy
+        return fault(str(error), "")
     except Exception as error:  # the files of a model can be wrong in any way
         return fault(
             f"`model.path` ({path}): its tokenizer does not load ({type(error).__name__}: {_first(error)})",

@@ -1,0 +1,119 @@
+"""Checks of vLLM's engine arguments before any worker starts; an engine would die of them minutes later.
+
+In: `rollout.vllm`, or a judge's. Out: one line per problem, with key, value and remedy. What each argument may hold
+comes from the installed vLLM's source (`dapo.config.vllm_source`); what that leaves open is left to vLLM.
+"""
+
+import builtins
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dapo.config.fields import TYPES
+from dapo.config.names import ENGINE, nearest
+from dapo.config.schema import Config
+from dapo.config.vllm_source import Allowed, Section, allowed
+
+SWITCHES = (
+    "0",
+    "1",
+    "f",
+    "false",
+    "n",
+    "no",
+    "off",
+    "on",
+    "t",
+    "true",
+    "y",
+    "yes",
+)  # texts that pydantic reads as such
+SECRET = "hf_token"  # of which nothing is told
+BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
+# Tokens of one pass where nobody says how many: vLLM's for an engine that another program embeds, and ours on a CPU.
+MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
+
+
+def values(section: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Reports each value that no engine takes. section: the key that the arguments stand under."""
+    for name, value in given.items():
+        yield from _value(f"{section}.{name}", value, allowed(name)) if name != SECRET else ()
+
+
+def _value(key: str, value: Any, may: Allowed) -> Iterator[str]:
+    if value is None or not (may.types or may.choices or may.sections):
+        return
+    if isinstance(value, Mapping) and may.sections and "dict" not in may.types:
+        yield from _section(key, value, may.sections[0])
+    elif not any(_is(value, kind) for kind in may.types) and not any(_same(value, one) for one in may.choices):
+        near = nearest(value, [one for one in may.choices if isinstance(one, str)]) if isinstance(value, str) else ""
+        yield f"`{key}` ({value}) must be {_words(may)}; {near}".rstrip("; ")
+    elif isinstance(value, int | float):
+        broken = [limit for limit in may.bounds if not getattr(operator, limit[0])(value, limit[1])]
+        for bound, number in broken[:1]:  # nan breaks all of them
+            yield f"`{key}` ({value}) must be {BOUNDS[bound]} {number:g}"
+
+
+def _section(key: str, given: Mapping[str, Any], section: Section) -> Iterator[str]:
+    for name, value in given.items():
+        known = str(name).replace("-", "_")  # which vLLM does too
+        if known in section.fields:
+            yield from _value(f"{key}.{name}", value, section.fields[known])
+        elif section.closed:
+            near = nearest(known, section.fields)
+            yield f"`{key}.{name}` is no field of the installed vLLM's {section.name}; {near}".rstrip("; ")
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Returns whether pydantic, which checks vLLM's configuration, makes a value of the type `kind` of it."""
+    if kind in ("int", "float"):
+        return _is_number(value, whole=kind == "int")
+    if kind == "bool":
+        return isinstance(value, bool) or value in (0, 1) or (isinstance(value, str) and value.lower() in SWITCHES)
+    if kind == "dict":
+        return isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip().startswith("{"))
+    return isinstance(value, str if kind == "str" else list)
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    try:
+        number = float(value) if isinstance(value, str | int | float) else None
+    except ValueError:
+        return False
+    return number is not None and (number.is_integer() or not whole)
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """Returns whether a value may be read as a choice: some are, in capitals or with dashes."""
+    return value == choice or str(value).lower().replace("-", "_") == str(choice).lower().replace("-", "_")
+
+
+def _words(may: Allowed) -> str:
+    kinds = [TYPES[getattr(builtins, kind)] for kind in sorted(may.types)]
+    kinds += [TYPES[dict]] if may.sections and "dict" not in may.types else []
+    return " or ".join(kinds + ([f"one of {', '.join(map(str, may.choices))}"] if may.choices else []))
+
+
+def batches(cfg: Config, device: str) -> Iterator[str]:
+    """Reports passes of an engine that hold fewer tokens than vLLM demands. device: cpu, cuda, or auto where it is not
+    known yet."""
+    args = cfg.rollout.vllm
+    window = args.get("max_model_len") or cfg.data.max_prompt_length + cfg.data.max_response_length
+    tokens, sequences = args.get("max_num_batched_tokens"), args.get("max_num_seqs")
+    whole = args.get("enable_chunked_prefill", False if device == "cpu" else None) is False
+    if whole and tokens is not None and tokens < window:
+        yield (
+            f"`{ENGINE}.max_num_batched_tokens` ({tokens}) must be at least the longest sequence ({window} tokens), "
+            f"because prompts are not split (`{ENGINE}.enable_chunked_prefill` is false"
+            f"{'' if 'enable_chunked_prefill' in args else ' on a CPU'}); raise it, or leave it out"
+        )
+    if tokens is None and device != "auto":
+        least = CPU_BATCHED_TOKENS if device == "cpu" else MAX_NUM_BATCHED_TOKENS
+        least *= 2 if args.get("performance_mode") == "throughput" and device != "cpu" else 1
+        tokens = max(window, least) if whole else least
+    if tokens is not None and sequences is not None and sequences > tokens:
+        given = "" if "max_num_batched_tokens" in args else ", the default"
+        yield (
+            f"`{ENGINE}.max_num_batched_tokens` ({tokens}{given}) must be at least `{ENGINE}.max_num_seqs` "
+            f"({sequences}), for each sequence that runs takes a token of a pass; raise the one or lower the other"
+        )

@@ -1,0 +1,70 @@
+"""Loads the model's tokenizer on the driver: `model` in, a tokenizer of transformers out, or an error for a person."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dapo.config.actor import ModelConfig
+from dapo.config.model_shape import UnknownShape, read_config
+from dapo.config.paths import not_on_hub
+from dapo.data.files import shown
+from dapo.types import Prompt
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """Returns the tokenizer of `model.path`.
+
+    Raises ValueError where there is none, or where nothing ends a sequence: neither the tokenizer, which engines ask,
+    nor the files from which they take further ends.
+    """
+    from transformers import AutoTokenizer
+
+    path = model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if Path(path).is_dir():
+            what, remedy = (
+                f"`model.path` ({path}): no tokenizer: it does not load ({' '.join(str(error).split())})",
+                "copy or download the model again",
+            )
+        else:
+            what, remedy = not_on_hub("model.path", path, error)
+        raise ValueError(f"{what}; {remedy}") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one where files lack
+        raise ValueError(
+            f"`model.path` ({path}): its {type(tokenizer).__name__} makes no tokens of text, as where tokenizer.json "
+            "is missing; copy or download the model again"
+        )
+    if tokenizer.eos_token_id is None and not _ends(model):
+        raise ValueError(
+            f"`model.path` ({path}): neither its tokenizer (`eos_token`) nor generation_config.json or config.json "
+            "(`eos_token_id`) has an end of sequence, so that every response would run into "
+            "`data.max_response_length`; set one"
+        )
+    return tokenizer
+
+
+def _ends(model: ModelConfig) -> bool:
+    """Returns whether the model's own files name a token that ends a sequence."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model.path).eos_token_id is not None
+    except OSError:  # it has none; then vLLM takes config.json
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        return getattr(config, "eos_token_id", None) is not None
+
+
+def check_rows(prompts: Iterable[Prompt], path: str) -> None:
+    """Raises ValueError for a prompt with tokens that the embedding of the model has no row for. path: `model.path`."""
+    try:
+        rows = read_config(path).get("vocab_size")
+    except UnknownShape:
+        return
+    highest = max(prompts, key=lambda prompt: prompt.token_ids.max(initial=0), default=None)
+    if isinstance(rows, int) and highest is not None and (token := int(highest.token_ids.max(initial=0))) >= rows:
+        raise ValueError(
+            f"`model.path` ({path}): its tokenizer gives token {token} to a prompt ({shown(highest.text)}), and "
+            f"`vocab_size` in config.json is {rows}; take the tokenizer that belongs to these weights"
+        )
