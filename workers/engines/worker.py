@@ -7,7 +7,7 @@ Each response is one engine request with its own seed: a result depends on neith
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,11 +133,19 @@ class RolloutWorker:
         """Closes the engine's end, and drops an update that did not come to its end."""
         await self._engine.collective_rpc("leave_weight_sync")
 
+    async def _take(self, step: Awaitable[Any]) -> None:
+        """Waits for a step of a weight sync. Raises RuntimeError where it failed in some process of the engine; these
+        note it (`workers.weights.receiver.BucketTransferEngine`)."""
+        await step
+        failures = await self._engine.collective_rpc("weight_failure")
+        if told := "; ".join(dict.fromkeys(filter(None, failures))):
+            raise RuntimeError(told)
+
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
         from workers.vllm_surface import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._take(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
     async def sleep(self, level: int) -> None:
         """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
@@ -164,7 +172,7 @@ class RolloutWorker:
         else:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             self._life.meter.hold()
-        await self._engine.start_weight_update()
+        await self._take(self._engine.start_weight_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Takes the next bucket from the transport and loads it."""
@@ -177,11 +185,12 @@ class RolloutWorker:
             "dtype": bucket.dtype,
             "digest": bucket.digest,
         }
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._take(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_update(self, version: int) -> None:
         """Labels all later tokens with `version` and lets requests go on; the KV cache wakes where it slept."""
-        await self._engine.finish_weight_update(weight_version=str(version))
+        await self._take(self._engine.finish_weight_update())
+        await self._engine.update_weight_version(str(version))
         if self._asleep:
             await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
             self._asleep = self._stirring = False
