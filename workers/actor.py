@@ -25,6 +25,7 @@ from workers.training.moments import Moments
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
+from workers.training.sending import BESIDE, Sending
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
@@ -35,7 +36,7 @@ from workers.weights.sender import WeightSender
 
 
 class ActorWorker:
-    """Runs one FSDP rank; a Ray actor in the pool. Every method but the first three is a collective over all ranks.
+    """Runs one FSDP rank, a Ray actor. Every method but the first three and `close_weights` is a collective over all.
 
     It knows the policy version that its weights are of, and whether they are of one at all.
     """
@@ -137,6 +138,11 @@ class ActorWorker:
         self._standing.check("a weight sync")
         return self._senders[transport].gather(index)
 
+    def close_weights(self, transport: str) -> None:
+        """Lets go of the engines, beside what this rank does: a broadcast that it hangs in ends."""
+        if sender := self._senders.get(transport):
+            sender.close()
+
     def save(self, directory: str, version: int) -> None:
         """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
 
@@ -178,7 +184,7 @@ class ActorWorker:
         state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
 
 
-class ActorPool(Checkpoints):
+class ActorPool(Checkpoints, Sending):
     """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it.
 
     Every method raises RemoteError where all ranks raised alike, with nothing changed and able to go on; and ActorsLost
@@ -188,7 +194,7 @@ class ActorPool(Checkpoints):
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.placement.Placement`)."""
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
-        remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
+        remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # its text: the ranks' nodes need not have the file
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
         self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
@@ -274,27 +280,6 @@ class ActorPool(Checkpoints):
         )
         return in_order(results[:: self._sequence_parallel])
 
-    async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
-        """Returns the number of buckets of a weight sync, and each rank's end of the transport."""
-        opened = await self._weights(lambda _, worker: worker.open_weights.remote(transport), "opening the weight sync")
-        return opened[0][0], [endpoint for _, endpoint in opened]
-
-    async def join_weights(self, transport: str, num_receivers: int) -> None:
-        """Lets the ranks meet the engines' processes."""
-        join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
-        await self._weights(join, "meeting the engines for the weight sync")
-
-    async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket:
-        """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
-        gather: Submit = lambda _, worker: worker.gather_bucket.remote(transport, index)  # noqa: E731
-        return (await self._weights(gather, f"gathering {what}"))[0]
-
     def close(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""
         self._ranks.kill()
-
-    async def _weights(self, submit: Submit, what: str) -> list[Any]:
-        # A transport may fail on rank 0 alone, when an engine is gone: all ranks have then gathered the bucket.
-        # Less than the sync has, which cannot tell a rank that stands still from an engine that does.
-        timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
-        return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)

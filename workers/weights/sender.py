@@ -69,6 +69,11 @@ class WeightSender:
         if self._transport is not None:
             self._try(lambda transport: transport.join(num_receivers))
 
+    def close(self) -> None:
+        """Lets go of the engines, from any thread, whatever this rank does meanwhile; `open` comes next."""
+        if (transport := self._transport) is not None:
+            transport.close()
+
     @torch.no_grad()
     def gather(self, index: int) -> Bucket | None:
         """Returns bucket `index`, on its way; None on all ranks but 0. A collective, which goes on to its end also when
