@@ -6,13 +6,14 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 
 from dapo.config.schema import Config
-from dapo.derived import transfer_timeout_s
+from dapo.derived import LENT_TRANSPORT, transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.own.loading import Source, load, source_of
 from dapo.pools import BatchRefused, Updated
@@ -82,6 +83,7 @@ class ActorWorker:
             sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,
         )
         self._policy = fsdp.load_policy(cfg, self._mesh)
+        self._release = partial(fsdp.release, self._policy, cfg, self._mesh)  # to an engine on the same GPU
         self._optimizer = fsdp.build_optimizer(self._policy, cfg)
         self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
         kl = cfg.algorithm.kl
@@ -105,7 +107,7 @@ class ActorWorker:
                 with self._moments.on_device():
                     updated = self._updater.update(work.version, work.minibatches, work.order)
             finally:
-                fsdp.release(self._policy, self._cfg, self._mesh)
+                self._release()
             return replace(updated, use=end_use(self._device))
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
@@ -113,7 +115,10 @@ class ActorWorker:
         if reference and not self._has_reference:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
-        return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
+        try:
+            return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
+        finally:
+            self._release()
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
@@ -136,7 +141,12 @@ class ActorWorker:
         """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
         self._standing.check("a weight sync")
-        return self._senders[transport].gather(index)
+        sender = self._senders[transport]
+        bucket = sender.gather(index)
+        # A GPU does not give memory back before a broadcast has ended, which engines take when this has returned.
+        if index + 1 == sender.num_buckets and transport == LENT_TRANSPORT:
+            self._release()
+        return bucket
 
     def close_weights(self, transport: str) -> None:
         """Lets go of the engines, beside what this rank does: a broadcast that it hangs in ends."""
@@ -161,6 +171,7 @@ class ActorWorker:
         scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
+        self._release()
 
     def write_staged(self, directory: str, export: str) -> None:
         """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
@@ -177,11 +188,15 @@ class ActorWorker:
             self._updater.scale.forget()
             state.load_state(self._policy, self._optimizer, self._updater.scale, directory)
             self._moments.to_host()
+            self._release()
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
         self._standing.check("an export")
-        state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+        try:
+            state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+        finally:
+            self._release()
 
 
 class ActorPool(Checkpoints, Sending):

@@ -62,7 +62,10 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         own = [term for term in phase.terms if term.name not in resident]
         lines += [f"and in phase `{phase.name}`:", *table(own), f"  in all {size(phase.total)}"]
     if takes_turns(cfg):
-        lines += ["while an engine has the GPU:", *table(memory.resting(), "together")]
+        beside, resting = memory.beside(), memory.resting()
+        lines += ["while an engine has the GPU:", *table(resting, "together")]
+        lines += [f"and in phase `{beside.name}`:", *table(beside.terms[len(resting) :])]
+        lines.append(f"  in all {size(beside.total)}")
     if moved := memory.moved():
         lines += ["in host memory meanwhile:", *table(moved, "together per rank")]
     room = room_for_actors(cfg, shape)

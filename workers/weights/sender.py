@@ -97,6 +97,8 @@ class WeightSender:
             self._fill(bucket, plan)
             found = digest(bucket) if self._rank == SENDER else ""
             self._try(lambda transport: transport.send(index, bucket))
+        if self._next == len(self._plans):
+            self._iterator = iter(())  # it would hold the last parameter until the next sync
         if self._rank != SENDER:
             return None
         return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, failure=self._failure)
