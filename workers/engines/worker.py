@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
+T = TypeVar("T")
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
@@ -129,17 +130,26 @@ class RolloutWorker:
         """Ends the named groups; their `generate` calls return what was sampled so far."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
-    async def leave_weights(self) -> None:
-        """Closes the engine's end, and drops an update that did not come to its end."""
-        await self._engine.collective_rpc("leave_weight_sync")
+    async def _ask(self, call: Awaitable[T]) -> T:
+        """Returns what vLLM answers to a call about weights or sleep. Where it raises, the engine is lost: it is awake
+        by half, or has answers of its other processes that it would take for those to its next questions."""
+        try:
+            return await call
+        except Exception as error:
+            self._life.lost = f"vLLM failed: {type(error).__name__}: {error}"
+            raise
 
     async def _take(self, step: Awaitable[Any]) -> None:
         """Waits for a step of a weight sync. Raises RuntimeError where it failed in some process of the engine; these
         note it (`workers.weights.receiver.BucketTransferEngine`)."""
-        await step
-        failures = await self._engine.collective_rpc("weight_failure")
+        await self._ask(step)
+        failures = await self._ask(self._engine.collective_rpc("weight_failure"))
         if told := "; ".join(dict.fromkeys(filter(None, failures))):
             raise RuntimeError(told)
+
+    async def leave_weights(self) -> None:
+        """Closes the engine's end, and drops an update that did not come to its end."""
+        await self._ask(self._engine.collective_rpc("leave_weight_sync"))
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
@@ -156,8 +166,8 @@ class RolloutWorker:
             return
         if self._stirring:  # the update for which its weights woke did not come to its end
             await self.leave_weights()
-        await self._engine.sleep(level)
-        await self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2})
+        await self._ask(self._engine.sleep(level))
+        await self._ask(self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2}))
         self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:
@@ -168,9 +178,9 @@ class RolloutWorker:
         """
         if self._asleep:
             self._stirring = True
-            await self._engine.wake_up(["weights"])
+            await self._ask(self._engine.wake_up(["weights"]))
         else:
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            await self._ask(self._engine.pause_generation(mode="keep", clear_cache=True))
             self._life.meter.hold()
         await self._take(self._engine.start_weight_update())
 
@@ -192,7 +202,7 @@ class RolloutWorker:
         await self._take(self._engine.finish_weight_update())
         await self._engine.update_weight_version(str(version))
         if self._asleep:
-            await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
+            await self._ask(self._engine.wake_up(["kv_cache"]))  # requests go on with it, being the last to wake
             self._asleep = self._stirring = False
         else:
             await self._engine.resume_generation()

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from workers.engines.life import LifeSigns
 from workers.engines.worker import RolloutWorker
+from workers.remote import WorkerLost
 from workers.weights.bucket import Bucket, digest, plan_buckets
 
 WIDTH = 4
@@ -102,6 +104,9 @@ def make_engine(receiver, slots: list[torch.Tensor]):
 
     versions: list[str] = []
 
+    async def is_paused() -> bool:
+        return True
+
     async def update_weight_version(version: str) -> None:
         versions.append(version)
 
@@ -118,6 +123,8 @@ def make_engine(receiver, slots: list[torch.Tensor]):
         update_weight_version=update_weight_version,
         resume_generation=resume_generation,
         pause_generation=lambda **how: resume_generation(),
+        errored=False,
+        is_paused=is_paused,
     )
 
 
@@ -139,7 +146,7 @@ def engine(receiver):
     slots = [torch.arange(WIDTH, dtype=torch.float32).view(torch.uint8) for _ in range(2)]
     [plan] = plan_buckets([("weight", (WIDTH,))], bucket_bytes=64, itemsize=4)
     worker, engine = RolloutWorker(), make_engine(receiver, slots)
-    worker._engine, worker._asleep, worker._life = engine, False, SimpleNamespace(meter=SimpleNamespace(hold=int))
+    worker._engine, worker._asleep, worker._life, worker._running = engine, False, LifeSigns(), {}
     return worker, engine, slots, Bucket(index=0, plan=plan, dtype="float32", digest=digest(slots[0]))
 
 
@@ -191,3 +198,23 @@ def test_an_end_that_cannot_be_opened_is_told(engine):
     worker, _, _, _ = engine
     with pytest.raises(RuntimeError, match=r"no actor rank shares memory with this engine"):
         asyncio.run(worker.connect_weights(INFO))
+
+
+def test_an_engine_that_vllm_leaves_in_no_known_state_is_lost(engine, receiver, monkeypatch):
+    """Its other process has answered too, and the executor would take that for the answer to its next call."""
+    worker, _, _, _ = engine
+
+    def no_room(*model) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def run() -> None:
+        await worker.leave_weights()
+        await worker.start_update()
+        assert (await worker.pulse()).requests == 0
+        monkeypatch.setattr(receiver, "finalize_layerwise_reload", no_room)
+        with pytest.raises(RuntimeError, match="Worker failed with error 'CUDA out of memory'"):
+            await worker.leave_weights()
+        with pytest.raises(WorkerLost, match="vLLM failed: RuntimeError: Worker failed .*CUDA out of memory"):
+            await worker.pulse()
+
+    asyncio.run(run())
