@@ -132,12 +132,13 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
     share.
     """
-    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, engine.beyond()
-    if device_of(cfg) == "cuda" and share * memory + beyond.amount > memory:
+    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, sum(t.amount for t in engine.beyond())
+    if device_of(cfg) == "cuda" and share * memory + beyond > memory:
+        why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
         yield (
             f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and a "
-            f"weight sync needs {size(beyond.amount)} there ({beyond.formula}); set it to at most "
-            f"{int((1 - beyond.amount / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
+            f"weight sync needs {size(beyond)} there ({why}); set it to at most "
+            f"{int((1 - beyond / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
         )
     if takes_turns(cfg) and device_of(cfg) == "cuda":
         yield from _turn_of_engines(cfg, shape, share)

@@ -81,7 +81,7 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     return [
         f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
         *table(engine.terms(), "together"),
-        *(table([engine.beyond()]) if engine.beyond().amount else ()),
+        *(["beyond its share, in a weight sync:", *table(engine.beyond(), "together")] if engine.beyond() else ()),
         f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = 2 x {layers} layers x "
         f"{heads} key-value heads x {head_dim} x {width} B",
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
