@@ -16,6 +16,7 @@ import numpy as np
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
+from workers.engines.orphans import ACTOR
 from workers.engines.stopping import end_of, spans_up_to
 from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
@@ -32,6 +33,7 @@ class RolloutWorker:
         """Loads the model. gpus: of this node; none: those that Ray has given to this process."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        os.environ[ACTOR] = str(os.getpid())
         from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig
 
         args = AsyncEngineArgs(
