@@ -69,6 +69,10 @@ class Source(Protocol):
         """Returns [num_bytes] uint8, valid until the next call."""
         ...
 
+    def close(self) -> None:
+        """Lets go of the other end."""
+        ...
+
 
 class GroupSource:
     """Broadcasts of actor rank 0."""
@@ -86,6 +90,9 @@ class GroupSource:
         self._group.wait(self._group.broadcast(part))
         return part
 
+    def close(self) -> None:
+        self._group.close()
+
 
 class MemorySource:
     """Reads the slots of the actor rank on the same GPU, in place."""
@@ -100,6 +107,9 @@ class MemorySource:
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         return self._slots[bucket.index % len(self._slots)][: bucket.num_bytes]
+
+    def close(self) -> None:
+        """Does nothing: the memory goes with the last reference."""
 
 
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
@@ -190,7 +200,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
     def shutdown(self) -> None:
         """Lets go of buffers, memory of others, the process group, and of what went wrong with them."""
-        self._source, self.failure = None, ""
+        source, self._source, self.failure = self._source, None, ""
+        if source is not None:
+            source.close()
 
 
 class WeightReceiverExtension:

@@ -56,6 +56,7 @@ class WeightSender:
         if transport == "ipc" and isinstance(self._transport, MemoryTransport):
             self._transport.renew()
         else:
+            self.close()
             self._transport = None  # two ends have twice the memory
             self._transport = make_transport(
                 transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from workers.meeting import find_store, serve_store
 from workers.weights.group import BLOCKING_WAIT, WeightGroup
+from workers.weights.sender import WeightSender
 from workers.weights.transport import GroupTransport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -196,3 +197,14 @@ def test_a_member_that_never_comes_ends_the_wait_for_it(nccl, given_up):
         transport.close()
     assert ("given up" if given_up else "waited 0.5 s for all 2 members") in str(ended())
     assert nccl == []
+
+
+def test_an_end_that_is_opened_again_leaves_the_group_before(nccl):
+    """In its destructor NCCL's group warns, and ends the process where it cannot abort."""
+    sender = WeightSender(lambda: iter(()), [("a", (2,))], dtype="float32", bucket_bytes=8, rank=0, device=CPU)
+    first = sender.open("broadcast", "127.0.0.1", LONG_S)
+    sender._transport._device = GPU
+    sender.join(0)
+    assert nccl[0].aborted == 0 and find_store("127.0.0.1", first.port, LONG_S).check(["here/0"])
+    sender.open("broadcast", "127.0.0.1", LONG_S)
+    assert nccl[0].aborted == 1

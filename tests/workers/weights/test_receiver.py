@@ -75,7 +75,7 @@ def make_engine(receiver, slots: list[torch.Tensor]):
             self.weight_transfer_engine.start_weight_update()
 
         def update_weights(self, update_info) -> None:
-            self.weight_transfer_engine._source = SimpleNamespace(receive=lambda bucket: self._slot)
+            self.weight_transfer_engine._source = SimpleNamespace(receive=lambda bucket: self._slot, close=lambda: None)
             self.weight_transfer_engine.receive_weights(receiver.BucketUpdateInfo(**update_info))
 
         def finish_weight_update(self) -> None:
