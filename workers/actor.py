@@ -6,13 +6,14 @@ In: `TrainBatch`es with advantages and token weights. Out: metrics, checkpoints,
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 
 from dapo.config.schema import Config
-from dapo.derived import transfer_timeout_s
+from dapo.derived import LENT_TRANSPORT, transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.own.loading import Source, load, source_of
 from dapo.pools import BatchRefused, Updated
@@ -25,6 +26,7 @@ from workers.training.moments import Moments
 from workers.training.parity import WeightParityError
 from workers.training.processes import RankProcess, free_address, give_way, own_process, read_file
 from workers.training.ranks import Ranks, Submit
+from workers.training.sending import BESIDE, Sending
 from workers.training.standing import Standing
 from workers.training.unanimous import Refused
 from workers.training.update import NonFiniteError, Updater
@@ -35,7 +37,7 @@ from workers.weights.sender import WeightSender
 
 
 class ActorWorker:
-    """Runs one FSDP rank; a Ray actor in the pool. Every method but the first three is a collective over all ranks.
+    """Runs one FSDP rank, a Ray actor. Every method but the first three and `close_weights` is a collective over all.
 
     It knows the policy version that its weights are of, and whether they are of one at all.
     """
@@ -81,6 +83,7 @@ class ActorWorker:
             sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,
         )
         self._policy = fsdp.load_policy(cfg, self._mesh)
+        self._release = partial(fsdp.release, self._policy, cfg, self._mesh)  # to an engine on the same GPU
         self._optimizer = fsdp.build_optimizer(self._policy, cfg)
         self._moments = Moments(self._optimizer, self._device, moves=cfg.actor.offload == "phase")
         kl = cfg.algorithm.kl
@@ -104,7 +107,7 @@ class ActorWorker:
                 with self._moments.on_device():
                     updated = self._updater.update(work.version, work.minibatches, work.order)
             finally:
-                fsdp.release(self._policy, self._cfg, self._mesh)
+                self._release()
             return replace(updated, use=end_use(self._device))
 
     def logprobs(self, micro_batches: MicroBatches, *, reference: bool) -> list[Float32Array]:
@@ -112,7 +115,10 @@ class ActorWorker:
         if reference and not self._has_reference:
             raise Refused("there is no reference policy, because no coefficient of `algorithm.kl` is set")
         compute = self._updater.reference_logprobs if reference else self._updater.policy_logprobs
-        return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
+        try:
+            return [values.numpy() for of_micro_batch in compute(micro_batches) for values in of_micro_batch]
+        finally:
+            self._release()
 
     def open_weights(self, transport: str) -> tuple[int, Endpoint | None]:
         """Returns the number of buckets of a weight sync, and this rank's end of the transport where it has one."""
@@ -135,7 +141,17 @@ class ActorWorker:
         """Sends the next bucket of weights on its way to the engines and returns it; None on all ranks but 0."""
         fault_point("actor.gather")
         self._standing.check("a weight sync")
-        return self._senders[transport].gather(index)
+        sender = self._senders[transport]
+        bucket = sender.gather(index)
+        # A GPU does not give memory back before a broadcast has ended, which engines take when this has returned.
+        if index + 1 == sender.num_buckets and transport == LENT_TRANSPORT:
+            self._release()
+        return bucket
+
+    def close_weights(self, transport: str) -> None:
+        """Lets go of the engines, beside what this rank does: a broadcast that it hangs in ends."""
+        if sender := self._senders.get(transport):
+            sender.close()
 
     def save(self, directory: str, version: int) -> None:
         """Writes model and optimizer into `directory`. The actors draw no random number and hold no other state.
@@ -155,6 +171,7 @@ class ActorWorker:
         scale, dtype = self._updater.scale, getattr(torch, self._cfg.model.dtype) if export else None
         self._staged: state.Snapshot | None = None  # a former one that was given up: its memory goes first
         self._staged = state.take_snapshot(self._policy, self._optimizer, scale, self._mesh, export=dtype)
+        self._release()
 
     def write_staged(self, directory: str, export: str) -> None:
         """Writes what `stage` copied, in a thread of its own. Raises Unanimous where some rank could not write."""
@@ -171,14 +188,18 @@ class ActorWorker:
             self._updater.scale.forget()
             state.load_state(self._policy, self._optimizer, self._updater.scale, directory)
             self._moments.to_host()
+            self._release()
 
     def export_hf(self, directory: str) -> None:
         """Writes configuration, tokenizer and safetensors, on rank 0."""
         self._standing.check("an export")
-        state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+        try:
+            state.export_hf(self._policy, self._mesh, self._cfg.model, directory)
+        finally:
+            self._release()
 
 
-class ActorPool(Checkpoints):
+class ActorPool(Checkpoints, Sending):
     """Speaks for all FSDP ranks as one. Each call has the deadline that the configuration gives it.
 
     Every method raises RemoteError where all ranks raised alike, with nothing changed and able to go on; and ActorsLost
@@ -188,7 +209,7 @@ class ActorPool(Checkpoints):
     def __init__(self, cfg: Config, device: str, place: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """Makes the ranks' actors. place: gives Ray options of each, at every start (`workers.placement.Placement`)."""
         # Ray's types lack the groups. The others run one after the other in the order of their calls, as without.
-        remote: Any = ray.remote(concurrency_groups={THREAD: 1})(ActorWorker)  # type: ignore[call-overload]
+        remote: Any = ray.remote(concurrency_groups={THREAD: 1, BESIDE: 1})(ActorWorker)  # type: ignore[call-overload]
         own = source_of(cfg, "algorithm.policy_loss")  # its text: the ranks' nodes need not have the file
         super().__init__(cfg, Ranks(lambda: [remote.options(**option).remote(cfg, device, own) for option in place()]))
         self.gpus, self.until_idle = self._ranks.gpus, self._ranks.until_idle
@@ -274,27 +295,6 @@ class ActorPool(Checkpoints):
         )
         return in_order(results[:: self._sequence_parallel])
 
-    async def open_weights(self, transport: str) -> tuple[int, list[Endpoint | None]]:
-        """Returns the number of buckets of a weight sync, and each rank's end of the transport."""
-        opened = await self._weights(lambda _, worker: worker.open_weights.remote(transport), "opening the weight sync")
-        return opened[0][0], [endpoint for _, endpoint in opened]
-
-    async def join_weights(self, transport: str, num_receivers: int) -> None:
-        """Lets the ranks meet the engines' processes."""
-        join: Submit = lambda _, worker: worker.join_weights.remote(transport, num_receivers)  # noqa: E731
-        await self._weights(join, "meeting the engines for the weight sync")
-
-    async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket:
-        """Sends the next bucket of weights on its way and returns it. what: which one of which sync, for errors."""
-        gather: Submit = lambda _, worker: worker.gather_bucket.remote(transport, index)  # noqa: E731
-        return (await self._weights(gather, f"gathering {what}"))[0]
-
     def close(self) -> None:
         """Kills the ranks; they hold nothing that is not on disk or on the driver."""
         self._ranks.kill()
-
-    async def _weights(self, submit: Submit, what: str) -> list[Any]:
-        # A transport may fail on rank 0 alone, when an engine is gone: all ranks have then gathered the bucket.
-        # Less than the sync has, which cannot tell a rank that stands still from an engine that does.
-        timeout_s = min(self._cfg.weight_sync.timeout_s, 2 * transfer_timeout_s(self._cfg))
-        return await self._ranks.call(submit, timeout_s, what, "weight_sync.timeout_s", separable=True)

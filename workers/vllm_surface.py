@@ -51,7 +51,7 @@ USES: dict[str, tuple[Name, ...]] = {
         _engine("init_weight_transfer_engine", "request"),
         _engine("start_weight_update", ""),
         _engine("update_weights", "request"),
-        _engine("finish_weight_update", "weight_version="),
+        _engine("finish_weight_update", ""),
         Name(path="vllm.v1.engine:PauseMode", holds="keep"),
         Name(path="vllm.v1.engine.exceptions:EngineDeadError"),
         Name(

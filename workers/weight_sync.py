@@ -46,6 +46,8 @@ class WeightSource(Protocol):
 
     async def join_weights(self, transport: str, num_receivers: int) -> None: ...
 
+    async def close_weights(self, transport: str) -> None: ...
+
     async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket: ...
 
     async def policy_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
@@ -191,9 +193,18 @@ class WeightSync:
 
     async def _bring(self, version: int, members: tuple[int, ...]) -> float:
         """Lets these engines serve `version`; returns the seconds of the transfer. Raises RemoteError as `__call__`
-        does, at the first failure."""
-        whole = False
+        does, at the first failure, when no engine waits in a broadcast any more for one that is gone."""
         link = self._lent if self._engines.is_lent(members[0]) else self._link
+        try:
+            seconds = await self._bring_by(link, version, members)
+        except RemoteError:
+            await self._actors.close_weights(link.transport)
+            raise
+        self._engines.admit(members)
+        return seconds
+
+    async def _bring_by(self, link: _Link, version: int, members: tuple[int, ...]) -> float:
+        whole = False
         try:
             async with asyncio.timeout(self._cfg.timeout_s):
                 processes = (self._actors.restarts(), self._engines.identities(members))
@@ -213,7 +224,6 @@ class WeightSync:
         finally:
             if not whole:
                 link.connected = None
-        self._engines.admit(members)
         return seconds
 
     async def _connect(self, link: _Link, members: tuple[int, ...]) -> None:

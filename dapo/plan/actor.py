@@ -18,6 +18,7 @@ from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term, product
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CANARY_TOKENS = 16  # `workers.engines.canary`
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -115,6 +116,16 @@ class ActorMemory:
         gone = {term.name for term in self.moved()}
         return tuple(t for t in self.resident() if t.name not in gone and not t.name.startswith("gradients"))
 
+    def beside(self) -> Phase:
+        """Returns the most that a rank holds on its GPU while an engine that is awake has it. It computes the tokens
+        that an engine is compared by, and gathers weights: for an engine that starts again, or for an export."""
+        own = {
+            "comparing log-probabilities with an engine": (*self._arriving(), self._in_forward()),
+            "gathering weights": (self._in_sync(),),
+        }
+        phases = (Phase(name=name, terms=(*self.resting(), *terms)) for name, terms in own.items())
+        return max(phases, key=lambda phase: phase.total)
+
     def copied(self) -> tuple[Term, ...]:
         """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,
         then what rank 0 alone holds."""
@@ -172,6 +183,22 @@ class ActorMemory:
         layers = product(f"{count} layer{'s' if count > 1 else ''} gathered", element, count, shape.layer_parameters)
         waiting = 0 if freed else min(self.trained, shape.parameters)
         return root, layers, product("whole gradients, float32", FLOAT32, waiting)
+
+    def _arriving(self) -> tuple[Term, ...]:
+        """Returns what is whole in a forward pass without gradient: the root, and the units that come after it, of each
+        the buffer that it arrives in, kept until the next one's is there, and its parameters."""
+        shape, element = self.shape, self.element
+        root, layers, _ = self._gathered(1)
+        table, layer = shape.embedding_parameters, shape.layer_parameters
+        first = table + layer if shape.tie_word_embeddings else 2 * table  # the root arrives as well, or the embedding
+        after = layers.amount // element + 2 * layer
+        name = "embedding or layers gathered, as they arrive and whole"
+        return root, product(name, element, max(first, round(after)))
+
+    def _in_forward(self) -> Term:
+        """Sizes a layer's tensors over a prompt and the tokens that an engine is compared by."""
+        tokens = -(-(self.cfg.data.max_prompt_length + CANARY_TOKENS) // self.cfg.actor.ulysses_sequence_parallel_size)
+        return product("a layer's activations", self.activations.layer, tokens)
 
     def _at_head(self) -> Iterator[Term]:
         tokens, shape = self.cfg.actor.max_tokens_per_gpu, self.shape

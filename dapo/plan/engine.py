@@ -130,10 +130,18 @@ class EngineMemory:
         amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
         return Term(name="engine asleep", amount=amount, formula=formula)
 
-    def beyond(self) -> Term:
-        """Returns what comes on top of the engine's share: memory that broadcast weights arrive in."""
-        count = 1 if resolve_transport(self.cfg) == "broadcast" else 0
-        return bucket_term(self.cfg, self.shape, "arriving weights, beyond this share", count)
+    def beyond(self) -> tuple[Term, ...]:
+        """Lists what comes on top of the engine's share while weights are broadcast to it: the memory that they arrive
+        in, and of the largest parameter a copy and the part that vLLM loads before it copies it into its place."""
+        if resolve_transport(self.cfg) != "broadcast":
+            return ()
+        width, table = self.element, self.shape.embedding_parameters
+        copies = Term(
+            name="a parameter on its way into its place",
+            amount=width * table * (1 + 1 / self.tensor_parallel),
+            formula=f"{width} B x {table:,} x (1 + 1 / {self.tensor_parallel})",
+        )
+        return bucket_term(self.cfg, self.shape, "arriving weights", 1), copies
 
     @property
     def kv_tokens(self) -> int:

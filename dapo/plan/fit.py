@@ -122,12 +122,13 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
     share.
     """
-    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, engine.beyond()
-    if device_of(cfg) == "cuda" and share * memory + beyond.amount > memory:
+    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, sum(t.amount for t in engine.beyond())
+    if device_of(cfg) == "cuda" and share * memory + beyond > memory:
+        why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
         yield (
             f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and a "
-            f"weight sync needs {size(beyond.amount)} there ({beyond.formula}); set it to at most "
-            f"{int((1 - beyond.amount / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
+            f"weight sync needs {size(beyond)} there ({why}); set it to at most "
+            f"{int((1 - beyond / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
         )
     if takes_turns(cfg) and device_of(cfg) == "cuda":
         yield from _turn_of_engines(cfg, shape, share)
@@ -156,13 +157,13 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
 
 def _turn_of_engines(cfg: PlannedConfig, shape: ModelShape, share: float) -> Iterator[str]:
     """Reports engines that wake beside more than fits."""
-    memory, resting = cfg.plan.gpu_memory_bytes, sum(term.amount for term in ActorMemory(cfg, shape).resting())
-    if share * memory + resting > memory:
+    memory, beside = cfg.plan.gpu_memory_bytes, ActorMemory(cfg, shape).beside()
+    if share * memory + beside.total > memory:
         offload = "" if cfg.actor.offload != "none" else ", or set actor.offload=phase"
         yield (
             f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and an "
-            f"actor rank keeps {size(resting)} there while the engine has it; set it to at most "
-            f"{int((1 - resting / memory) * 100) / 100:g}{offload}"
+            f"actor rank needs {size(beside.total)} there while the engine has it ({beside.name}); set it to at most "
+            f"{int((1 - beside.total / memory) * 100) / 100:g}{offload}"
         )
 
 

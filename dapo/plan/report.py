@@ -62,7 +62,10 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         own = [term for term in phase.terms if term.name not in resident]
         lines += [f"and in phase `{phase.name}`:", *table(own), f"  in all {size(phase.total)}"]
     if takes_turns(cfg):
-        lines += ["while an engine has the GPU:", *table(memory.resting(), "together")]
+        beside, resting = memory.beside(), memory.resting()
+        lines += ["while an engine has the GPU:", *table(resting, "together")]
+        lines += [f"and in phase `{beside.name}`:", *table(beside.terms[len(resting) :])]
+        lines.append(f"  in all {size(beside.total)}")
     if moved := memory.moved():
         lines += ["in host memory meanwhile:", *table(moved, "together per rank")]
     room = room_for_actors(cfg, shape)
@@ -78,7 +81,7 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     return [
         f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
         *table(engine.terms(), "together"),
-        *(table([engine.beyond()]) if engine.beyond().amount else ()),
+        *(["beyond its share, in a weight sync:", *table(engine.beyond(), "together")] if engine.beyond() else ()),
         f"  KV cache per token and GPU: {engine.kv_bytes_per_token:,} B = 2 x {layers} layers x "
         f"{heads} key-value heads x {head_dim} x {width} B",
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "

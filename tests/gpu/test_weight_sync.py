@@ -63,6 +63,17 @@ def test_a_group_of_one_broadcasts_by_nccl():
     assert data.tolist() == list(range(64))
 
 
+def test_a_group_of_nccl_that_is_given_up_ends_no_process_and_another_takes_its_place():
+    data = torch.arange(64, dtype=torch.uint8, device=DEVICE)
+    for _ in range(2):
+        group = WeightGroup(serve_store("127.0.0.1", 30), rank=0, size=1, device=DEVICE, timeout_s=30)
+        group.wait(group.broadcast(data))
+        group.close()
+        with pytest.raises(RuntimeError, match="given up"):
+            group.broadcast(data)
+    assert data.tolist() == list(range(64))
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_both_roles_on_one_gpu(tmp_path):

@@ -7,7 +7,9 @@ from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import changed, problems, room_for_actors
 from dapo.plan.report import report
 from dapo.plan.step import Step
+from dapo.plan.terms import size
 from tests.support.plan.plans import planned
+from workers.engines.canary import CANARY
 
 
 def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
@@ -23,13 +25,43 @@ def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
     assert step.switch_s == pytest.approx(cfg.plan.switch_s + 2 * moved / cfg.plan.host_bandwidth)
     kept = changed(cfg, {"actor.offload": "none"})
     [problem] = problems(kept, shape)
-    assert "`rollout.vllm.gpu_memory_utilization` (0.85)" in problem and "actor.offload=phase" in problem
-    assert engine.utilization * cfg.plan.gpu_memory_bytes + resting <= cfg.plan.gpu_memory_bytes
+    assert "`rollout.vllm.gpu_memory_utilization` (0.84)" in problem and "actor.offload=phase" in problem
+    assert engine.utilization * cfg.plan.gpu_memory_bytes + memory.beside().total <= cfg.plan.gpu_memory_bytes
     assert Step(*planned(experiment="dapo_qwen7b")).switch_s == 0.0
 
 
+def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
+    """An engine that slept for the first time, or started again, is compared with the ranks when its cache is there."""
+    cfg, shape = planned(experiment="dapo_qwen7b_hybrid")
+    memory, table = ActorMemory(cfg, shape), 2 * 152_064 * 3_584
+    beside, resting = memory.beside(), memory.resting()
+    assert beside.terms[: len(resting)] == resting and beside.name == "comparing log-probabilities with an engine"
+    root, units, activations = [one.amount for one in beside.terms[len(resting) :]]
+    assert root == table + 2 * 3_584, "the head and the norm before it"
+    assert units == 2 * table, "the embedding: where it arrives, and itself"
+    assert activations == (2048 + CANARY.max_tokens) * memory.activations.layer
+    assert f"in phase `{beside.name}`" in report(cfg, shape) and f"in all {size(beside.total)}" in report(cfg, shape)
+    [problem] = problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.85}), shape)
+    assert f"leaves 12.00 GB of a GPU, and an actor rank needs {size(beside.total)}" in problem
+    assert "(comparing log-probabilities with an engine); set it to at most 0.84" in problem
+
+
+def arriving(cfg, shape) -> float:
+    """Parameters of the units after the root, each whole and as it arrives."""
+    _, units = ActorMemory(cfg, shape)._arriving()
+    return units.amount / 2
+
+
+def test_a_tied_embedding_arrives_with_the_root_and_layers_may_be_larger():
+    tied = planned(experiment="dapo_qwen0.5b_1gpu")
+    assert arriving(*tied) == 151_936 * 896 + tied[1].layer_parameters
+    cfg, shape = planned(experiment="dapo_qwen32b_hybrid")
+    assert arriving(cfg, shape) == 2 * 152_064 * 5_120
+    assert arriving(changed(cfg, {"actor.reshard_after_forward": False}), shape) == (64 + 2) * shape.layer_parameters
+
+
 def test_engines_that_are_lent_gpus_shorten_generation_by_the_rule_of_a_run():
-    lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.8")
+    lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.75")
     (cfg, shape), (alone, _) = planned(*lend, experiment="dapo_qwen7b"), planned(experiment="dapo_qwen7b")
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     assert problems(cfg, shape) == []

@@ -41,6 +41,9 @@ class LocalActors:
     async def join_weights(self, transport: str, num_receivers: int) -> None:
         await asyncio.to_thread(self.sender.join, num_receivers)
 
+    async def close_weights(self, transport: str) -> None:
+        self.sender.close()
+
     async def gather_bucket(self, transport: str, index: int, what: str) -> Bucket:
         self._before(index)
         bucket = await asyncio.to_thread(self.sender.gather, index)

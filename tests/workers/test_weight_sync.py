@@ -65,6 +65,8 @@ def test_an_engine_that_is_lost_in_a_sync_is_left_out_and_the_others_get_all_of_
     ends.lost = [(1,)]
     asyncio.run(ends.sync()(1))
     assert ends.admitted == [(0, 2)] and not ends.refused
+    closed = ends.events.index("close broadcast")
+    assert ends.events[closed + 1] == "lose silent", "till then the others wait in a broadcast, and would seem lost too"
     again = ends.events[ends.events.index("connect 3") :]
     assert [event for event in again if event.startswith("load") and "done" not in event] == [
         f"load {k}" for k in range(BUCKETS)

@@ -8,6 +8,7 @@ for each of its drafted tokens fills a copy, and the sampler divides logits by m
 import torch
 from torch import Tensor
 
+from workers.engines.orphans import end_with_actor
 from workers.vllm_surface import HAS_TRITON, register_kernels
 from workers.weights.receiver import WeightReceiverExtension
 
@@ -28,3 +29,4 @@ def expand(
 
 if not HAS_TRITON:  # on a CPU, that is
     register_kernels({EXPAND: expand})
+end_with_actor()

@@ -28,9 +28,11 @@ class Pulse:
 
 
 class LifeSigns:
-    """Follows one engine, in its actor. meter: counts what it does."""
+    """Follows one engine, in its actor. meter: counts what it does. lost: why it is of no use, though its process
+    lives."""
 
     def __init__(self) -> None:
+        self.lost = ""
         self._computed = self._asked = time.monotonic()
         self._echo: asyncio.Task[None] | None = None
         self.meter = EngineMeter()
@@ -45,10 +47,12 @@ class LifeSigns:
         """Returns how the engine does, which holds that many requests. Its process is asked something trivial.
 
         Raises:
-            WorkerLost: the process has ended.
+            WorkerLost: the process has ended, or the engine is lost otherwise.
         """
         if engine.errored:
             raise WorkerLost("its engine process has ended")
+        if self.lost:
+            raise WorkerLost(self.lost)
         if self._echo is None or self._echo.done():
             self._asked = time.monotonic()
             self._echo = asyncio.create_task(self._ask(engine))

@@ -7,20 +7,22 @@ Each response is one engine request with its own seed: a result depends on neith
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
 from workers.engines.life import LifeSigns, Pulse, Statistics
+from workers.engines.orphans import ACTOR
 from workers.engines.stopping import end_of, spans_up_to
 from workers.engines.unfinished import Start
 from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
+T = TypeVar("T")
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
@@ -31,6 +33,7 @@ class RolloutWorker:
         """Loads the model. gpus: of this node; none: those that Ray has given to this process."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        os.environ[ACTOR] = str(os.getpid())
         from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig
 
         args = AsyncEngineArgs(
@@ -129,15 +132,32 @@ class RolloutWorker:
         """Ends the named groups; their `generate` calls return what was sampled so far."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
+    async def _ask(self, call: Awaitable[T]) -> T:
+        """Returns what vLLM answers to a call about weights or sleep. Where it raises, the engine is lost: it is awake
+        by half, or has answers of its other processes that it would take for those to its next questions."""
+        try:
+            return await call
+        except Exception as error:
+            self._life.lost = f"vLLM failed: {type(error).__name__}: {error}"
+            raise
+
+    async def _take(self, step: Awaitable[Any]) -> None:
+        """Waits for a step of a weight sync. Raises RuntimeError where it failed in some process of the engine; these
+        note it (`workers.weights.receiver.BucketTransferEngine`)."""
+        await self._ask(step)
+        failures = await self._ask(self._engine.collective_rpc("weight_failure"))
+        if told := "; ".join(dict.fromkeys(filter(None, failures))):
+            raise RuntimeError(told)
+
     async def leave_weights(self) -> None:
         """Closes the engine's end, and drops an update that did not come to its end."""
-        await self._engine.collective_rpc("leave_weight_sync")
+        await self._ask(self._engine.collective_rpc("leave_weight_sync"))
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
         from workers.vllm_surface import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._take(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
     async def sleep(self, level: int) -> None:
         """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
@@ -148,8 +168,8 @@ class RolloutWorker:
             return
         if self._stirring:  # the update for which its weights woke did not come to its end
             await self.leave_weights()
-        await self._engine.sleep(level)
-        await self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2})
+        await self._ask(self._engine.sleep(level))
+        await self._ask(self._engine.collective_rpc("free_host_memory", kwargs={"weights": level == 2}))
         self._asleep, self._stirring = True, False
 
     async def start_update(self) -> None:
@@ -160,11 +180,11 @@ class RolloutWorker:
         """
         if self._asleep:
             self._stirring = True
-            await self._engine.wake_up(["weights"])
+            await self._ask(self._engine.wake_up(["weights"]))
         else:
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            await self._ask(self._engine.pause_generation(mode="keep", clear_cache=True))
             self._life.meter.hold()
-        await self._engine.start_weight_update()
+        await self._take(self._engine.start_weight_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Takes the next bucket from the transport and loads it."""
@@ -177,13 +197,14 @@ class RolloutWorker:
             "dtype": bucket.dtype,
             "digest": bucket.digest,
         }
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._take(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_update(self, version: int) -> None:
         """Labels all later tokens with `version` and lets requests go on; the KV cache wakes where it slept."""
-        await self._engine.finish_weight_update(weight_version=str(version))
+        await self._take(self._engine.finish_weight_update())
+        await self._engine.update_weight_version(str(version))
         if self._asleep:
-            await self._engine.wake_up(["kv_cache"])  # requests go on with it, being the last to wake
+            await self._ask(self._engine.wake_up(["kv_cache"]))  # requests go on with it, being the last to wake
             self._asleep = self._stirring = False
         else:
             await self._engine.resume_generation()

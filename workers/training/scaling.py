@@ -17,7 +17,8 @@ class LossScale:
     """Holds the scale, equal on all ranks. Every method does nothing where the compute type is not float16."""
 
     def __init__(self, dtype: str, device: str) -> None:
-        """Takes `model.dtype` and the type of device that the ranks compute on."""
+        """Takes `model.dtype` and the type of device that the gradients are on: those in host memory torch would divide
+        by a copy of a GPU's scale, without waiting until it is there."""
         self.enabled = dtype == "float16"
         self._scaler = torch.amp.GradScaler(
             device, init_scale=FIRST, growth_interval=GROWTH_INTERVAL, enabled=self.enabled

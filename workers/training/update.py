@@ -62,7 +62,7 @@ class Updater:
         self._own_loss = own_loss
         self._device = torch.device(mesh.device)
         self._learning_rate = learning_rates(cfg)
-        self.scale = LossScale(cfg.model.dtype, mesh.device)
+        self.scale = LossScale(cfg.model.dtype, "cpu" if cfg.actor.offload == "host" else mesh.device)
         self._skipped_in_a_row = 0
 
     def update(

@@ -4,6 +4,10 @@ In: a store that rank 0 serves, and a place in the group. Out: broadcasts from r
 stands next to the process groups that FSDP and vLLM make for themselves; the engines' half uses it as well.
 """
 
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,40 +16,106 @@ import torch.distributed as dist
 from torch import Tensor
 
 SENDER = 0
+GIVEN_UP = "given up"  # a key of the store
+POLL_S, ASK_S = 0.001, 0.2  # between two looks at the GPU, and at the store
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class WeightGroup:
-    """Returns from its constructor when all `size` processes are there; `timeout_s` bounds that and every broadcast."""
+    """Returns from its constructor when all `size` processes are there; `timeout_s` bounds that and every broadcast.
+
+    Whoever fails gives the group up for all: NCCL tells nobody that a member is gone, and the others would wait in
+    their kernels. A group that was given up raises RuntimeError whatever it is asked for; another one takes its place.
+    """
 
     def __init__(self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        join = self._nccl if device.type == "cuda" else self._gloo
-        self._group: Any = join(store, rank, size, device)  # torch's type stubs give a bare backend no collectives
+        self._store, self._timeout = store, timedelta(seconds=timeout_s)
+        self._nccl, self._closed = device.type == "cuda", False
+        meet = self._meet_by_nccl if self._nccl else self._meet_by_gloo
+        self._group: Any = meet(rank, size, device)  # torch's type stubs give a bare backend no collectives
         self._options = dist.BroadcastOptions()
         self._options.rootRank, self._options.rootTensor = SENDER, 0
 
-    def _gloo(self, store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroupGloo:
-        return dist.ProcessGroupGloo(store, rank, size, self._timeout)
+    def _meet_by_gloo(self, rank: int, size: int, device: torch.device) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(self._store, rank, size, self._timeout)
 
-    def _nccl(
-        self, store: dist.Store, rank: int, size: int, device: torch.device
+    def _meet_by_nccl(
+        self, rank: int, size: int, device: torch.device
     ) -> "dist.ProcessGroupNCCL":  # a torch without CUDA has none
+        self._store.set(f"here/{rank}", "1")
+        everyone = [f"here/{each}" for each in range(size)]
+        self._until(lambda: self._store.check(everyone), f"for all {size} members")  # NCCL would wait for ever
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        with _errors_raise():
+            group = dist.ProcessGroupNCCL(self._store, rank, size, options)
         group._set_sequence_number_for_group()
-        group.eager_connect_single_device(
-            device
-        )  # else the first bucket pays for it, and hangs where a rank is missing
+        group.eager_connect_single_device(device)  # else the first bucket pays for it
         return group
 
     def broadcast(self, data: Tensor) -> dist.Work:
         """Sends rank 0's `data` [N] uint8 into everyone's, in the background; `wait` before touching it."""
+        if self._closed:
+            raise RuntimeError("the weight sync was given up")
         work: dist.Work = self._group.broadcast([data], self._options)
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a broadcast. gloo: raises RuntimeError when the other end is gone or kept silent for `timeout_s`.
-        NCCL: holds up the GPU's stream and not the caller; then its watchdog ends the process.
+        """Waits for a broadcast, until it has come to its end.
+
+        Raises:
+            RuntimeError: the other end is gone or kept silent for `timeout_s`, or somebody gave the group up.
         """
-        work.wait(self._timeout)
+        try:
+            if self._nccl:
+                self._until(work.is_completed, "for the others in a broadcast")
+            work.wait(self._timeout)
+            if self._closed:  # an aborted broadcast has ended as well
+                raise RuntimeError("the weight sync was given up meanwhile")
+        except RuntimeError:
+            self.close()
+            self._group = None  # ends gloo's connections: who waits for this process raises too
+            raise
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        """Waits on the host. Raises RuntimeError where it is not done in time, or will not be."""
+        deadline, asked = time.monotonic() + self._timeout.total_seconds(), 0.0
+        while not done():
+            if (now := time.monotonic()) > deadline:
+                raise RuntimeError(f"waited {self._timeout.total_seconds():g} s {what}")
+            if now > asked + ASK_S:
+                asked = now
+                if self._store.check([GIVEN_UP]):
+                    raise RuntimeError(f"the weight sync was given up while this process waited {what}")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Gives the group up, from any thread. With NCCL no process waits in it any more; with gloo each raises by
+        itself."""
+        group, before, self._closed = self._group, self._closed, True
+        give_up(self._store)
+        if self._nccl and not before:
+            group.abort()  # its kernels end
+
+
+def give_up(store: dist.Store) -> None:
+    """Tells all members of the group that meets at `store`, now or later, that it is given up."""
+    with suppress(RuntimeError):  # the process that serves the store may be the one that is gone
+        store.set(GIVEN_UP, "1")
+
+
+@contextmanager
+def _errors_raise() -> Iterator[None]:
+    """Has NCCL groups that are made in the block leave errors to whoever waits.
+
+    Else torch has a thread look for them, which ends the process, and with it FSDP's group or the engine.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before

@@ -7,6 +7,7 @@ two transports, with their digests. Out: the engine's model holds exactly those 
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +69,10 @@ class Source(Protocol):
         """Returns [num_bytes] uint8, valid until the next call."""
         ...
 
+    def close(self) -> None:
+        """Lets go of the other end."""
+        ...
+
 
 class GroupSource:
     """Broadcasts of actor rank 0."""
@@ -85,6 +90,9 @@ class GroupSource:
         self._group.wait(self._group.broadcast(part))
         return part
 
+    def close(self) -> None:
+        self._group.close()
+
 
 class MemorySource:
     """Reads the slots of the actor rank on the same GPU, in place."""
@@ -100,41 +108,58 @@ class MemorySource:
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         return self._slots[bucket.index % len(self._slots)][: bucket.num_bytes]
 
+    def close(self) -> None:
+        """Does nothing: the memory goes with the last reference."""
+
 
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
-    """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set."""
+    """Loads buckets through the model's own loader, layer by layer, and refuses an incomplete or altered set.
+
+    It raises nothing that vLLM would carry: of several processes of an engine vLLM reads the answers up to the first
+    error, and takes those that it left for answers to its next questions. failure: what went wrong, since `init`.
+    """
 
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
+    failure = ""
     _source: Source | None = None
     _under_way = False
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         """Opens this end of the transport, in place of an earlier one; the actors open theirs at the same time."""
         self.shutdown()
         self._device = next(self.model.parameters()).device
-        if init_info.transport == "broadcast":
-            self._source = GroupSource(init_info, self.parallel_config.rank, self._device)
-        else:
-            self._source = MemorySource(init_info, self._device)
+        with self._noting():
+            if init_info.transport == "broadcast":
+                self._source = GroupSource(init_info, self.parallel_config.rank, self._device)
+            else:
+                self._source = MemorySource(init_info, self._device)
 
     def start_weight_update(self) -> None:
         """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
-        initialize_layerwise_reload(self.model)
         self._under_way = True
-        self._next = 0
-        self._missing = {name for name, _ in self.model.named_parameters()}
-        if self.model_config.hf_config.tie_word_embeddings:
-            self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
+        with self._noting():
+            initialize_layerwise_reload(self.model)
+            self._next = 0
+            self._missing = {name for name, _ in self.model.named_parameters()}
+            if self.model_config.hf_config.tie_word_embeddings:
+                self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        """Takes the next bucket, checks its digest and loads it.
+        """Takes the next bucket, checks its digest and loads it. A failure is that it is not the next one, or that its
+        bytes differ from those that the actors sent."""
+        with self._noting():
+            self._receive(update_info)
 
-        Raises:
-            RuntimeError: it is not the next one, or its bytes differ from those that the actors sent.
-        """
+    def _receive(self, bucket: BucketUpdateInfo) -> None:
         assert self._source is not None
-        bucket = update_info
         if bucket.index != self._next:
             raise RuntimeError(f"weight bucket {bucket.index} came, and {self._next} was due")
         self._next += 1
@@ -155,20 +180,17 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             yield name, view.to(self._device, copy=True)
 
     def finish_weight_update(self) -> None:
-        """Puts the kernel layout back.
-
-        Raises:
-            RuntimeError: some parameter of the engine got no new value.
-        """
-        if self._missing:
-            raise RuntimeError(
-                f"the weight sync left {len(self._missing)} parameters stale: {sorted(self._missing)[:5]}"
-            )
-        self.drop_weight_update()
-        # A tied LM head keeps its own packed copy of the embedding on CPU, which the layerwise reload does not renew.
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                module.quant_method.process_weights_after_loading(module)
+        """Puts the kernel layout back. A failure is that some parameter of the engine got no new value."""
+        with self._noting():
+            if self._missing:
+                raise RuntimeError(
+                    f"the weight sync left {len(self._missing)} parameters stale: {sorted(self._missing)[:5]}"
+                )
+            self.drop_weight_update()
+            # A tied LM head keeps its own packed copy of the embedding on CPU; the layerwise reload does not renew it.
+            for module in self.model.modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    module.quant_method.process_weights_after_loading(module)
 
     def drop_weight_update(self) -> None:
         """Puts the kernel layout back, whatever has arrived: what a failure left out, the next update brings."""
@@ -177,8 +199,10 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._under_way = False
 
     def shutdown(self) -> None:
-        """Lets go of buffers, memory of others and the process group."""
-        self._source = None
+        """Lets go of buffers, memory of others, the process group, and of what went wrong with them."""
+        source, self._source, self.failure = self._source, None, ""
+        if source is not None:
+            source.close()
 
 
 class WeightReceiverExtension:
@@ -188,6 +212,11 @@ class WeightReceiverExtension:
     vllm_config: VllmConfig
     model_runner: Any
     _weight_update_active: bool
+
+    def weight_failure(self) -> str:
+        """Returns what went wrong with the weight sync in this process since it was opened, or ""."""
+        assert self.weight_transfer_engine is not None
+        return self.weight_transfer_engine.failure
 
     def leave_weight_sync(self) -> None:
         """Ends an update that failed midway, which vLLM would take for one under way, and lets go of the transport: the

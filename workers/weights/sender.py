@@ -56,6 +56,7 @@ class WeightSender:
         if transport == "ipc" and isinstance(self._transport, MemoryTransport):
             self._transport.renew()
         else:
+            self.close()
             self._transport = None  # two ends have twice the memory
             self._transport = make_transport(
                 transport, capacity, rank=self._rank, device=self._device, address=address, timeout_s=timeout_s
@@ -68,6 +69,11 @@ class WeightSender:
         self._failure = ""
         if self._transport is not None:
             self._try(lambda transport: transport.join(num_receivers))
+
+    def close(self) -> None:
+        """Lets go of the engines, from any thread, whatever this rank does meanwhile; `open` comes next."""
+        if (transport := self._transport) is not None:
+            transport.close()
 
     @torch.no_grad()
     def gather(self, index: int) -> Bucket | None:
@@ -92,6 +98,8 @@ class WeightSender:
             self._fill(bucket, plan)
             found = digest(bucket) if self._rank == SENDER else ""
             self._try(lambda transport: transport.send(index, bucket))
+        if self._next == len(self._plans):
+            self._iterator = iter(())  # it would hold the last parameter until the next sync
         if self._rank != SENDER:
             return None
         return Bucket(index=index, plan=plan, dtype=self._dtype_name, digest=found, failure=self._failure)

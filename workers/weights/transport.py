@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.meeting import serve_store
 from workers.weights.bucket import Endpoint
-from workers.weights.group import SENDER, WeightGroup
+from workers.weights.group import SENDER, WeightGroup, give_up
 from workers.weights.memory import place, share, share_again
 
 SLOTS = 2
@@ -37,6 +37,10 @@ class Transport(Protocol):
         """Hands the slot's filled part [N] over."""
         ...
 
+    def close(self) -> None:
+        """Lets go of the engines, from any thread: neither they nor this process wait for each other any more."""
+        ...
+
 
 class GroupTransport:
     """Broadcasts to all engines at once; the next bucket is gathered meanwhile."""
@@ -46,6 +50,7 @@ class GroupTransport:
         self._slots = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._running: list[dist.Work | None] = [None] * SLOTS
         self._store = serve_store(address, timeout_s)
+        self._group: WeightGroup | None = None
 
     def endpoint(self) -> Endpoint:
         return Endpoint(capacity=len(self._slots[0]), address=self._address, port=self._store.port)
@@ -57,12 +62,20 @@ class GroupTransport:
 
     def slot(self, index: int) -> Tensor:
         if (running := self._running[index % SLOTS]) is not None:
+            assert self._group is not None
             self._group.wait(running)
             self._running[index % SLOTS] = None
         return self._slots[index % SLOTS]
 
     def send(self, index: int, bucket: Tensor) -> None:
+        assert self._group is not None
         self._running[index % SLOTS] = self._group.broadcast(bucket)
+
+    def close(self) -> None:
+        give_up(self._store)  # also where the engines have not come yet
+        if self._group is not None:
+            self._group.close()
+        self._running = [None] * SLOTS  # gloo's connections live as long as its broadcasts
 
 
 class MemoryTransport:
@@ -88,6 +101,9 @@ class MemoryTransport:
     def send(self, index: int, bucket: Tensor) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the engine's stream knows nothing of this one
+
+    def close(self) -> None:
+        """Does nothing: each end reads and writes by itself."""
 
 
 def make_transport(

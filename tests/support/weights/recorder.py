@@ -76,6 +76,7 @@ class Recorder:
 
     async def lose_silent(self, members, grace_s):
         lost = self.lost.pop(0) if self.lost else ()
+        self.events.append("lose silent")
         self.engines = tuple(k for k in self.engines if k not in lost)
         return bool(lost)
 
@@ -113,6 +114,9 @@ class Recorder:
 
     async def join_weights(self, transport, num_receivers):
         await self._step("join", num_receivers)
+
+    async def close_weights(self, transport):
+        self.events.append(f"close {transport}")
 
     async def gather_bucket(self, transport, index, what):
         self.gathered.append(transport)

@@ -143,6 +143,23 @@ def test_a_sender_holds_two_buckets_and_one_tensor(transport):
     assert endpoint.capacity == 50 * 8 * 4, "the largest bucket, here one tensor above the bound"
 
 
+def test_nothing_is_held_between_two_syncs():
+    """An iterator that stands at its last parameter holds it, and that may be the head of the model."""
+    whole = []
+
+    def gathered():
+        for name, shape in SHAPES:
+            full = torch.zeros(shape)
+            whole.append(weakref.ref(full))
+            yield name, full
+
+    sender = make_sender(gathered)
+    sender.open("ipc", "", 1)
+    for index in range(sender.num_buckets):
+        sender.gather(index)
+    assert [each() for each in whole] == [None] * len(SHAPES)
+
+
 def test_ranks_without_an_end_go_along():
     taken = []
 

@@ -210,7 +210,7 @@ def _export_files(policy: PackedPolicy, mesh: Mesh, split: StateDictSplit, dtype
     """Yields, on rank 0, one file after the other, whose tensors share no memory with the policy; the other ranks take
     part in gathering and yield nothing. A collective."""
     held: dict[str, dict[str, Tensor]] = {}
-    for name, full in full_parameters(policy, mesh):
+    for name, full in full_parameters(policy, mesh, dtype):
         if mesh.rank == 0:
             file = split.tensor_to_filename[name]
             held.setdefault(file, {})[name] = full.to("cpu", dtype, copy=True)

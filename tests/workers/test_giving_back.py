@@ -1,0 +1,84 @@
+"""What a rank leaves to an engine on the same GPU, and when; no GPU and no rank starts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dapo.config.schema import Config
+from workers import actor
+from workers.actor import ActorWorker
+from workers.training.standing import Standing
+
+BUCKETS = 3
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """(a rank that is made of stand-ins, what happened to it in order)."""
+    events: list[str] = []
+
+    def note(name: str):
+        return lambda *given, **named: events.append(name)
+
+    found = ActorWorker(Config(), "cuda")
+    found._standing, found._has_reference = Standing(), True
+    found._policy = found._mesh = None
+    found._optimizer = SimpleNamespace(zero_grad=lambda: None)
+    found._moments = SimpleNamespace(to_host=note("moments to the host"))
+    found._updater = SimpleNamespace(
+        scale=SimpleNamespace(forget=lambda: None),
+        policy_logprobs=lambda batches: events.append("forward") or [[torch.zeros(2)]],
+        reference_logprobs=lambda batches: events.append("forward") or [[torch.zeros(2)]],
+    )
+    sender = SimpleNamespace(num_buckets=BUCKETS, gather=lambda index: events.append(f"gather {index}"))
+    found._senders = {"ipc": sender, "broadcast": sender}
+    for name in ("take_snapshot", "export_hf", "load_state", "save_state"):
+        monkeypatch.setattr(actor.state, name, note(name))
+    found._release = note("release")
+    return found, events
+
+
+@pytest.mark.parametrize(
+    ("call", "before"),
+    [
+        pytest.param(lambda rank: rank.logprobs((), reference=False), "forward", id="policy"),
+        pytest.param(lambda rank: rank.logprobs((), reference=True), "forward", id="reference"),
+        pytest.param(lambda rank: rank.stage(0, export=True), "take_snapshot", id="copy"),
+        pytest.param(lambda rank: rank.export_hf("there"), "export_hf", id="export"),
+        pytest.param(lambda rank: rank.load("there", 0), "moments to the host", id="load"),
+    ],
+)
+def test_memory_is_given_back_after_what_runs_beside_an_engine_that_is_awake(worker, call, before):
+    rank, events = worker
+    call(rank)
+    assert events[-2:] == [before, "release"]
+
+
+def test_also_where_it_fails(worker, monkeypatch):
+    rank, events = worker
+
+    def fails(*given):
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(actor.state, "export_hf", fails)
+    rank._updater.policy_logprobs = fails
+    for call in (lambda: rank.export_hf("there"), lambda: rank.logprobs((), reference=False)):
+        with pytest.raises(RuntimeError, match="full"):
+            call()
+    assert events == ["release", "release"]
+
+
+def test_memory_is_given_back_after_the_last_bucket_before_the_cache_of_the_engine_wakes(worker):
+    rank, events = worker
+    for index in range(BUCKETS):
+        rank.gather_bucket("ipc", index)
+    assert events == ["gather 0", "gather 1", "gather 2", "release"]
+
+
+def test_memory_is_not_asked_back_of_a_gpu_while_a_broadcast_is_on_its_way(worker):
+    """Freeing waits for the GPU, and the engines take the bucket only when this call has returned."""
+    rank, events = worker
+    for index in range(BUCKETS):
+        rank.gather_bucket("broadcast", index)
+    assert events == ["gather 0", "gather 1", "gather 2"]

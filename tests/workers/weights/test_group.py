@@ -1,0 +1,210 @@
+"""The process group of the weight sync when a member is lost: real processes over gloo, and a stand-in for NCCL."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from workers.meeting import find_store, serve_store
+from workers.weights.group import BLOCKING_WAIT, WeightGroup
+from workers.weights.sender import WeightSender
+from workers.weights.transport import GroupTransport
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+LONG_S = 60.0  # the group's own deadline, which nothing here may wait for
+SOON_S = 20.0
+MEMBER = """
+import sys, torch
+from workers.meeting import find_store
+from workers.weights.group import WeightGroup
+for line in sys.stdin:
+    port, rank, size, count = map(int, line.split())
+    group = WeightGroup(
+        find_store("127.0.0.1", port, 60), rank=rank, size=size, device=torch.device("cpu"), timeout_s=60
+    )
+    print("met", flush=True)
+    try:
+        for _ in range(count):
+            group.wait(group.broadcast(torch.zeros(8, dtype=torch.uint8)))
+        print("done", flush=True)
+    except RuntimeError:
+        print("lost", flush=True)
+"""
+
+
+class Members:
+    """Processes that take part in broadcasts."""
+
+    def __init__(self, count: int) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", MEMBER]
+        self.all = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
+
+    def meet(self, transport: GroupTransport, count: int) -> None:
+        for rank, member in enumerate(self.all, start=1):
+            print(transport.endpoint().port, rank, 1 + len(self.all), count, file=member.stdin, flush=True)
+        transport.join(len(self.all))
+        assert self.said() == ["met"] * len(self.all)
+
+    def said(self) -> list[str]:
+        return [member.stdout.readline().strip() for member in self.all]
+
+
+@pytest.fixture
+def members():
+    found = Members(3)
+    yield found
+    for member in found.all:
+        member.kill()
+        member.wait(30)
+
+
+def sent(transport: GroupTransport, buckets: range) -> bool:
+    """Whether all are sent."""
+    try:
+        for index in buckets:
+            transport.send(index, transport.slot(index))
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_a_member_that_dies_costs_the_others_no_time_and_they_meet_again(members):
+    transport = GroupTransport(8, CPU, "127.0.0.1", LONG_S)
+    members.meet(transport, 1000)
+    assert sent(transport, range(4))
+    members.all[0].kill()
+    members.all.pop(0).wait(SOON_S)
+    began = time.monotonic()
+    assert not sent(transport, range(4, 900))
+    transport.close()
+    assert members.said() == ["lost", "lost"] and time.monotonic() - began < SOON_S
+    again = GroupTransport(8, CPU, "127.0.0.1", LONG_S)
+    members.meet(again, 3)
+    assert sent(again, range(3)) and members.said() == ["done", "done"]
+
+
+class StandIn:
+    """NCCL's group as far as `WeightGroup` uses it: a broadcast ends when `ends` is set, or with the group."""
+
+    made: "list[StandIn]" = []
+    Options = SimpleNamespace
+
+    def __init__(self, store, rank, size, options) -> None:
+        self.blocking_wait, self.timeout = os.environ.get(BLOCKING_WAIT), options._timeout
+        self.ends, self.aborted, self.connected = threading.Event(), 0, None
+        self.made.append(self)
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def eager_connect_single_device(self, device) -> None:
+        self.connected = device
+
+    def broadcast(self, data, options):
+        return SimpleNamespace(is_completed=self.ends.is_set, wait=lambda timeout: self.ends.is_set())
+
+    def abort(self) -> None:
+        self.aborted += 1
+        self.ends.set()
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(StandIn, "made", [])
+    return StandIn.made
+
+
+def in_thread(action):
+    """Starts it; returns what waits for it and gives its error, None without."""
+    errors = []
+
+    def run() -> None:
+        try:
+            errors.append(action())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def ended():
+        thread.join(SOON_S)
+        assert not thread.is_alive(), "it waits still"
+        return errors[0]
+
+    return ended
+
+
+def pair(timeout_s: float = LONG_S) -> tuple[WeightGroup, WeightGroup]:
+    store = serve_store("127.0.0.1", LONG_S)
+    groups: dict[int, WeightGroup] = {}
+
+    def meet(rank: int, at: dist.Store) -> None:
+        groups[rank] = WeightGroup(at, rank=rank, size=2, device=GPU, timeout_s=timeout_s)
+
+    other = find_store("127.0.0.1", store.port, LONG_S)
+    waits = [in_thread(lambda: meet(0, store)), in_thread(lambda: meet(1, other))]
+    assert [ended() for ended in waits] == [None, None]
+    return groups[0], groups[1]
+
+
+def test_errors_of_nccl_are_raised_and_end_no_process(nccl, monkeypatch):
+    """By default a thread of torch's ends the process, half a minute after a member is gone."""
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    first, _ = pair()
+    assert [each.blocking_wait for each in nccl] == ["1", "1"] and BLOCKING_WAIT not in os.environ
+    assert [each.connected for each in nccl] == [GPU, GPU]
+    nccl[0].ends.set()
+    nccl[1].ends.set()
+    first.wait(first.broadcast(torch.zeros(8)))
+
+
+def test_a_broadcast_of_nccl_that_is_given_up_ends_for_all_who_wait_in_it(nccl):
+    sender, receiver = pair()
+    waits = [in_thread(lambda group=group: group.wait(group.broadcast(torch.zeros(8)))) for group in (sender, receiver)]
+    time.sleep(0.3)
+    assert not any(each.aborted for each in nccl)
+    sender.close()  # as another thread does, while the rank waits
+    for ended in waits:
+        assert "given up" in str(ended())
+    assert [each.aborted for each in nccl] == [1, 1]
+    for group in (sender, receiver):
+        with pytest.raises(RuntimeError, match="given up"):
+            group.broadcast(torch.zeros(8))
+
+
+def test_a_broadcast_of_nccl_that_nobody_takes_ends_in_time(nccl):
+    _, receiver = pair(timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"waited 0.5 s for the others in a broadcast"):
+        receiver.wait(receiver.broadcast(torch.zeros(8)))
+    assert sum(each.aborted for each in nccl) == 1
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_member_that_never_comes_ends_the_wait_for_it(nccl, given_up):
+    """NCCL itself would wait for ever."""
+    transport = GroupTransport(8, CPU, "127.0.0.1", LONG_S if given_up else 0.5)
+    transport._device = GPU
+    ended = in_thread(lambda: transport.join(1))
+    if given_up:
+        transport.close()
+    assert ("given up" if given_up else "waited 0.5 s for all 2 members") in str(ended())
+    assert nccl == []
+
+
+def test_an_end_that_is_opened_again_leaves_the_group_before(nccl):
+    """In its destructor NCCL's group warns, and ends the process where it cannot abort."""
+    sender = WeightSender(lambda: iter(()), [("a", (2,))], dtype="float32", bucket_bytes=8, rank=0, device=CPU)
+    first = sender.open("broadcast", "127.0.0.1", LONG_S)
+    sender._transport._device = GPU
+    sender.join(0)
+    assert nccl[0].aborted == 0 and find_store("127.0.0.1", first.port, LONG_S).check(["here/0"])
+    sender.open("broadcast", "127.0.0.1", LONG_S)
+    assert nccl[0].aborted == 1
