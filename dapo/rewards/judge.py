@@ -52,7 +52,7 @@ async def compute_score(
     """
     fields = {"prompt": (extra_info or {}).get("prompt", ""), "response": solution_str, "ground_truth": ground_truth}
     text = _FIELD.sub(lambda field: fields[field[1]], prompt)
-    base, secret = _own() if url == OWN else (url, os.environ[key_variable] if key_variable else "")
+    base, secret = _own() if url == OWN else (url, os.environ[key_variable].strip() if key_variable else "")
     response = await _client(base, proxies=url != OWN).post(
         f"{base.rstrip('/')}/chat/completions",
         headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -100,10 +100,12 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
                 f"`reward.judge.highest` ({kwargs['lowest']:g} to {kwargs['highest']:g}), and would be asked for "
                 "again; widen them"
             )
-    if kwargs["key_variable"] and kwargs["key_variable"] not in os.environ:
+    key = os.environ.get(kwargs["key_variable"], "").strip()
+    if kwargs["key_variable"] and not (key and key.isascii() and key.isprintable()):
+        what = "holds a character that no header may" if key else "is not set"
         yield (
-            f"`reward.judge.key_variable` names {kwargs['key_variable']}, which is not set; export it here and on "
-            "every node, or leave the key empty"
+            f"`reward.judge.key_variable` names {kwargs['key_variable']}, which {what}; export the key in it here and "
+            "on every node, or leave `reward.judge.key_variable` empty"
         )
 
 

@@ -70,6 +70,21 @@ def test_a_defect_is_reported_at_once(tmp_path: Path) -> None:
     assert "KeyError: 1 on data source 's', at line 6 of mine.py" in found[0].detail
 
 
+def test_a_function_that_wants_to_end_the_process_is_a_defect(tmp_path: Path) -> None:
+    bad, good = score(tmp_path, "if solution_str == 'bad':\n    raise SystemExit(3)\nreturn 1.0", ["bad", "good"])
+    assert (bad.score.failure, good.score.reward) == ("error", 1.0)
+    assert "raised SystemExit: 3 on data source 's', at line 6 of mine.py" in bad.detail
+
+
+@pytest.mark.parametrize("error", ["Retry", "KeyError"])
+def test_an_error_tells_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """A client quotes the header that it cannot send: a key with a line break behind it, for example."""
+    monkeypatch.setenv("MY_API_KEY", "s3cr3t-of-mine\n")
+    [found] = score(tmp_path, f"raise {error}('illegal header ' + repr(os.environ['MY_API_KEY']))", ["a"])
+    assert math.isnan(found.score.reward) and "illegal header" in found.detail
+    assert "s3cr3t" not in found.detail
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -48,7 +48,7 @@ def rewards(found: list[Verdict]) -> list[float]:
 
 def test_the_judge_scores_with_its_costs() -> None:
     with judge_server(key=KEY) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUDGE_API_KEY", KEY)
+        patch.setenv("JUDGE_API_KEY", f"{KEY}\n")  # as a file holds it
         found = verdicts(judged(server, key_variable="JUDGE_API_KEY"))
     assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
     metrics = found[0].score.metrics
