@@ -64,9 +64,13 @@ async def compute_score(
         },
     )
     reply, usage = _read(response)
+    try:
+        score = read_score(reply, pattern, values, lowest, highest)
+    except Retry as error:
+        raise Retry(str(error), alike=temperature == 0) from None
     prompt_tokens, completion_tokens = (float(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
     return {
-        "score": read_score(reply, pattern, values, lowest, highest),
+        "score": score,
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "cost": (prompt_tokens * prompt_cost + completion_tokens * completion_cost) / 1e6,
@@ -110,12 +114,12 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_score(reply: str, pattern: str, values: Mapping[str, float], lowest: float, highest: float) -> float:
-    """Returns the score in a reply: the first group of the pattern's last match, by `values` where it has any, else as
-    a number. Raises Retry where there is none, or one outside of lowest..highest."""
-    found = list(_compiled(pattern).finditer(reply))
+    """Returns the score in a reply: the first group of the pattern's last match that has it, by `values` where it has
+    any, else as a number. Raises Retry where there is none, or one outside of lowest..highest."""
+    found = [match[1] for match in _compiled(pattern).finditer(reply) if match[1] is not None]
     if not found:
         raise Retry("the judge's reply has no score")
-    text = found[-1][1].strip()
+    text = found[-1].strip()
     try:
         score = float(values[text] if values else text)
     except (KeyError, ValueError):

@@ -120,6 +120,18 @@ def test_a_call_without_an_answer_is_cut_off_and_tried_again(tmp_path: Path) -> 
     assert (found[0].score.reward, found[0].score.metrics["compute_score/retries"]) == (1.0, 1.0)
 
 
+def test_a_call_that_swallows_its_cancellation_is_not_waited_for(tmp_path: Path) -> None:
+    """It would keep its slot, and its group from being whole, until all of the worker is taken for lost."""
+    body = (
+        "while solution_str == 'bad':\n    try:\n        await asyncio.sleep(60)\n"
+        "    except asyncio.CancelledError:\n        pass\nreturn 1.0"
+    )
+    quick = RemoteConfig(timeout_s=5.0, call_timeout_s=0.2, retries=1, backoff_s=0.01)
+    bad, good = score(tmp_path, body, ["bad", "good"], quick, concurrency=1)
+    assert (bad.score.failure, good.score.reward) == ("remote", 1.0)
+    assert bad.detail.endswith("2 calls were not answered; the last: no answer within 0.2 s")
+
+
 def test_a_server_that_asks_for_a_long_pause_ends_the_waiting(tmp_path: Path) -> None:
     found = score(tmp_path, "raise Retry('busy', after_s=3600)", ["a"])
     assert found[0].score.failure == "remote" and "1 calls were not answered" in found[0].detail
