@@ -4,12 +4,14 @@ In: what the policy sampled. Out: the next `Ask`, the `Trajectory`, or why there
 """
 
 import asyncio
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dapo.rewards.calling.loading import describe
-from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
+from dapo.turns.patience import Stopwatch, watch
+from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
 from dapo.types import Prompt, Sampling
 
 PLACEHOLDER = "dapo turn"  # stands for the policy's text where the chat template is asked what follows it
@@ -74,19 +76,29 @@ class Session:
     ) -> None:
         """Starts the call."""
         self._turns = Turns(tokenizer)
-        self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs))
+        self._watch = Stopwatch()
+        self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs, self._watch))
 
     async def step(self, timeout_s: float) -> Step:
-        """Returns what the function wants next, within `timeout_s`."""
+        """Returns what the function wants next, within `timeout_s`, or that it has still to wait for a place."""
+        until = time.monotonic() + timeout_s
         asked = asyncio.ensure_future(self._turns.asked.get())
         try:
-            await asyncio.wait({asked, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return asked.result()
+            left = timeout_s
+            while left > 0:
+                left = min(until - time.monotonic(), timeout_s - self._watch.spent())
+                await asyncio.wait({asked, self._task}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    return asked.result()
+                if self._task.done():
+                    return self._end()
         finally:
             asked.cancel()
-        if not self._task.done():
-            return Failed(detail=f"it did not go on within {timeout_s:g} s (`rollout.function.timeout_s`)")
+        if self._watch.spent() < timeout_s:
+            return Queued()
+        return Failed(detail=f"it did not go on within {timeout_s:g} s (`rollout.function.timeout_s`)")
+
+    def _end(self) -> Trajectory | Failed:
         if self._task.cancelled():
             return Failed(detail="it was cancelled")
         if (error := self._task.exception()) is not None:
@@ -99,6 +111,7 @@ class Session:
 
     async def resume(self, generated: Generated, timeout_s: float) -> Step:
         """Hands over what it asked for; returns what it wants next."""
+        self._watch.restart()
         self._turns.answer(generated)
         return await self.step(timeout_s)
 
@@ -107,5 +120,11 @@ class Session:
         self._task.cancel()
 
 
-async def _called(function: Function, prompt: Prompt, turns: Turns, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
-    return await function(prompt, turns, sampling, **kwargs)
+async def _called(
+    function: Function, prompt: Prompt, turns: Turns, sampling: Sampling, kwargs: dict[str, Any], own: Stopwatch
+) -> Any:
+    watch.set(own)
+    try:
+        return await function(prompt, turns, sampling, **kwargs)
+    except SystemExit as error:  # as of an argument parser; a task would end its process, and all other calls with it
+        raise RuntimeError(f"it wanted to end the process (SystemExit: {error})") from error

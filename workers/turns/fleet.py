@@ -14,7 +14,7 @@ import ray
 from dapo.config.reward import LimitsConfig
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.report.watchdog import Member
-from dapo.turns.protocol import Failed, Generated, Step
+from dapo.turns.protocol import Failed, Generated, Queued, Step
 from dapo.types import Prompt, Sampling
 from workers.remote import RemoteError, wait
 from workers.turns.worker import TurnWorker
@@ -61,7 +61,10 @@ class Call:
             self._handle.drop.remote(self._name)
 
     async def _answer(self, ref: Awaitable[Step]) -> Step:
-        return await self._fleet.answer(self._place, self._handle, ref)
+        step = await self._fleet.answer(self._place, self._handle, ref)
+        while isinstance(step, Queued):
+            step = await self._fleet.answer(self._place, self._handle, self._handle.go_on.remote(self._name))
+        return step
 
 
 class TurnFleet:

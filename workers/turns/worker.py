@@ -7,7 +7,7 @@ from dapo.config.reward import LimitsConfig
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.sandbox import shared
 from dapo.turns.loading import load, runs_programs
-from dapo.turns.protocol import Ask, Generated, Step
+from dapo.turns.protocol import Ask, Generated, Queued, Step
 from dapo.turns.session import Session
 from dapo.types import Prompt, Sampling
 
@@ -41,12 +41,16 @@ class TurnWorker:
         """Hands over what a call asked for; returns what it wants next."""
         return self._kept(name, await self._sessions[name].resume(generated, self._spec.timeout_s))
 
+    async def go_on(self, name: str) -> Step:
+        """Returns what a call that was queued wants next."""
+        return self._kept(name, await self._sessions[name].step(self._spec.timeout_s))
+
     async def drop(self, name: str) -> None:
         """Ends a call that is not wanted any more."""
         if (session := self._sessions.pop(name, None)) is not None:
             session.close()
 
     def _kept(self, name: str, step: Step) -> Step:
-        if not isinstance(step, Ask) and (session := self._sessions.pop(name, None)) is not None:
+        if not isinstance(step, Ask | Queued) and (session := self._sessions.pop(name, None)) is not None:
             session.close()
         return step
