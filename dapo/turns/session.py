@@ -15,6 +15,10 @@ from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
 from dapo.types import Prompt, Sampling
 
 PLACEHOLDER = "dapo turn"  # stands for the policy's text where the chat template is asked what follows it
+LEFT = (
+    "a call of `generate` was cancelled, and the policy answers it all the same: no turn can be taken back; set time "
+    "limits around other work alone"
+)
 
 Function = Callable[..., Awaitable[Any]]
 
@@ -25,13 +29,16 @@ class Turns:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self.left = False  # whether a call was cancelled before it was answered
         self._last: tuple[int, ...] = ()
         self._answer: asyncio.Future[Generated] | None = None
 
     async def __call__(
         self, token_ids: Sequence[int] = (), *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None
     ) -> Generated:
-        """Raises ValueError for tokens that there are not, and where another call is not awaited yet."""
+        """Raises ValueError for tokens that there are not, and where another call is not awaited yet, or was left."""
+        if self.left:
+            raise ValueError(LEFT)
         if self._answer is not None:
             raise ValueError("`generate` was called before its last call had ended; await one after the other")
         ids, size = tuple(int(token) for token in token_ids), len(self.tokenizer)
@@ -46,6 +53,9 @@ class Turns:
         self.asked.put_nowait(Ask(token_ids=ids, max_tokens=max_tokens, stop=strings))
         try:
             generated = await self._answer
+        except asyncio.CancelledError:
+            self.left = True
+            raise
         finally:
             self._answer = None
         self._last = generated.token_ids or self._last  # without any, there was no room for `ids` either
@@ -107,7 +117,10 @@ class Session:
         result = self._task.result()
         if not isinstance(result, Trajectory) or not isinstance(result.text, str):
             return Failed(detail=f"it returned {type(result).__name__}; it must return a Trajectory with text")
-        return result
+        if self._turns.left:
+            return Failed(detail=LEFT)
+        # Without lone surrogates, which JSON of the model's may hold and no file: a checkpoint takes the text as it is.
+        return Trajectory(text=result.text.encode("utf-8", "replace").decode())
 
     async def resume(self, generated: Generated, timeout_s: float) -> Step:
         """Hands over what it asked for; returns what it wants next."""
