@@ -36,6 +36,7 @@ BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
+MOVES = 3  # of a response to judges that were started again since it asked them: it may be what ends them
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 FILES_DIFFER = (
@@ -201,8 +202,10 @@ class RewardPool:
             servers=await self._servers(),
         )
         verdict, worker = await self._try(item)
-        while verdict.score.failure == "remote" and (now := await self._servers()) != item.servers:
-            item = replace(item, servers=now)  # it has asked judges that were replaced meanwhile
+        for _ in range(MOVES):
+            if verdict.score.failure != "remote" or (now := await self._servers()) == item.servers:
+                break
+            item = replace(item, servers=now)  # it has asked judges that were started again meanwhile
             verdict, worker = await self._try(item)
         # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
         starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
@@ -212,7 +215,7 @@ class RewardPool:
         return verdict
 
     async def _servers(self) -> list[dict[str, str]]:
-        """Returns the run's own judges. Raises RemoteError where none is left."""
+        """Returns the run's own judges, once one serves. Raises RemoteError where none is left."""
         if self._judges is None:
             return []
         found = list(await self._judges.there())

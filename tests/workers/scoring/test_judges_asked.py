@@ -69,6 +69,14 @@ def test_judges_that_stay_and_do_not_answer_make_it_unscorable(monkeypatch: pyte
     assert score.failure == "remote" and asked[-1] == BEFORE and len(asked) <= 2
 
 
+def test_a_response_that_may_be_what_ends_them_does_not_end_them_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = [[{"url": "http://a", "key": "old", "start": f"{number}"}] for number in range(20)]
+    score, asked = scored(Judges(*starts), monkeypatch)
+    assert score.failure == "remote" and asked == starts[:4]
+
+
 def test_without_judges_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RemoteError, match="no judge is left"):
         scored(Judges(BEFORE, None), monkeypatch)
