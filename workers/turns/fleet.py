@@ -84,6 +84,7 @@ class TurnFleet:
         self._limits = limits or LimitsConfig()
         self._places: list[_Place] = []
         self._model: tuple[str, bool] = ("", False)
+        self._digest = ""  # of the function's file
         self._start_timeout_s = 0.0
         self._lost_in_a_row = 0
         self._broken: RemoteError | None = None
@@ -138,9 +139,15 @@ class TurnFleet:
 
     async def _start(self, place: _Place) -> str:
         ref = place.handle.start.remote(self._spec, *self._model, self._limits)
-        [confined] = await wait(
+        [(confined, digest)] = await wait(
             [ref], self._start_timeout_s, self._member(place, "to start"), "rollout.start_timeout_s"
         )
+        self._digest = self._digest or digest
+        if digest != self._digest:
+            raise RemoteError(
+                f"`rollout.function.path` ({self._spec.path}) differs from node to node or has changed during the run; "
+                "give all nodes the same file, and start a new run for a new one"
+            )
         place.ready.set()
         return str(confined)
 

@@ -77,3 +77,25 @@ def test_a_call_that_has_to_wait_for_a_place_is_asked_again(monkeypatch: pytest.
     monkeypatch.setattr(TurnFleet, "_start", start)
     monkeypatch.setattr(TurnFleet, "_make", lambda self: worker)
     assert asyncio.run(whole()) == Trajectory(text="42")
+
+
+@pytest.mark.parametrize("when", ["from node to node", "during the run"])
+def test_all_workers_have_one_text_of_the_function(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Another file on a node, or one that was edited before a worker was replaced: the run would go on with both."""
+    digests = iter(["a", "b"] if when == "from node to node" else ["a", "a", *["b"] * START_ATTEMPTS])
+
+    async def text(*given: Any) -> tuple[str, str]:
+        return "", next(digests)
+
+    async def whole() -> None:
+        fleet = TurnFleet({}, RolloutFunctionConfig(path="/mine.py", num_workers=2))
+        await fleet.start("model", False, 1.0)
+        fleet._lose(fleet._places[1], fleet._places[1].handle, "it died")
+        await asyncio.wait(fleet._tasks)
+        await fleet.call("one")
+
+    worker = SimpleNamespace(start=SimpleNamespace(remote=text))
+    monkeypatch.setattr(TurnFleet, "_make", lambda self: worker)
+    monkeypatch.setattr(module, "_kill", lambda handle: None)
+    with pytest.raises(RemoteError, match=r"`rollout.function.path` \(/mine.py\) differs from node to node or has"):
+        asyncio.run(whole())
