@@ -5,10 +5,16 @@ thread, which does not count against the time of the function.
 """
 
 import asyncio
+from itertools import count
 
 from dapo.sandbox import shared
-from dapo.sandbox.program import Outcome, Program
+from dapo.sandbox.program import Outcome, Program, SandboxError
 from dapo.turns.patience import queued
+
+STANDSTILL_S = 600.0  # in which none of the programs that wait has begun: the longest of those that run ends before
+
+_begun = count(1)
+_latest = 0  # number of the program that began last
 
 
 async def run(program: Program) -> Outcome:
@@ -16,16 +22,29 @@ async def run(program: Program) -> Outcome:
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     def work() -> Outcome:
+        global _latest
+        _latest = next(_begun)
         loop.call_soon_threadsafe(begun.set)
         return shared.run(program)
 
     running = loop.run_in_executor(None, work)
     try:
         with queued():
-            await begun.wait()
+            await _place(begun)
         return await running
     finally:
         running.cancel()  # one that has not begun never does
+
+
+async def _place(begun: asyncio.Event) -> None:
+    """Waits until a program has begun, as long as others do. Raises SandboxError where none does."""
+    while not begun.is_set():
+        before = _latest
+        try:
+            await asyncio.wait_for(begun.wait(), STANDSTILL_S)
+        except TimeoutError:
+            if _latest == before:
+                raise SandboxError(f"no program began within {STANDSTILL_S:g} s: the sandbox stands still") from None
 
 
 async def interpret(source: str, max_chars: int) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dapo.sandbox import shared
-from dapo.sandbox.program import Outcome, Program
+from dapo.sandbox.program import Outcome, Program, SandboxError
+from dapo.turns import interpreter
 from dapo.turns.interpreter import run
 from dapo.turns.patience import Stopwatch, queued
 from dapo.turns.protocol import Failed, Queued, Step, Trajectory
@@ -67,6 +68,25 @@ def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch: pytest.Monke
 
     [(step, again)] = ends(hangs)
     assert isinstance(step, Failed) and "did not go on within 0.8 s" in step.detail and again == 0
+
+
+def test_a_sandbox_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not is, however long that takes: 6 programs, of which one at a time begins within a second."""
+    monkeypatch.setattr(interpreter, "STANDSTILL_S", 2 * PROGRAM_S)
+    monkeypatch.setattr(shared, "run", outcome_of)
+    assert [step for step, _ in ends(asks_the_interpreter, CALLS)] == [Trajectory(text="6 * 7")] * CALLS
+    over = threading.Event()
+    monkeypatch.setattr(shared, "run", lambda program: over.wait(10))
+
+    async def ends_it(prompt: Any, generate: Any, sampling: Any) -> Trajectory:
+        try:
+            return await asks_the_interpreter(prompt, generate, sampling)
+        except SandboxError:
+            over.set()
+            raise
+
+    [_, (step, _)] = ends(ends_it, 2)
+    assert isinstance(step, Failed) and "no program began within 0.6 s" in step.detail
 
 
 def test_what_is_cancelled_while_it_waits_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
