@@ -30,7 +30,7 @@ from workers.scoring.beside import Judges, RewardModel
 from workers.scoring.children import Children
 from workers.scoring.describe import describe
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, verdict_of_failure
+from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, remedy, verdict_of_failure
 
 BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
@@ -269,7 +269,7 @@ class RewardPool:
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(
                 f"the reward functions gave no verdict on {self._failed_in_a_row} responses in a row; the last was "
-                f"{where}: {verdict.detail}; fix the function or raise its `reward.limits`"
+                f"{where}: {verdict.detail}; {remedy(failure)}"
             )
 
     def _with_penalty(self, score: Score, prompt: Prompt, tokens: int) -> Score:

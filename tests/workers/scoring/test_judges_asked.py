@@ -69,6 +69,14 @@ def test_judges_that_stay_and_do_not_answer_make_it_unscorable(monkeypatch: pyte
     assert score.failure == "remote" and asked[-1] == BEFORE and len(asked) <= 2
 
 
+def test_a_server_that_is_away_for_too_long_ends_the_run_with_the_keys_to_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 1)
+    with pytest.raises(RemoteError, match=r"nobody answers; see to the server .*`reward.remote.timeout_s`"):
+        scored(Judges(BEFORE), monkeypatch)
+
+
 def test_a_response_that_may_be_what_ends_them_does_not_end_them_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
