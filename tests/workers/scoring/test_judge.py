@@ -92,7 +92,7 @@ def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> N
 
 @pytest.mark.parametrize(("temperature", "calls"), [(0.0, 3), (0.7, 6)])
 def test_a_greedy_judge_is_not_paid_for_the_same_reply_again_and_again(temperature: float, calls: int) -> None:
-    """As one that `max_tokens` cuts off before its score."""
+    """`max_tokens` may cut the reply off before its score, every time alike."""
     with judge_server(always="no score") as server:
         found = verdicts(judged(server, temperature=temperature), 2, replace(QUICK, retries=5))
     assert server.seen == {"no score": 2 * calls}
