@@ -29,6 +29,10 @@ class TurnLost(RuntimeError):
     """Says that a call of a function ended without a result: the machinery, or the function, failed."""
 
 
+class WorkerGone(TurnLost):
+    """Says that its worker was lost with it: another call there may be why, such as one that held its event loop."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Place:
     """Holds a worker. load: calls that are with it. ready: set where it has started."""
@@ -111,12 +115,12 @@ class TurnFleet:
         return Call(self, place, name)
 
     async def answer(self, place: _Place, handle: Any, ref: Awaitable[Step]) -> Step:
-        """Returns the next step of a call. Raises TurnLost where it failed, or its worker was lost."""
+        """Returns the next step of a call. Raises TurnLost where it failed, WorkerGone where its worker was lost."""
         try:
             [step] = await wait([ref], self._spec.timeout_s + GRACE_S, self._member(place, "to call it"), KEY)
         except RemoteError as error:
             self._lose(place, handle, str(error))
-            raise TurnLost(str(error)) from None
+            raise WorkerGone(str(error)) from None
         self._lost_in_a_row = 0
         if isinstance(step, Failed):
             raise TurnLost(step.detail)
