@@ -50,7 +50,8 @@ def without_logins(text: str) -> str:
 def without_secrets(text: str, variables: Mapping[str, str] = os.environ) -> str:
     """Returns a text, such as an error that quotes a request, without the values of environment variables whose names
     say that they are secret, and as by `without_logins`. What is a path here (PWD) is none."""
-    values = {value.strip() for name, value in variables.items() if is_secret(name)}
+    there = [name for name in list(variables) if is_secret(name)]  # a copy: another thread may set some
+    values = {variables.get(name, "").strip() for name in there}
     for value in sorted(values, key=len, reverse=True):  # one may be a part of another
         if len(value) >= SHORTEST and value in text and not os.path.exists(value):
             text = text.replace(value, HIDDEN)
