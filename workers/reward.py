@@ -118,7 +118,7 @@ class RewardPool:
         self._model, self._judges = model, judges
         self._warn = warn
         self._reads_last: int | None = None
-        self._asynchronous = False
+        self._asks: dict[str, bool] = {"": True}  # whether functions are async, by entry, "" for all others
         self._failed_in_a_row = 0
         self._metrics = KnownMetrics()
 
@@ -134,7 +134,7 @@ class RewardPool:
         if self._judges is not None:
             starts.append(self._judges.start(start_timeout_s))
         about = (await asyncio.gather(*starts))[0]
-        self._reads_last, self._asynchronous = about["reads_last"], bool(about["asynchronous"])
+        self._reads_last, self._asks = about["reads_last"], about["asks"]
         return describe(self._cfg, about)
 
     async def check(self) -> None:
@@ -192,17 +192,18 @@ class RewardPool:
                 beside.stop()
 
     async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:
+        asks = self._asks.get(prompt.entry, self._asks[""])
         item = Item(
             source=prompt.source,
             text=tail(response.text, self._reads_last),  # Ray need not carry the rest
             ground_truth=prompt.ground_truth,
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
-            | ({"prompt": _last_turn(prompt)} if self._asynchronous else {}),
+            | ({"prompt": _last_turn(prompt)} if asks else {}),
             entry=prompt.entry,
-            servers=await self._servers(),
+            servers=await self._servers() if asks else [],
         )
         verdict, worker = await self._try(item)
-        for _ in range(MOVES):
+        for _ in range(MOVES if asks else 0):
             if verdict.score.failure != "remote" or (now := await self._servers()) == item.servers:
                 break
             item = replace(item, servers=now)  # it has asked judges that were started again meanwhile

@@ -1,6 +1,7 @@
 """Responses whose judges are replaced while they are scored: asked again where the judges are now."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,19 +50,32 @@ class Fleet:
         return verdict_of_failure("remote", "nobody answers", 0.0), 0
 
 
-def scored(judges: Judges, monkeypatch: pytest.MonkeyPatch) -> tuple[Score, list[Any]]:
+def scored(judges: Any, monkeypatch: pytest.MonkeyPatch, entry: str = "") -> tuple[Score, list[Any]]:
     fleet = Fleet(judges)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
     cfg = RewardConfig(
         functions=[RewardFunctionConfig(path="judge")], overlong_buffer=OverlongBufferConfig(enable=False)
     )
     pool = module.RewardPool({}, cfg, max_response_length=20, judges=judges)
-    return asyncio.run(pool.score(make_prompt(0), 0, make_response())), fleet.asked
+    pool._asks = {"": True, "sums": False}  # as its workers say at their start
+    scoring = pool.score(replace(make_prompt(0), entry=entry), 0, make_response())
+    return asyncio.run(asyncio.wait_for(scoring, 3)), fleet.asked
 
 
 def test_a_response_is_judged_where_the_judges_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
     score, asked = scored(Judges(BEFORE, AFTER), monkeypatch)
     assert score.reward == 1.0 and asked == [BEFORE, AFTER]
+
+
+def test_a_source_that_asks_nobody_waits_for_no_judge_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(Judges):
+        async def there(self) -> Any:
+            await asyncio.Event().wait()
+
+    score, asked = scored(Away([]), monkeypatch, entry="sums")
+    assert score.failure == "remote" and asked == [[]], "the stand-in for workers knows no other answer"
+    with pytest.raises(TimeoutError):
+        scored(Away([]), monkeypatch)
 
 
 def test_judges_that_stay_and_do_not_answer_make_it_unscorable(monkeypatch: pytest.MonkeyPatch) -> None:
