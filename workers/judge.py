@@ -97,6 +97,7 @@ class JudgePool:
             for index in range(len(options))
         ]
         self._watches: list[asyncio.Task[None]] = []
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def restarts(self) -> int:
@@ -104,17 +105,27 @@ class JudgePool:
         return sum(place.before + (place.state.restarts if place.state else 0) for place in self._places)
 
     def servers(self) -> list[dict[str, str]]:
-        """Returns address and key of each judge that serves; where none does, of all that will again."""
-        known = [place.state for place in self._places if place.state is not None and not place.state.failure]
-        return [{"url": state.url, "key": state.key} for state in [one for one in known if one.up] or known]
+        """Returns address and key of each judge that serves, and the number of its start."""
+        return [
+            {"url": place.state.url, "key": place.state.key, "start": str(place.before + place.state.restarts)}
+            for place in self._places
+            if place.state is not None and place.state.up
+        ]
 
     async def there(self) -> list[dict[str, str]]:
-        """Returns `servers` as soon as one is known, which takes a start where the only actor was lost; none where none
-        comes any more."""
-        with waiting("a judge to serve", each="responses"):
-            while not (found := self.servers()) and not self.failure:
-                await asyncio.sleep(LOOK_S)  # each start has its deadline, and there are only so many
+        """Returns `servers` as soon as one serves, which takes a start where all are lost; none where none comes any
+        more."""
+        while not (found := self.servers()) and not self.failure:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            with waiting("a judge to serve", each="responses"):
+                await asyncio.shield(self._looking)
         return found
+
+    async def _look(self) -> None:
+        """Looks for all who wait; each start has its deadline, and there are only so many."""
+        while not self.servers() and not self.failure:
+            await asyncio.sleep(LOOK_S)
 
     async def start(self, timeout_s: float) -> None:
         """Waits until all of them serve; timeout_s is also for each start later. Raises RemoteError."""
@@ -124,8 +135,8 @@ class JudgePool:
 
     def stop(self) -> None:
         """Ends all actors, and their servers with them."""
-        for watch in self._watches:
-            watch.cancel()
+        for task in [*self._watches, *([self._looking] if self._looking else [])]:
+            task.cancel()
         for place in self._places:
             ray.kill(place.handle)
 

@@ -30,12 +30,13 @@ from workers.scoring.beside import Judges, RewardModel
 from workers.scoring.children import Children
 from workers.scoring.describe import describe
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, verdict_of_failure
+from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, remedy, verdict_of_failure
 
 BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
+MOVES = 3  # of a response to judges that were started again since it asked them: it may be what ends them
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 FILES_DIFFER = (
@@ -117,7 +118,7 @@ class RewardPool:
         self._model, self._judges = model, judges
         self._warn = warn
         self._reads_last: int | None = None
-        self._asynchronous = False
+        self._asks: dict[str, bool] = {"": True}  # whether functions are async, by entry, "" for all others
         self._failed_in_a_row = 0
         self._metrics = KnownMetrics()
 
@@ -133,7 +134,7 @@ class RewardPool:
         if self._judges is not None:
             starts.append(self._judges.start(start_timeout_s))
         about = (await asyncio.gather(*starts))[0]
-        self._reads_last, self._asynchronous = about["reads_last"], bool(about["asynchronous"])
+        self._reads_last, self._asks = about["reads_last"], about["asks"]
         return describe(self._cfg, about)
 
     async def check(self) -> None:
@@ -191,18 +192,21 @@ class RewardPool:
                 beside.stop()
 
     async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:
+        asks = self._asks.get(prompt.entry, self._asks[""])
         item = Item(
             source=prompt.source,
             text=tail(response.text, self._reads_last),  # Ray need not carry the rest
             ground_truth=prompt.ground_truth,
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
-            | ({"prompt": _last_turn(prompt)} if self._asynchronous else {}),
+            | ({"prompt": _last_turn(prompt)} if asks else {}),
             entry=prompt.entry,
-            servers=await self._servers(),
+            servers=await self._servers() if asks else [],
         )
         verdict, worker = await self._try(item)
-        while verdict.score.failure == "remote" and (now := await self._servers()) != item.servers:
-            item = replace(item, servers=now)  # it has asked judges that were replaced meanwhile
+        for _ in range(MOVES if asks else 0):
+            if verdict.score.failure != "remote" or (now := await self._servers()) == item.servers:
+                break
+            item = replace(item, servers=now)  # it has asked judges that were started again meanwhile
             verdict, worker = await self._try(item)
         # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
         starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
@@ -212,7 +216,7 @@ class RewardPool:
         return verdict
 
     async def _servers(self) -> list[dict[str, str]]:
-        """Returns the run's own judges. Raises RemoteError where none is left."""
+        """Returns the run's own judges, once one serves. Raises RemoteError where none is left."""
         if self._judges is None:
             return []
         found = list(await self._judges.there())
@@ -266,7 +270,7 @@ class RewardPool:
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(
                 f"the reward functions gave no verdict on {self._failed_in_a_row} responses in a row; the last was "
-                f"{where}: {verdict.detail}; fix the function or raise its `reward.limits`"
+                f"{where}: {verdict.detail}; {remedy(failure)}"
             )
 
     def _with_penalty(self, score: Score, prompt: Prompt, tokens: int) -> Score:

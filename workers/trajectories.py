@@ -5,7 +5,7 @@
 In: prompts. Out: responses of several turns. Each turn is a request of its own to the engines, so that their loss, a
 change of weights, an abort and seeds work as for any other. The driver keeps the tokens: what was sampled goes back to
 the engine as it is. A function that fails is tried again from the first turn, with the same seeds, and then its
-response is unscorable.
+response is unscorable; a worker that is lost counts for none of its calls.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from dapo.turns.protocol import Ask, Generated, Step, Trajectory
 from dapo.types import Int32Array, Prompt, Response, Sampling
 from workers.engines.group import Prefix
 from workers.remote import RemoteError
-from workers.turns.fleet import TurnLost
+from workers.turns.fleet import TurnLost, WorkerGone
 from workers.turns.held import Held
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 0.5
+MAX_GONE = 4  # workers that are lost with a response: each takes along all calls that it has, whichever is to blame
 MAX_FAILURES_IN_A_ROW = 128  # responses: the function is broken, not they
 MAX_BEYOND_CAP = 16  # wishes of one call after its response has reached its cap: it will never end by itself
 
@@ -160,19 +161,22 @@ class TrajectoryPool:
 
     async def _response(self, group: _Group, name: str, prompt: Prompt, sampling: Sampling, seed: int) -> Response:
         """Returns one response, whatever becomes of its function. Raises RemoteError where nothing ends well."""
-        for attempt in range(self._retries + 1):
+        failed = gone = 0
+        while failed <= self._retries and gone <= MAX_GONE:
             held = Held()
             try:
-                response = await self._attempt(group, held, f"{name}-a{attempt}", prompt, sampling, seed)
+                response = await self._attempt(group, held, f"{name}-a{failed + gone}", prompt, sampling, seed)
             except Aborted:
                 return held.response("abort")
             except TurnLost as error:
-                self._tell(f"prompt {prompt.id}, attempt {attempt + 1} of {self._retries + 1}: {error}")
+                is_gone = isinstance(error, WorkerGone)
+                failed, gone = failed + (not is_gone), gone + is_gone
+                self._tell(f"prompt {prompt.id}, attempt {failed + gone}: {error}")
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             self._failed_in_a_row = 0
             return response
-        self._failed_in_a_row += 1
+        self._failed_in_a_row += failed > self._retries  # workers that end again and again end the run by themselves
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(f"`rollout.function` failed for {MAX_FAILURES_IN_A_ROW} responses in a row; fix it")
         return held.response("error")

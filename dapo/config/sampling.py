@@ -156,7 +156,9 @@ class RolloutFunctionConfig:
     name: str = key("rollout", "the function's name in that file or module")
     kwargs: dict[str, Any] = key({}, "given to it by keyword, besides prompt, generate and sampling")
     num_workers: int = at_least(1, 2, "Ray actors that run it")
-    timeout_s: float = positive(60.0, "longest time in seconds that it takes from one turn to the next")
+    timeout_s: float = positive(
+        60.0, "longest time in seconds that it takes from one turn to the next, waits of its programs for others apart"
+    )
     retries: int = at_least(0, 1, "new attempts at a response whose function failed; then it is unscorable")
 
 

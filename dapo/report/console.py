@@ -1,7 +1,7 @@
 """Prints the lines that a person reads while a program runs, and ends it with one message and an exit code.
 
 In: text, which may quote what a model, a file or a server says. Out: standard output for what happens, standard error
-for what went wrong; no control character and no password of an address in either.
+for what went wrong; no control character in either, and no secret of an address or of the environment.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 
 import psutil
 
-from dapo.report.redact import without_logins
+from dapo.report.redact import without_secrets
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -96,7 +96,7 @@ def _letter(letter: str) -> str:
 
 
 def _print(line: str, to: TextIO) -> None:
-    print(plain(without_logins(line)), file=to, flush=True)
+    print(plain(without_secrets(line)), file=to, flush=True)
     seen()
 
 

@@ -1,14 +1,16 @@
-"""Takes secrets out of a configuration before it is stored or shown: by the names of keys, and out of addresses.
+"""Takes secrets out of what is stored or shown: by the names of keys, out of addresses, and those of the environment.
 
 In: plain containers, or a text. Out: the same with `HIDDEN` in place of each secret. Keys of dapo hold none; engine
 arguments of vLLM, arguments of reward functions and of `wandb.init`, and addresses of data may.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "(redacted)"
+SHORTEST = 8  # characters of a secret that is looked for in a text: shorter ones stand in many by chance
 
 # A name that ends in `token`; max_tokens and tokenizer are no secrets.
 _SECRET = re.compile(
@@ -43,3 +45,14 @@ def without_logins(text: str) -> str:
     if "://" not in text:
         return text
     return _SIGNED.sub(rf"\1={HIDDEN}", _LOGIN.sub(f"{HIDDEN}@", text))
+
+
+def without_secrets(text: str, variables: Mapping[str, str] = os.environ) -> str:
+    """Returns a text, such as an error that quotes a request, without the values of environment variables whose names
+    say that they are secret, and as by `without_logins`. What is a path here (PWD) is none."""
+    there = [name for name in list(variables) if is_secret(name)]  # a copy: another thread may set some
+    values = {variables.get(name, "").strip() for name in there}
+    for value in sorted(values, key=len, reverse=True):  # one may be a part of another
+        if len(value) >= SHORTEST and value in text and not os.path.exists(value):
+            text = text.replace(value, HIDDEN)
+    return without_logins(text)

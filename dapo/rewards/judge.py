@@ -52,7 +52,7 @@ async def compute_score(
     """
     fields = {"prompt": (extra_info or {}).get("prompt", ""), "response": solution_str, "ground_truth": ground_truth}
     text = _FIELD.sub(lambda field: fields[field[1]], prompt)
-    base, secret = _own() if url == OWN else (url, os.environ[key_variable] if key_variable else "")
+    base, secret = _own() if url == OWN else (url, os.environ[key_variable].strip() if key_variable else "")
     response = await _client(base, proxies=url != OWN).post(
         f"{base.rstrip('/')}/chat/completions",
         headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -64,9 +64,13 @@ async def compute_score(
         },
     )
     reply, usage = _read(response)
+    try:
+        score = read_score(reply, pattern, values, lowest, highest)
+    except Retry as error:
+        raise Retry(str(error), alike=temperature == 0) from None
     prompt_tokens, completion_tokens = (float(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
     return {
-        "score": read_score(reply, pattern, values, lowest, highest),
+        "score": score,
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "cost": (prompt_tokens * prompt_cost + completion_tokens * completion_cost) / 1e6,
@@ -100,20 +104,22 @@ def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
                 f"`reward.judge.highest` ({kwargs['lowest']:g} to {kwargs['highest']:g}), and would be asked for "
                 "again; widen them"
             )
-    if kwargs["key_variable"] and kwargs["key_variable"] not in os.environ:
+    key = os.environ.get(kwargs["key_variable"], "").strip()
+    if kwargs["key_variable"] and not (key and key.isascii() and key.isprintable()):
+        what = "holds a character that no header may" if key else "is not set"
         yield (
-            f"`reward.judge.key_variable` names {kwargs['key_variable']}, which is not set; export it here and on "
-            "every node, or leave the key empty"
+            f"`reward.judge.key_variable` names {kwargs['key_variable']}, which {what}; export the key in it here and "
+            "on every node, or leave `reward.judge.key_variable` empty"
         )
 
 
 def read_score(reply: str, pattern: str, values: Mapping[str, float], lowest: float, highest: float) -> float:
-    """Returns the score in a reply: the first group of the pattern's last match, by `values` where it has any, else as
-    a number. Raises Retry where there is none, or one outside of lowest..highest."""
-    found = list(_compiled(pattern).finditer(reply))
+    """Returns the score in a reply: the first group of the pattern's last match that has it, by `values` where it has
+    any, else as a number. Raises Retry where there is none, or one outside of lowest..highest."""
+    found = [match[1] for match in _compiled(pattern).finditer(reply) if match[1] is not None]
     if not found:
         raise Retry("the judge's reply has no score")
-    text = found[-1][1].strip()
+    text = found[-1].strip()
     try:
         score = float(values[text] if values else text)
     except (KeyError, ValueError):

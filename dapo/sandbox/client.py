@@ -44,6 +44,7 @@ class Sandbox:
         self.limits = limits
         self._settings = {"packages": limits.packages, "allow_unconfined": allow_unconfined, "files": list(files)}
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(SETUP_S)  # of a server that takes nothing any more
         self._owner = os.getpid()
         self._reviving = threading.Lock()
         self._server = self._start()

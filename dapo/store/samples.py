@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo.config.schema import LoggingConfig
 from dapo.measure.clock import Span
-from dapo.report.redact import redacted
+from dapo.report.redact import redacted, without_secrets
 from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
 from dapo.store.schema import DATABASE, TABLES, TRAIN
@@ -135,7 +135,7 @@ class SampleStore:
         self._writer.put(lambda connection: _insert(connection, "metrics", rows))
 
     def event(self, kind: str, message: str) -> None:
-        """Keeps what happened."""
+        """Keeps what happened. The message is as what is printed: it may quote an address or a request."""
         self._writer.put(self._event(kind, message))
 
     def flush(self) -> None:
@@ -150,7 +150,7 @@ class SampleStore:
         self._writer.close(CLOSE_S)
 
     def _event(self, kind: str, message: str) -> Write:
-        step, at, told = self._step, time.time(), clean(message)
+        step, at, told = self._step, time.time(), clean(without_secrets(message))
         return lambda connection: _insert(connection, "events", [(None, self._run, step, at, kind, told)])
 
     def _text_bytes(self, number: int) -> int:

@@ -66,6 +66,11 @@ def runs_programs(function: Function, kwargs: dict[str, Any]) -> bool:
     return flag is True or (isinstance(flag, str) and bool(kwargs.get(flag)))
 
 
+def digest_of(function: Function) -> str:
+    """Returns the SHA-256 of the file that a loaded function is of: all workers of a run must agree on it."""
+    return hashlib.sha256(Path(str(sys.modules[function.__module__].__file__)).read_bytes()).hexdigest()
+
+
 def file_of_function(spec: RolloutFunctionConfig) -> dict[str, str]:
     """Returns a line that says which file a person's own function is of, by key: a run that goes on compares it."""
     if not spec.path.endswith(".py"):

@@ -64,4 +64,10 @@ class Failed:
     detail: str
 
 
-Step = Ask | Trajectory | Failed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queued:
+    """Says that a function has still to wait for a place (`dapo.turns.patience`): it is to be asked again. Made by
+    `dapo.turns.session`."""
+
+
+Step = Ask | Trajectory | Failed | Queued

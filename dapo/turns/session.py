@@ -4,15 +4,21 @@ In: what the policy sampled. Out: the next `Ask`, the `Trajectory`, or why there
 """
 
 import asyncio
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dapo.rewards.calling.loading import describe
-from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
+from dapo.turns.patience import Stopwatch, watch
+from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
 from dapo.types import Prompt, Sampling
 
 PLACEHOLDER = "dapo turn"  # stands for the policy's text where the chat template is asked what follows it
+LEFT = (
+    "a call of `generate` was cancelled, and the policy answers it all the same: no turn can be taken back; set time "
+    "limits around other work alone"
+)
 
 Function = Callable[..., Awaitable[Any]]
 
@@ -23,13 +29,16 @@ class Turns:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self.left = False  # whether a call was cancelled before it was answered
         self._last: tuple[int, ...] = ()
         self._answer: asyncio.Future[Generated] | None = None
 
     async def __call__(
         self, token_ids: Sequence[int] = (), *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None
     ) -> Generated:
-        """Raises ValueError for tokens that there are not, and where another call is not awaited yet."""
+        """Raises ValueError for tokens that there are not, and where another call is not awaited yet, or was left."""
+        if self.left:
+            raise ValueError(LEFT)
         if self._answer is not None:
             raise ValueError("`generate` was called before its last call had ended; await one after the other")
         ids, size = tuple(int(token) for token in token_ids), len(self.tokenizer)
@@ -44,6 +53,9 @@ class Turns:
         self.asked.put_nowait(Ask(token_ids=ids, max_tokens=max_tokens, stop=strings))
         try:
             generated = await self._answer
+        except asyncio.CancelledError:
+            self.left = True
+            raise
         finally:
             self._answer = None
         self._last = generated.token_ids or self._last  # without any, there was no room for `ids` either
@@ -74,19 +86,29 @@ class Session:
     ) -> None:
         """Starts the call."""
         self._turns = Turns(tokenizer)
-        self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs))
+        self._watch = Stopwatch()
+        self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs, self._watch))
 
     async def step(self, timeout_s: float) -> Step:
-        """Returns what the function wants next, within `timeout_s`."""
+        """Returns what the function wants next, within `timeout_s`, or that it has still to wait for a place."""
+        until = time.monotonic() + timeout_s
         asked = asyncio.ensure_future(self._turns.asked.get())
         try:
-            await asyncio.wait({asked, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return asked.result()
+            left = timeout_s
+            while left > 0:
+                left = min(until - time.monotonic(), timeout_s - self._watch.spent())
+                await asyncio.wait({asked, self._task}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    return asked.result()
+                if self._task.done():
+                    return self._end()
         finally:
             asked.cancel()
-        if not self._task.done():
-            return Failed(detail=f"it did not go on within {timeout_s:g} s (`rollout.function.timeout_s`)")
+        if self._watch.spent() < timeout_s:
+            return Queued()
+        return Failed(detail=f"it did not go on within {timeout_s:g} s (`rollout.function.timeout_s`)")
+
+    def _end(self) -> Trajectory | Failed:
         if self._task.cancelled():
             return Failed(detail="it was cancelled")
         if (error := self._task.exception()) is not None:
@@ -95,10 +117,14 @@ class Session:
         result = self._task.result()
         if not isinstance(result, Trajectory) or not isinstance(result.text, str):
             return Failed(detail=f"it returned {type(result).__name__}; it must return a Trajectory with text")
-        return result
+        if self._turns.left:
+            return Failed(detail=LEFT)
+        # Without lone surrogates, which JSON of the model's may hold and no file: a checkpoint takes the text as it is.
+        return Trajectory(text=result.text.encode("utf-8", "replace").decode())
 
     async def resume(self, generated: Generated, timeout_s: float) -> Step:
         """Hands over what it asked for; returns what it wants next."""
+        self._watch.restart()
         self._turns.answer(generated)
         return await self.step(timeout_s)
 
@@ -107,5 +133,11 @@ class Session:
         self._task.cancel()
 
 
-async def _called(function: Function, prompt: Prompt, turns: Turns, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
-    return await function(prompt, turns, sampling, **kwargs)
+async def _called(
+    function: Function, prompt: Prompt, turns: Turns, sampling: Sampling, kwargs: dict[str, Any], own: Stopwatch
+) -> Any:
+    watch.set(own)
+    try:
+        return await function(prompt, turns, sampling, **kwargs)
+    except SystemExit as error:  # as of an argument parser; a task would end its process, and all other calls with it
+        raise RuntimeError(f"it wanted to end the process (SystemExit: {error})") from error

@@ -117,6 +117,17 @@ def test_bad_values_are_named(overrides, parts):
         assert part in str(error.value)
 
 
+def test_a_key_that_no_header_may_hold_is_named_and_not_shown(monkeypatch):
+    judge = "reward.functions=[{path: judge, kwargs: {url: 'http://127.0.0.1:1/v1', model: m}}]"
+    cfg = compose([judge, "reward.judge.key_variable=JUDGE_API_KEY"], experiment="dapo_tiny")
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t\n")  # as a file holds it
+    preflight(cfg)
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t\nand another")
+    with pytest.raises(ValueError, match="names JUDGE_API_KEY, which holds a character that no header may") as error:
+        preflight(cfg)
+    assert "s3cr3t" not in str(error.value)
+
+
 def test_all_problems_come_at_once():
     overrides = ["reward.functions=[{path: /no/such.py}, {path: maths}]", "actor.optim.lr_scheduler=cosine_with_min_lr"]
     with pytest.raises(ValueError) as error:

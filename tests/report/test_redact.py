@@ -14,7 +14,7 @@ from dapo.config.compose import compose
 from dapo.config.fields import keys
 from dapo.config.schema import Config
 from dapo.report.log import MetricsLogger
-from dapo.report.redact import HIDDEN, is_secret, redacted, without_logins
+from dapo.report.redact import HIDDEN, is_secret, redacted, without_logins, without_secrets
 from dapo.report.sinks.choice import sinks_of
 from dapo.state.run_dir import claim_output_dir
 from dapo.store.samples import SampleStore
@@ -69,6 +69,13 @@ def test_addresses(text: str, shown: str) -> None:
     assert without_logins(text) == shown
 
 
+def test_an_error_that_quotes_a_request_holds_no_key_of_the_environment(tmp_path: Path) -> None:
+    variables = {"A_TOKEN": "abcdefgh", "JUDGE_API_KEY": "abcdefgh-ijk\n", "PWD": str(tmp_path), "B_TOKEN": "1"}
+    quoted = f"Illegal header value b'Bearer abcdefgh-ijk\\n' of 1 request in {tmp_path} to https://u:p@h"
+    hidden = f"Illegal header value b'Bearer {HIDDEN}\\n' of 1 request in {tmp_path} to https://{HIDDEN}@h"
+    assert without_secrets(quoted, variables) == hidden
+
+
 def given(folder: Path, *others: str) -> Config:
     return compose([f"trainer.output_dir={folder}", *GIVEN, *others], "dapo_tiny")
 
@@ -81,8 +88,10 @@ def holding(folder: Path) -> list[str]:
 
 
 def test_what_is_stored_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """config.yaml, its copy in a checkpoint, the sample store, TensorBoard and W&B; and what a person gave is left."""
+    """config.yaml, its copy in a checkpoint, the sample store with what it was told, TensorBoard and W&B; and what a
+    person gave is left."""
     monkeypatch.setattr(sys, "argv", ["dapo", *GIVEN])
+    monkeypatch.setenv("JUDGE_API_KEY", f"{SECRET}of-the-judge")
     cfg = given(tmp_path, "+logging.wandb.mode=offline", "+logging.wandb.project=p")
     assert str(asdict(cfg)).count(SECRET) == HELD
     cfg.logging.wandb.pop("settings_of_mine")  # which `wandb.init` does not know
@@ -92,6 +101,7 @@ def test_what_is_stored_holds_no_secret(tmp_path: Path, monkeypatch: pytest.Monk
         store.begin(asdict(cfg))
         logger = MetricsLogger(run.path, sinks_of(cfg, run.path), store)
         logger.resume(0)
+        logger.event("warning", f"no https://me:{SECRET}8@host with Bearer {SECRET}of-the-judge")
         logger.log(1, {"actor/loss": 0.5})
         logger.close()
     assert holding(tmp_path) == []

@@ -93,6 +93,7 @@ def test_offline_it_holds_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
         pytest.param({}, "", id="off"),
         pytest.param({"mode": "offline"}, "", id="offline"),
         pytest.param({"mode": "offline", "id": "x"}, "`logging.wandb.id` (x) is set by dapo itself", id="own"),
+        pytest.param({"settings": {"api_key": "s3cr3t"}}, "({'api_key': '(redacted)'}) is set by dapo", id="secret"),
         pytest.param({"project": "dapo"}, "logging.wandb.mode=offline", id="no key"),
     ],
 )

@@ -67,6 +67,7 @@ def test_the_function_gets_what_verl_gives_it_by_keyword(tmp_path: Path) -> None
         pytest.param(
             "return {'score': 1.0, 'pred': 'a\\x00\\ud800' * 200}", 1.0, 1.0, "a\ufffd\ufffd" * 100, id="storable"
         ),
+        pytest.param("return {'score': 1.0, 'acc': 1 + 1e-12}", 1.0, 1.0, "", id="rounding"),
         pytest.param("return None", math.nan, math.nan, "", id="none-is-unscorable"),
         pytest.param("return math.nan", math.nan, math.nan, "", id="nan-is-unscorable"),
         pytest.param("return {'score': None, 'acc': True}", math.nan, math.nan, "", id="no-score-though-acc"),
@@ -89,6 +90,8 @@ def test_what_a_function_may_return(tmp_path: Path, body: str, accuracy: float, 
         pytest.param("return np.ones(1)", TypeError, ["array([1.])"], id="array"),
         pytest.param("return {'reward': 1.0}", TypeError, ["`score`", "reward"], id="dict-without-score"),
         pytest.param("return {'score': 1.0, 'acc': 'SECRET'}", TypeError, ["acc", "str"], id="acc-is-text"),
+        pytest.param("return {'score': 1.0, 'acc': 85}", ValueError, ["85 as its acc", "0 (wrong) to 1"], id="percent"),
+        pytest.param("return {'score': 1.0, 'acc': -1.0}", ValueError, ["-1 as its acc"], id="signed"),
         pytest.param("return -math.inf", ValueError, ["infinite score"], id="infinity"),
         pytest.param("return 10 ** 400", ValueError, ["infinite score"], id="beyond-floats"),
     ],

@@ -1,6 +1,7 @@
 """Ready rollout functions and the README's, with a policy that says what the test wants; and wrong ones."""
 
 import asyncio
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -184,6 +185,46 @@ def test_what_cannot_be_generated_is_refused(arguments, says) -> None:
 
     _, end, _ = conversation(wrong, [])
     assert isinstance(end, Failed) and says in end.detail
+
+
+def test_a_text_that_no_file_can_hold_does_not_reach_the_driver() -> None:
+    """Not one checkpoint could be written with it, and after a restart the same seed would give the same text."""
+
+    async def reads_json(prompt, generate, sampling):
+        return Trajectory(text=json.loads((await generate()).text))
+
+    _, end, _ = conversation(reads_json, ['"It is \\ud800 7"'])
+    assert end == Trajectory(text="It is ? 7")
+
+
+def test_a_function_that_wants_to_end_its_process_ends_its_own_call() -> None:
+    async def parses(prompt, generate, sampling):
+        await generate()
+        raise SystemExit(2)
+
+    _, end, _ = conversation(parses, ["--no-such-flag"])
+    assert isinstance(end, Failed) and "SystemExit: 2" in end.detail
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["asks again", "returns"])
+def test_a_turn_that_the_function_left_is_no_answer_to_another(goes_on: bool) -> None:
+    """The driver samples it all the same, and trains on it."""
+
+    async def impatient(prompt, generate, sampling):
+        try:
+            await asyncio.wait_for(generate(), 0.01)
+        except TimeoutError:
+            text = (await generate(ids_of("quick"))).text if goes_on else "none"
+        return Trajectory(text=text)
+
+    async def play() -> Step:
+        session = Session(impatient, {}, make_prompt(1), SAMPLING, TOKENIZER)
+        assert isinstance(await session.step(10), Ask)
+        await asyncio.sleep(0.05)
+        return await session.resume(Generated(token_ids=(1,), text="late", finish_reason="stop"), 10)
+
+    end = asyncio.run(play())
+    assert isinstance(end, Failed) and "`generate` was cancelled" in end.detail
 
 
 SOUND = "async def rollout(prompt, generate, sampling, *, size=1):\n    pass\n"

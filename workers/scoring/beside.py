@@ -25,8 +25,8 @@ class RewardModel(Protocol):
 class Judges(Protocol):
     """Stands for judges of the run's own, which the async functions ask: `workers.judge.JudgePool`.
 
-    failure: why none is left, "" while one is. servers: the `url` and the `key` of each; there: the same, as soon as
-    there is one.
+    failure: why none is left, "" while one is. servers: the `url` and the `key` of each that serves, and the number of
+    its `start`; there: the same, as soon as there is one.
     """
 
     failure: str

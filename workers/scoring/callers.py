@@ -27,6 +27,7 @@ class Callers:
         limits = {**settings["limits"], "allow_network": True}
         self._settings = {**settings, "limits": limits, "remote": asdict(remote)}
         self._silence_s = float(limits["wall_s"])
+        self._asks: dict[str, bool] = {"": True}  # by entry of `data.sources`, "" for all others
         self._server: ForkServer | None = None
         self._child: Child | None = None
         self._starting = asyncio.Lock()
@@ -44,6 +45,7 @@ class Callers:
     async def start(self) -> None:
         """Waits until the functions are imported and the process runs. Raises ValueError, RuntimeError or OSError."""
         self._server = await ForkServer.start(self._settings)
+        self._asks = self._server.about["asks"]
         await self._running_child()
 
     async def close(self) -> None:
@@ -58,11 +60,14 @@ class Callers:
             waiter.cancel()
 
     async def given(self, request: dict[str, Any]) -> dict[str, Any] | Verdict:
-        """Returns what each function gave, by its label, or the verdict where there is none.
+        """Returns what each function gave, by its label, or the verdict where there is none. Without functions that ask
+        somebody, the request waits for none that do.
 
         Raises:
             CanaryError: the process does not come to start any more.
         """
+        if not self._asks.get(request["entry"], self._asks[""]):
+            return {}
         async with self._slots:
             began = time.monotonic()
             reply = await self._ask(request)

@@ -84,6 +84,16 @@ def verdict_of_failure(failure: str, detail: str, wall_s: float) -> Verdict:
     return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s)
 
 
+def remedy(failure: str) -> str:
+    """Returns what to do where no response gets a verdict any more. failure: of the last one."""
+    if failure != "remote":
+        return "fix the function or raise its `reward.limits`"
+    return (
+        "see to the server that it asks, or give `reward.remote.retries`, `reward.remote.timeout_s` and, above it, "
+        "`reward.timeout_s` as much as that may be away for"
+    )
+
+
 def _score(reply: dict[str, Any]) -> Score:
     return Score(
         accuracy=float(reply["accuracy"]),

@@ -14,7 +14,7 @@ import ray
 from dapo.config.reward import LimitsConfig
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.report.watchdog import Member
-from dapo.turns.protocol import Failed, Generated, Step
+from dapo.turns.protocol import Failed, Generated, Queued, Step
 from dapo.types import Prompt, Sampling
 from workers.remote import RemoteError, wait
 from workers.turns.worker import TurnWorker
@@ -27,6 +27,10 @@ KEY = "rollout.function.timeout_s"
 
 class TurnLost(RuntimeError):
     """Says that a call of a function ended without a result: the machinery, or the function, failed."""
+
+
+class WorkerGone(TurnLost):
+    """Says that its worker was lost with it: another call there may be why, such as one that held its event loop."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -61,7 +65,10 @@ class Call:
             self._handle.drop.remote(self._name)
 
     async def _answer(self, ref: Awaitable[Step]) -> Step:
-        return await self._fleet.answer(self._place, self._handle, ref)
+        step = await self._fleet.answer(self._place, self._handle, ref)
+        while isinstance(step, Queued):
+            step = await self._fleet.answer(self._place, self._handle, self._handle.go_on.remote(self._name))
+        return step
 
 
 class TurnFleet:
@@ -81,6 +88,7 @@ class TurnFleet:
         self._limits = limits or LimitsConfig()
         self._places: list[_Place] = []
         self._model: tuple[str, bool] = ("", False)
+        self._digest = ""  # of the function's file
         self._start_timeout_s = 0.0
         self._lost_in_a_row = 0
         self._broken: RemoteError | None = None
@@ -107,12 +115,12 @@ class TurnFleet:
         return Call(self, place, name)
 
     async def answer(self, place: _Place, handle: Any, ref: Awaitable[Step]) -> Step:
-        """Returns the next step of a call. Raises TurnLost where it failed, or its worker was lost."""
+        """Returns the next step of a call. Raises TurnLost where it failed, WorkerGone where its worker was lost."""
         try:
             [step] = await wait([ref], self._spec.timeout_s + GRACE_S, self._member(place, "to call it"), KEY)
         except RemoteError as error:
             self._lose(place, handle, str(error))
-            raise TurnLost(str(error)) from None
+            raise WorkerGone(str(error)) from None
         self._lost_in_a_row = 0
         if isinstance(step, Failed):
             raise TurnLost(step.detail)
@@ -135,9 +143,15 @@ class TurnFleet:
 
     async def _start(self, place: _Place) -> str:
         ref = place.handle.start.remote(self._spec, *self._model, self._limits)
-        [confined] = await wait(
+        [(confined, digest)] = await wait(
             [ref], self._start_timeout_s, self._member(place, "to start"), "rollout.start_timeout_s"
         )
+        self._digest = self._digest or digest
+        if digest != self._digest:
+            raise RemoteError(
+                f"`rollout.function.path` ({self._spec.path}) differs from node to node or has changed during the run; "
+                "give all nodes the same file, and start a new run for a new one"
+            )
         place.ready.set()
         return str(confined)
 

@@ -84,7 +84,7 @@ def problem(arguments: Mapping[str, Any]) -> str:
         return f"`logging.wandb` ({redacted(arguments)}) needs the package wandb, which is missing: pip install wandb"
     for name in OWN:
         if name in arguments:
-            return f"`logging.wandb.{name}` ({arguments[name]}) is set by dapo itself; remove it"
+            return f"`logging.wandb.{name}` ({redacted(arguments)[name]}) is set by dapo itself; remove it"
     if arguments.get("mode", os.environ.get("WANDB_MODE", "online")) != "online":
         return ""
     import wandb

@@ -59,7 +59,7 @@ class FunctionsByEntry:
         return self._all.get(entry, self._all[""])
 
     def about(self) -> dict[str, Any]:
-        """Returns what the reward worker must know of them; `at_limit` by entry."""
+        """Returns what the reward worker must know of them; by entry `at_limit`, and `asks`: whether some are async."""
         every = self._all.values()
         limits = [functions.reads_last for functions in every]
         return {
@@ -67,6 +67,7 @@ class FunctionsByEntry:
             "reads_last": None if None in limits else max(limit for limit in limits if limit is not None),
             "at_limit": {name: asdict(functions.at_limit("")) for name, functions in self._all.items()},
             "canaries": [{"label": label, "canary": asdict(canary)} for label, canary in self._canaries()],
+            "asks": {name: any(functions.asynchronous()) for name, functions in self._all.items()},
             "asynchronous": [label for functions in every for label, _ in functions.asynchronous()],
             "without_canary": [label for functions in every for label in functions.without_canary()],
         }

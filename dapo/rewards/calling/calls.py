@@ -24,6 +24,7 @@ from dapo.rewards.calling.functions import RewardFunctionError, error_of
 from dapo.rewards.calling.loading import LoadedFunction, describe, tail
 
 BEAT_S = 1.0  # between two signs of life: a function that blocks the event loop gives none
+MAX_ALIKE = 2  # retries of a call that will probably end as before
 MAX_PAUSE_S = 30.0  # of the pauses that double; a server may ask for more
 
 
@@ -33,15 +34,20 @@ servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default
 
 class Retry(Exception):
     """Says that a call may do better later; for async reward functions to raise. after_s: the least pause in seconds,
-    such as a server's Retry-After."""
+    such as a server's Retry-After. alike: the server was well, and will probably give the same again, at its price:
+    this is tried `MAX_ALIKE` times more at most."""
 
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+    def __init__(self, reason: str, after_s: float = 0.0, *, alike: bool = False) -> None:
         super().__init__(reason)
-        self.after_s = after_s
+        self.after_s, self.alike = after_s, alike
 
 
 class Unanswered(Exception):
     """Says that no call was answered in time, and why the last one was not."""
+
+
+class _Late(Exception):
+    """Says that a call was not answered within its time."""
 
 
 class Pace:
@@ -70,32 +76,56 @@ async def answer(
     Raises:
         Unanswered: no answer within `timeout_s`, or after `retries`. Whatever else the call raises, it is not retried.
     """
-    left, pause, reason = config.timeout_s, config.backoff_s, ""
+    left, pause, reason, alike = config.timeout_s, config.backoff_s, "", 0
     passing: tuple[type[Exception], ...] = (Retry, OSError, *_transport_errors())  # a TimeoutError is an OSError
     for tries in range(config.retries + 1):
         await pace.turn()
-        began, asked_s = time.monotonic(), 0.0
+        began, asked_s, most_s = time.monotonic(), 0.0, min(config.call_timeout_s, left)
         try:
-            async with asyncio.timeout(min(config.call_timeout_s, left)) as limit:
-                value = await call()
+            value = await _within(most_s, call)
             return value, {"latency_s": time.monotonic() - began, "retries": float(tries)}
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
             reason = "what it awaited was cancelled elsewhere"  # a task that calls share, by another's deadline
+        except _Late:
+            reason = f"no answer within {most_s:.3g} s"
         except passing as error:
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 raise MemoryError from error
-            late = f"no answer within {min(config.call_timeout_s, left):.3g} s"
-            reason = late if limit.expired() else describe(error)
-            asked_s = error.after_s if isinstance(error, Retry) else 0.0
+            reason = describe(error)
+            if isinstance(error, Retry):
+                asked_s, alike = error.after_s, alike + error.alike
         wait_s = max(asked_s, pause * (rng or random).uniform(0.5, 1.0))
         pause = min(2 * pause, MAX_PAUSE_S)
         left -= time.monotonic() - began + wait_s
-        if left <= 0 or tries == config.retries:
+        if left <= 0 or tries == config.retries or alike > MAX_ALIKE:
             break
         await asyncio.sleep(wait_s)
     raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}")
+
+
+async def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Returns what a call gives, or raises _Late. The call has a task of its own: one that swallows its cancellation
+    goes on by itself, and nobody waits for it."""
+
+    async def run() -> tuple[Any, SystemExit | None]:
+        try:
+            return await call(), None
+        except SystemExit as error:  # which a task does not keep to itself
+            return None, error
+
+    task = asyncio.create_task(run())
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise _Late
+        value, left = task.result()
+    finally:
+        task.cancel()
+    if left is not None:
+        raise left
+    return value
 
 
 def serve(channel: socket.socket, functions: FunctionsByEntry, config: RemoteConfig) -> None:

@@ -25,6 +25,7 @@ from dapo.types import Score
 MAX_PREDICTION_CHARS = 300
 MAX_METRICS = 32  # of one function
 MAX_KEY_CHARS = 64
+ROUNDING = 1e-6  # of an accuracy
 RESERVED = ("score", "acc", "pred")  # all else that a function gives is a metric
 
 
@@ -138,7 +139,7 @@ class RewardFunctions:
             if weight:
                 reward += weight * parts[label]
             if accuracy is None and "acc" in details:
-                accuracy = _as_float(label, "acc", details["acc"])
+                accuracy = _as_share(label, details["acc"])
             if prediction is None and details.get("pred") is not None:
                 prediction = _printable(details["pred"])
             metrics |= _metrics(label, details)
@@ -214,6 +215,17 @@ def _as_float(label: str, field: str, value: Any) -> float:
     if math.isinf(number):
         raise ValueError(f"reward function `{label}` gave an infinite {field}; give a finite number, or None")
     return number
+
+
+def _as_share(label: str, value: Any) -> float:
+    """Returns an accuracy, 0 to 1, or NaN; a mean of several may be beyond by its rounding."""
+    number = _as_float(label, "acc", value)
+    if not -ROUNDING <= number <= 1.0 + ROUNDING and not math.isnan(number):
+        raise ValueError(
+            f"reward function `{label}` gave {number:g} as its acc; give 0 (wrong) to 1 (right), or None where it "
+            "cannot tell"
+        )
+    return min(1.0, max(0.0, number)) if not math.isnan(number) else number
 
 
 def _printable(prediction: Any) -> str:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from dapo.config.reward import JudgeConfig, RewardFunctionConfig
-from dapo.report.redact import redacted
+from dapo.report.redact import redacted, without_secrets
 
 READY = ("math", "math_verify", "gsm8k", "code", "format", "overlong", "judge")  # modules of this package
 PACKAGE = "dapo.rewards"
@@ -108,8 +108,9 @@ def ready_name(path: str) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Returns type and shortened message; escaped, because it may quote the model's text."""
-    message = str(error)
+    """Returns type and shortened message: escaped, because it may quote the model's text, and without secrets, because
+    clients quote the header that they cannot send, and the address with its key."""
+    message = without_secrets(str(error))
     short = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
     return f"{type(error).__name__}: {ascii(short)[1:-1]}"
 

@@ -94,8 +94,8 @@ def test_a_server_that_is_lost_leaves_the_other_and_comes_back(pool: JudgePool) 
         assert len({server["url"] for server in both}) == len({server["key"] for server in both}) == 2
         os.kill(pool._places[0].handle.held._server.pid, signal.SIGKILL)
         await until(lambda: pool.servers() == both[1:])
-        await until(lambda: pool.servers() == both)
-        assert pool.restarts == 1 and not pool.failure
+        await until(lambda: pool.servers() == [{**both[0], "start": "1"}, both[1]])
+        assert both[0]["start"] == "0" and pool.restarts == 1 and not pool.failure
         assert pool.warnings == ["judge 0 is lost, and its server is started again (restart 1)"]  # type: ignore[attr-defined]
 
     run(pool, use)
@@ -120,6 +120,19 @@ def test_who_asks_while_all_judges_are_replaced_waits_for_one(pool: JudgePool) -
         await until(lambda: pool.servers() == [])
         now = await pool.there()
         assert now and not any(server["key"] in {each["key"] for each in before} for server in now)
+
+    run(pool, use)
+
+
+def test_who_asks_while_all_servers_start_again_waits_for_one_and_sees_that_it_did(pool: JudgePool) -> None:
+    async def use() -> None:
+        before = pool.servers()
+        for place in pool._places:
+            os.kill(place.handle.held._server.pid, signal.SIGKILL)
+        await until(lambda: pool.servers() == [])
+        found = await asyncio.gather(*[pool.there() for _ in range(3)])
+        assert found[0] == found[1] == found[2] and found[0]
+        assert all({**server, "start": "0"} in before and server["start"] == "1" for server in found[0])
 
     run(pool, use)
 

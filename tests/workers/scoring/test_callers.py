@@ -70,6 +70,21 @@ def test_a_defect_is_reported_at_once(tmp_path: Path) -> None:
     assert "KeyError: 1 on data source 's', at line 6 of mine.py" in found[0].detail
 
 
+def test_a_function_that_wants_to_end_the_process_is_a_defect(tmp_path: Path) -> None:
+    bad, good = score(tmp_path, "if solution_str == 'bad':\n    raise SystemExit(3)\nreturn 1.0", ["bad", "good"])
+    assert (bad.score.failure, good.score.reward) == ("error", 1.0)
+    assert "raised SystemExit: 3 on data source 's', at line 6 of mine.py" in bad.detail
+
+
+@pytest.mark.parametrize("error", ["Retry", "KeyError"])
+def test_an_error_tells_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """A client quotes the header that it cannot send: a key with a line break behind it, for example."""
+    monkeypatch.setenv("MY_API_KEY", "s3cr3t-of-mine\n")
+    [found] = score(tmp_path, f"raise {error}('illegal header ' + repr(os.environ['MY_API_KEY']))", ["a"])
+    assert math.isnan(found.score.reward) and "illegal header" in found.detail
+    assert "s3cr3t" not in found.detail
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -103,6 +118,18 @@ def test_a_call_without_an_answer_is_cut_off_and_tried_again(tmp_path: Path) -> 
     body = "calls['n'] = calls.get('n', 0) + 1\nif calls['n'] == 1:\n    await asyncio.sleep(60)\nreturn 1.0"
     found = score(tmp_path, body, ["a"], RemoteConfig(timeout_s=5.0, call_timeout_s=0.2, retries=1, backoff_s=0.01))
     assert (found[0].score.reward, found[0].score.metrics["compute_score/retries"]) == (1.0, 1.0)
+
+
+def test_a_call_that_swallows_its_cancellation_is_not_waited_for(tmp_path: Path) -> None:
+    """It would keep its slot, and its group from being whole, until all of the worker is taken for lost."""
+    body = (
+        "while solution_str == 'bad':\n    try:\n        await asyncio.sleep(60)\n"
+        "    except asyncio.CancelledError:\n        pass\nreturn 1.0"
+    )
+    quick = RemoteConfig(timeout_s=5.0, call_timeout_s=0.2, retries=1, backoff_s=0.01)
+    bad, good = score(tmp_path, body, ["bad", "good"], quick, concurrency=1)
+    assert (bad.score.failure, good.score.reward) == ("remote", 1.0)
+    assert bad.detail.endswith("2 calls were not answered; the last: no answer within 0.2 s")
 
 
 def test_a_server_that_asks_for_a_long_pause_ends_the_waiting(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Worker:
             "reads_last": None,
             "granted": [],
             "without_canary": [],
+            "asks": {"": False},
             "asynchronous": [],
             "programs": "",
         }

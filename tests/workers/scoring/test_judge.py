@@ -4,13 +4,16 @@ answers makes nothing wrong."""
 import asyncio
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dapo.config.reward import JudgeConfig, LimitsConfig, RemoteConfig, RewardConfig, RewardFunctionConfig
+from dapo.rewards.calling.calls import Retry
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import with_judge
+from dapo.rewards.judge import read_score
 from tests.support.rewards.judge_server import KEY, JudgeServer, judge_server
 from workers.scoring.children import Children
 from workers.scoring.verdict import Verdict
@@ -48,7 +51,7 @@ def rewards(found: list[Verdict]) -> list[float]:
 
 def test_the_judge_scores_with_its_costs() -> None:
     with judge_server(key=KEY) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUDGE_API_KEY", KEY)
+        patch.setenv("JUDGE_API_KEY", f"{KEY}\n")  # as a file holds it
         found = verdicts(judged(server, key_variable="JUDGE_API_KEY"))
     assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
     metrics = found[0].score.metrics
@@ -85,6 +88,24 @@ def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> N
     assert {one.score.failure for one in found} == {"remote"}
     assert all(math.isnan(reward) for reward in rewards(found))
     assert all("calls were not answered" in one.detail for one in found)
+
+
+@pytest.mark.parametrize(("temperature", "calls"), [(0.0, 3), (0.7, 6)])
+def test_a_greedy_judge_is_not_paid_for_the_same_reply_again_and_again(temperature: float, calls: int) -> None:
+    """`max_tokens` may cut the reply off before its score, every time alike."""
+    with judge_server(always="no score") as server:
+        found = verdicts(judged(server, temperature=temperature), 2, replace(QUICK, retries=5))
+    assert server.seen == {"no score": 2 * calls}
+    assert [one.score.failure for one in found] == ["remote"] * 2
+    assert f"{calls} calls were not answered; the last: Retry: the judge's reply has no score" in found[0].detail
+
+
+def test_a_score_is_read_where_the_pattern_may_match_without_it() -> None:
+    """The last match that has a score counts, and a reply without one is no defect of the function."""
+    read = partial(read_score, pattern=r"Score: (\d)|END", values={}, lowest=0.0, highest=1.0)
+    assert read("Score: 1 END") == 1.0
+    with pytest.raises(Retry, match="has no score"):
+        read("END")
 
 
 def test_a_judge_that_is_only_recorded_makes_nothing_unscorable() -> None:

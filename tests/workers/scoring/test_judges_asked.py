@@ -1,6 +1,7 @@
 """Responses whose judges are replaced while they are scored: asked again where the judges are now."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,14 +50,16 @@ class Fleet:
         return verdict_of_failure("remote", "nobody answers", 0.0), 0
 
 
-def scored(judges: Judges, monkeypatch: pytest.MonkeyPatch) -> tuple[Score, list[Any]]:
+def scored(judges: Any, monkeypatch: pytest.MonkeyPatch, entry: str = "") -> tuple[Score, list[Any]]:
     fleet = Fleet(judges)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
     cfg = RewardConfig(
         functions=[RewardFunctionConfig(path="judge")], overlong_buffer=OverlongBufferConfig(enable=False)
     )
     pool = module.RewardPool({}, cfg, max_response_length=20, judges=judges)
-    return asyncio.run(pool.score(make_prompt(0), 0, make_response())), fleet.asked
+    pool._asks = {"": True, "sums": False}  # as its workers say at their start
+    scoring = pool.score(replace(make_prompt(0), entry=entry), 0, make_response())
+    return asyncio.run(asyncio.wait_for(scoring, 3)), fleet.asked
 
 
 def test_a_response_is_judged_where_the_judges_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +67,36 @@ def test_a_response_is_judged_where_the_judges_are_now(monkeypatch: pytest.Monke
     assert score.reward == 1.0 and asked == [BEFORE, AFTER]
 
 
+def test_a_source_that_asks_nobody_waits_for_no_judge_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(Judges):
+        async def there(self) -> Any:
+            await asyncio.Event().wait()
+
+    score, asked = scored(Away([]), monkeypatch, entry="sums")
+    assert score.failure == "remote" and asked == [[]], "the stand-in for workers knows no other answer"
+    with pytest.raises(TimeoutError):
+        scored(Away([]), monkeypatch)
+
+
 def test_judges_that_stay_and_do_not_answer_make_it_unscorable(monkeypatch: pytest.MonkeyPatch) -> None:
     score, asked = scored(Judges(BEFORE), monkeypatch)
     assert score.failure == "remote" and asked[-1] == BEFORE and len(asked) <= 2
+
+
+def test_a_server_that_is_away_for_too_long_ends_the_run_with_the_keys_to_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 1)
+    with pytest.raises(RemoteError, match=r"nobody answers; see to the server .*`reward.remote.timeout_s`"):
+        scored(Judges(BEFORE), monkeypatch)
+
+
+def test_a_response_that_may_be_what_ends_them_does_not_end_them_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = [[{"url": "http://a", "key": "old", "start": f"{number}"}] for number in range(20)]
+    score, asked = scored(Judges(*starts), monkeypatch)
+    assert score.failure == "remote" and asked == starts[:4]
 
 
 def test_without_judges_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:

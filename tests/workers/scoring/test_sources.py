@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
 from tests.support.rewards.reward_children import item
 from workers.scoring.children import Children
 
@@ -43,3 +43,27 @@ def test_each_source_is_scored_by_its_own_functions(tmp_path):
     # At a limit the functions of the source say what is wrong.
     assert [verdicts[place].score.failure for place in (5, 8)] == ["cpu", "cpu"]
     assert verdicts[5].score.reward == -3.0 and verdicts[8].score.reward == -1.0 + 0.5 * -3.0
+
+
+ASKS = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(60)
+"""
+
+
+def test_a_source_that_asks_nobody_waits_for_none_that_does(tmp_path):
+    (tmp_path / "asks.py").write_text(ASKS)
+    own = {"judged": [RewardFunctionConfig(path=str(tmp_path / "asks.py"))]}
+
+    async def scored():
+        async with Children([RewardFunctionConfig()], LimitsConfig(), 1, RemoteConfig(), 1, own=own) as children:
+            judged = asyncio.ensure_future(children.score(replace(item("7"), entry="judged")))
+            await asyncio.sleep(0.1)  # its only slot is taken
+            plain = await asyncio.wait_for(children.score(item("Answer: 7")), 10)
+            assert not judged.done()
+            judged.cancel()
+            return plain
+
+    assert asyncio.run(scored()).score.accuracy == 1.0
