@@ -15,20 +15,7 @@ from dapo.config.names import ENGINE, nearest
 from dapo.config.schema import Config
 from dapo.config.vllm_source import Allowed, Section, allowed
 
-SWITCHES = (
-    "0",
-    "1",
-    "f",
-    "false",
-    "n",
-    "no",
-    "off",
-    "on",
-    "t",
-    "true",
-    "y",
-    "yes",
-)  # texts that pydantic reads as such
+SWITCHES = "0 1 f false n no off on t true y yes".split()  # texts that pydantic reads as such
 SECRET = "hf_token"  # of which nothing is told
 SPOKEN = re.compile(r"auto|\d+(\.\d+)?[kKmMgGtT]|\{.*\}")  # a number, or a section
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
@@ -67,7 +54,7 @@ def _value(key: str, value: Any, may: Allowed) -> Iterator[str]:
 
 def _section(key: str, given: Mapping[str, Any], section: Section) -> Iterator[str]:
     for name, value in given.items():
-        known = str(name).replace("-", "_")  # which vLLM does too
+        known = str(name).replace("-", "_")  # as vLLM reads those of speculation
         if known in section.fields:
             yield from _value(f"{key}.{name}", value, section.fields[known])
         elif section.closed:
