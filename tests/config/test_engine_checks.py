@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dapo.config.compose import compose
+from dapo.config.names import JUDGE
 from dapo.config.rules.engine import batches, values
 from dapo.config.vllm_source import BOUNDS, Section, allowed, engine_arguments
 
@@ -138,6 +139,15 @@ def test_a_judges_arguments_are_looked_at_too() -> None:
     assert said(*judge, "reward.judge.engine.vllm={enforce_eager: maybe}") == [
         "`reward.judge.engine.vllm.enforce_eager` (maybe) must be true or false"
     ]
+
+
+def test_a_judges_arguments_are_what_a_command_line_reads() -> None:
+    read = {"max_model_len": "8k", "max_num_batched_tokens": "1.5K", "revision": 1234567, "served_model_name": "a"}
+    read |= {"kv_cache_dtype_skip_layers": 0, "speculative_config": '{"method": "ngram"}', "enforce_eager": True}
+    assert list(values(JUDGE, read, spoken=True)) == []
+    assert len(list(values(V, read | {"block_size": "8k"}))) == 6
+    refused = {"max_num_seqs": "many", "kv_cache_dtype": "fp9", "block_size": 0, "compilation_config": 3}
+    assert len(list(values(JUDGE, refused, spoken=True))) == len(refused)
 
 
 def literals(hint: Any) -> set[Any]:

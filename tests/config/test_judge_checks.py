@@ -45,6 +45,12 @@ def test_nothing_is_said_of_a_good_one() -> None:
             "`reward.judge.engine.path` (pkg://dapo.tiny/base)",
             id="heads",
         ),
+        pytest.param(
+            {"vllm": {"max_model_len": 5000}},
+            "`reward.judge.engine.vllm.max_model_len` (5000) must be at most 4096, the positions that "
+            "`reward.judge.engine.path` (pkg://dapo.tiny/base) has",
+            id="positions",
+        ),
         pytest.param({"url": "http://a/v1"}, "`reward.judge.url` (http://a/v1) names a judge, and", id="both"),
         pytest.param({"asked": False}, "no entry of `reward.functions` asks it; add {path: judge", id="not-asked"),
         pytest.param({"vllm": {"model": "x"}}, "`reward.judge.engine.vllm.model` is set by dapo", id="own-argument"),

@@ -6,6 +6,7 @@ comes from the installed vLLM's source (`dapo.config.vllm_source`); what that le
 
 import builtins
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,30 +15,27 @@ from dapo.config.names import ENGINE, nearest
 from dapo.config.schema import Config
 from dapo.config.vllm_source import Allowed, Section, allowed
 
-SWITCHES = (
-    "0",
-    "1",
-    "f",
-    "false",
-    "n",
-    "no",
-    "off",
-    "on",
-    "t",
-    "true",
-    "y",
-    "yes",
-)  # texts that pydantic reads as such
+SWITCHES = "0 1 f false n no off on t true y yes".split()  # texts that pydantic reads as such
 SECRET = "hf_token"  # of which nothing is told
+SPOKEN = re.compile(r"auto|\d+(\.\d+)?[kKmMgGtT]|\{.*\}")  # a number, or a section
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 # Tokens of one pass where nobody says how many: vLLM's for an engine that another program embeds, and ours on a CPU.
 MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
 
 
-def values(section: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """Reports each value that no engine takes. section: the key that the arguments stand under."""
+def values(section: str, given: Mapping[str, Any], *, spoken: bool = False) -> Iterator[str]:
+    """Reports each value that no engine takes. section: the key that the arguments stand under. spoken: they go over a
+    command line, whose parser reads numbers with units, texts, and lists of one."""
     for name, value in given.items():
-        yield from _value(f"{section}.{name}", value, allowed(name)) if name != SECRET else ()
+        may = allowed(name)
+        if name != SECRET and not (spoken and _is_read(value, may)):
+            yield from _value(f"{section}.{name}", value, may)
+
+
+def _is_read(value: Any, may: Allowed) -> bool:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return False
+    return bool(may.types & {"str", "list"}) or (isinstance(value, str) and SPOKEN.fullmatch(value) is not None)
 
 
 def _value(key: str, value: Any, may: Allowed) -> Iterator[str]:
@@ -56,7 +54,7 @@ def _value(key: str, value: Any, may: Allowed) -> Iterator[str]:
 
 def _section(key: str, given: Mapping[str, Any], section: Section) -> Iterator[str]:
     for name, value in given.items():
-        known = str(name).replace("-", "_")  # which vLLM does too
+        known = str(name).replace("-", "_")  # as vLLM reads those of speculation
         if known in section.fields:
             yield from _value(f"{key}.{name}", value, section.fields[known])
         elif section.closed:

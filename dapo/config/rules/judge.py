@@ -6,16 +6,18 @@ In: a `Config`. Out: one line per problem, with key, value and remedy.
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dapo.config.model_shape import UnknownShape, read_config
 from dapo.config.names import JUDGE, nearest
 from dapo.config.paths import checked_path
+from dapo.config.reward import JudgeEngineConfig
 from dapo.config.rules.engine import values
-from dapo.config.rules.model import shares_problems
+from dapo.config.rules.model import shares_problems, window_problems
 from dapo.config.schema import Config
 from dapo.config.vllm_source import engine_arguments
 
-KEY = "reward.judge.engine"
+KEY, WINDOW = "reward.judge.engine", "max_model_len"
 # Arguments that dapo sets itself, and the key to use in their place.
 OWN = {
     "model": f"{KEY}.path",
@@ -57,7 +59,14 @@ def judge(cfg: Config) -> Iterator[str]:
             yield f"`{JUDGE}.{name}` is set by dapo itself; remove it and use `{OWN[name]}`"
         elif known and name not in known:
             yield f"`{JUDGE}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
-    yield from values(JUDGE, {name: one for name, one in engine.vllm.items() if name not in OWN})
+    yield from values(JUDGE, {name: one for name, one in engine.vllm.items() if name not in OWN}, spoken=True)
     with suppress(UnknownShape):  # told above, or a hub name that is not in the cache
-        named, size = f"`{KEY}.path` ({engine.path})", engine.vllm.get("tensor_parallel_size", 1)
-        yield from shares_problems(f"{JUDGE}.tensor_parallel_size", size, named, read_config(engine.path))
+        yield from _model(engine, read_config(engine.path))
+
+
+def _model(engine: JudgeEngineConfig, config: dict[str, Any]) -> Iterator[str]:
+    """Reports what a server would refuse of its model; config: what its config.json says."""
+    named, size, window = f"`{KEY}.path` ({engine.path})", *map(engine.vllm.get, ("tensor_parallel_size", WINDOW))
+    yield from shares_problems(f"{JUDGE}.tensor_parallel_size", size, named, config)
+    if isinstance(window, int):
+        yield from window_problems(f"`{JUDGE}.{WINDOW}` ({window})", window, named, config, engine.vllm)

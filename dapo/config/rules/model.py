@@ -149,20 +149,27 @@ def reads_safetensors(cfg: Config) -> bool:
 
 
 def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
-    """Reports sequences beyond the positions of the model, which vLLM refuses when an engine starts. What it leaves to
-    a person (VLLM_ALLOW_LONG_MAX_MODEL_LEN, an override of the model's config) is left here too."""
-    if "hf_overrides" in cfg.rollout.vllm or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
-        return
+    """Reports sequences beyond the positions of the model."""
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
     wanted = cfg.rollout.vllm.get("max_model_len") or prompt + response
-    window = positions(config)
-    if wanted > window:
-        given = f"`rollout.vllm.max_model_len` ({wanted})"
-        if "max_model_len" not in cfg.rollout.vllm:
-            given = f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {wanted})"
+    given = f"`rollout.vllm.max_model_len` ({wanted})"
+    if "max_model_len" not in cfg.rollout.vllm:
+        given = f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {wanted})"
+    yield from window_problems(given, wanted, f"`model.path` ({cfg.model.path})", config, cfg.rollout.vllm)
+
+
+def window_problems(
+    given: str, wanted: int, named: str, config: dict[str, Any], arguments: dict[str, Any]
+) -> Iterator[str]:
+    """Reports sequences of `wanted` tokens, which vLLM refuses when an engine with these arguments starts. What it
+    leaves to a person (VLLM_ALLOW_LONG_MAX_MODEL_LEN, an override of the model's config) is left here too. given: the
+    keys that say how many; named: the model."""
+    if "hf_overrides" in arguments or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    if wanted > (window := positions(config)):
         yield (
-            f"{given} must be at most {window:g}, the positions that `model.path` ({cfg.model.path}) has by its "
-            "config.json; lower the lengths, or take a model with a longer context"
+            f"{given} must be at most {window:g}, the positions that {named} has by its config.json; lower the "
+            "lengths, or take a model with a longer context"
         )
 
 
