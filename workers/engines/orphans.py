@@ -19,7 +19,7 @@ POLL_S = 1.0
 
 def end_with_actor() -> None:
     """Watches, in a worker process of an engine, over the process between it and the actor, where there is one."""
-    actor, engine = int(os.environ.get(ACTOR, "0")), os.getppid()
+    actor, engine = int(os.environ.get(ACTOR) or 0), os.getppid()
     with suppress(OSError):
         if actor not in (0, engine) and _parent_of(engine) == actor:
             threading.Thread(target=_watch, args=(engine, actor), daemon=True).start()

@@ -1,5 +1,6 @@
 """The processes of an engine when its actor is killed: stand-ins for the actor, vLLM's engine process and a worker."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,18 +10,22 @@ import time
 import psutil
 import pytest
 
-from workers.engines.orphans import ACTOR
+from workers import vllm_surface
+from workers.engines.orphans import ACTOR, POLL_S
+from workers.engines.worker import RolloutWorker
 
 GONE_S = 20.0
 WORKER = """
 import os, time
-from dapo.sandbox.kernel import die_with
-from workers.engines.orphans import end_with_actor
-die_with(os.getppid())
-end_with_actor()
+{}
 print(os.getppid(), os.getpid(), flush=True)
 time.sleep(600)
 """
+AS_VLLM = WORKER.format("import workers.engines.extension")
+QUICK = WORKER.format(
+    "from dapo.sandbox.kernel import die_with; from workers.engines.orphans import end_with_actor; "
+    "die_with(os.getppid()); end_with_actor()"
+)
 START = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
 NAMED = f"import os; os.environ[{ACTOR!r}] = str(os.getpid()); {START}"
 
@@ -40,7 +45,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("between", [True, False], ids=["several processes", "one"])
 def test_an_engine_whose_actor_is_killed_ends(between):
-    actor, pids = started(NAMED, *([START] if between else []), WORKER)
+    actor, pids = started(NAMED, START, AS_VLLM) if between else started(NAMED, QUICK)
     try:
         assert (pids[0] == actor.pid) != between and not any(map(gone, pids))
         actor.kill()
@@ -56,10 +61,22 @@ def test_an_engine_whose_actor_is_killed_ends(between):
 
 
 def test_an_engine_whose_actor_lives_is_left_alone():
-    actor, pids = started(NAMED, START, WORKER)
+    actor, pids = started(NAMED, START, QUICK)
     try:
-        time.sleep(3.0)
+        time.sleep(3 * POLL_S)
         assert not any(map(gone, pids))
     finally:
         os.kill(pids[0], signal.SIGKILL)
         actor.wait(GONE_S)
+
+
+def test_the_actor_tells_the_processes_of_its_engine_who_it_is(monkeypatch):
+    def refused(**given) -> None:
+        raise ValueError("no engine today")
+
+    monkeypatch.setenv(ACTOR, "")
+    for name in ("AsyncEngineArgs", "AsyncLLM", "WeightTransferConfig"):
+        monkeypatch.setattr(vllm_surface, name, refused, raising=False)
+    with pytest.raises(ValueError, match="no engine today"):
+        asyncio.run(RolloutWorker().start("model", {}))
+    assert os.environ[ACTOR] == str(os.getpid())

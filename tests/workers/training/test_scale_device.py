@@ -14,7 +14,7 @@ from workers.training.update import Updater
 
 @pytest.mark.parametrize(("offload", "device"), [("none", "cuda"), ("phase", "cuda"), ("host", "cpu")])
 def test_the_scale_is_on_the_device_of_the_gradients(monkeypatch, offload, device):
-    """Without that a step in float16 with `actor.offload=host` divides by what its memory held before."""
+    """A step in float16 with `actor.offload=host` would divide by what its memory held before."""
     asked = []
     monkeypatch.setattr(update, "LossScale", lambda *given: asked.append(given))
     cfg = Config()

@@ -156,7 +156,7 @@ def pair(timeout_s: float = LONG_S) -> tuple[WeightGroup, WeightGroup]:
 
 
 def test_errors_of_nccl_are_raised_and_end_no_process(nccl, monkeypatch):
-    """By default a thread of torch's ends the process, half a minute after a member is gone."""
+    """A thread of torch's would end the process, half a minute after a member is gone."""
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
     first, _ = pair()
     assert [each.blocking_wait for each in nccl] == ["1", "1"] and BLOCKING_WAIT not in os.environ
@@ -200,7 +200,7 @@ def test_a_member_that_never_comes_ends_the_wait_for_it(nccl, given_up):
 
 
 def test_an_end_that_is_opened_again_leaves_the_group_before(nccl):
-    """In its destructor NCCL's group warns, and ends the process where it cannot abort."""
+    """The destructor of NCCL's group warns, and ends the process where it cannot abort."""
     sender = WeightSender(lambda: iter(()), [("a", (2,))], dtype="float32", bucket_bytes=8, rank=0, device=CPU)
     first = sender.open("broadcast", "127.0.0.1", LONG_S)
     sender._transport._device = GPU
