@@ -158,7 +158,7 @@ USES: dict[str, tuple[Name, ...]] = {
             "data_parallel_size nnodes prefill_context_parallel_size max_model_len",
         ),
     ),
-    "dapo/config/vllm_source.py": (
+    "dapo/config/facts/vllm_source.py": (
         Name(path="vllm.engine.arg_utils:EngineArgs"),
         Name(path=_ARGS),
     ),

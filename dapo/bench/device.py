@@ -2,9 +2,9 @@
 out.
 
 The update is the product's own, from the weights' files to the optimizer step. MFU = model FLOPs / seconds / peak
-FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the
-head at response tokens only, causal attention at half of its square), the backward pass counting twice; what activation
-checkpointing computes again does not count.
+FLOPs, where model FLOPs = 3 x the forward pass (`dapo.config.facts.model_shape`: matrices 2 FLOPs per weight and token,
+the head at response tokens only, causal attention at half of its square), the backward pass counting twice; what
+activation checkpointing computes again does not count.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench.actor import LEARNT_NOTHING
 from dapo.bench.setting import random_batch, tiny_config
-from dapo.config.model_shape import read_config, read_shape
+from dapo.config.facts.model_shape import read_config, read_shape
 from dapo.config.schema import Config
 from dapo.types import TrainBatch
 from workers.actor import ActorWorker, split_batch

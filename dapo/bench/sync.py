@@ -16,7 +16,7 @@ from pathlib import Path
 from dapo.bench.setting import cluster
 from dapo.bench.shapes import SYNC_SHAPES
 from dapo.config.checks import validate
-from dapo.config.model_shape import read_shape
+from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table

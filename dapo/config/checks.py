@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
+from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
@@ -18,7 +19,6 @@ from dapo.config.rules.placement import placement
 from dapo.config.rules.reward_model import reward_model
 from dapo.config.rules.sources import sources
 from dapo.config.schema import Config
-from dapo.config.vllm_source import engine_arguments
 
 # Engine arguments that dapo sets itself from other keys.
 OWN_ENGINE_ARGS = {

@@ -8,11 +8,11 @@ import functools
 import re
 from collections.abc import Collection, Iterator
 
+from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.fields import ITEM, keys
 from dapo.config.paths import config_dir
 from dapo.config.plan import PlanConfig
 from dapo.config.schema import Config
-from dapo.config.vllm_source import engine_arguments
 
 ENGINE = "rollout.vllm"
 PLAN = "plan"  # the section of `dapo.plan` alone

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.actor import ModelConfig
-from dapo.config.model_shape import UnknownShape, read_config
+from dapo.config.facts.model_shape import UnknownShape, read_config
 from dapo.config.paths import not_on_hub
 from dapo.data.files import shown
 from dapo.types import Prompt

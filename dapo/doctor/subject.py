@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from dapo.config.model_shape import ModelShape, UnknownShape, read_config, shape_of
+from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_config, shape_of
 from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dapo.config.model_files import INDEX, SINGLE, weights_problems
+from dapo.config.facts.model_files import INDEX, SINGLE, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors

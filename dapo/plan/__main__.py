@@ -6,14 +6,14 @@ Prints memory per GPU and phase, the KV cache of an engine, checkpoint size, and
 with their arithmetic; assumptions are keys of `plan`. Exits with 1 and the keys to change when something cannot fit.
 With `--job` it prints what `launch/slurm/train.sbatch` reads instead: how many seconds before a time limit the run must
 be signalled, its output directory, and what it goes on from. Starts no worker and needs no network: the shapes of the
-shipped experiments' models are here (`dapo.config.model_shape`).
+shipped experiments' models are here (`dapo.config.facts.model_shape`).
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 
 from dapo.config.compose import compose
-from dapo.config.model_shape import ModelShape, read_config, shape_of
+from dapo.config.facts.model_shape import ModelShape, read_config, shape_of
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import batches
 from dapo.config.rules.model import architecture_problems, heads_problems

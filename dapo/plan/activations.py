@@ -7,7 +7,7 @@ of keys, e the bytes of an element.
 
 from dataclasses import dataclass
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.plan.terms import Term
 
 FLOAT32 = 4

@@ -10,7 +10,7 @@ layer's forward pass to the end of the backward pass.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 from dapo.derived import LENT_TRANSPORT, lends, num_shards, resolve_transport

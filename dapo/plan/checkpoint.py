@@ -1,6 +1,6 @@
 """Counts what one checkpoint takes on disk: a configuration in, terms in bytes out."""
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.plan.actor import ActorMemory
 from dapo.plan.terms import Term, product

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.derived import gpus_per_engine, resolve_transport

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import num_shards
 from dapo.plan.actor import device_of

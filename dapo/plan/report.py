@@ -2,7 +2,7 @@
 
 import textwrap
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of

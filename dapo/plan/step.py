@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import lends, lent_engines, optimizer_steps, takes_turns
 from dapo.packing import estimated_work, pack

@@ -15,7 +15,7 @@ from dapo.bench.actor import batch_of, response_lengths
 from dapo.bench.device import random_weights
 from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import tiny_config
-from dapo.config.model_shape import read_shape
+from dapo.config.facts.model_shape import read_shape
 from workers.actor import split_batch
 from workers.training.files.loading import load_parameters, meta_model
 from workers.training.forward.attention import PACKED_ATTENTION

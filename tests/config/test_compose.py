@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo.config import vllm_source
 from dapo.config.compose import checked_overrides, compose, to_config
+from dapo.config.facts import vllm_source
+from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import experiments, hint
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
-from dapo.config.vllm_source import engine_arguments
 from dapo.state.run_dir import HEADER, claim_output_dir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dapo.config.compose import compose
+from dapo.config.facts.vllm_source import BOUNDS, Section, allowed, engine_arguments
 from dapo.config.names import JUDGE
 from dapo.config.rules.engine import batches, values
-from dapo.config.vllm_source import BOUNDS, Section, allowed, engine_arguments
 
 V = "rollout.vllm"
 NGRAM = "method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4"

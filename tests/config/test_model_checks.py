@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dapo.config import fields
 from dapo.config.actor import LoraConfig
-from dapo.config.model_files import shapes, weights_problems
+from dapo.config.facts.model_files import shapes, weights_problems
 from dapo.config.rules.model import actor, served
 from dapo.config.schema import Config
 

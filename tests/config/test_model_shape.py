@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.config.model_shape import UnknownShape, positions, read_config, read_shape, shape_of
+from dapo.config.facts.model_shape import UnknownShape, positions, read_config, read_shape, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # As the hub counts them in the published safetensors files.

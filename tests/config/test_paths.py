@@ -107,3 +107,35 @@ def test_where_there_is_a_network_the_hubs_own_words_are_told(monkeypatch: pytes
     found, remedy = not_on_hub("model.path", "a/b", OSError("\n401 it is gated\nmore"))
     assert found == "`model.path` (a/b): OSError: 401 it is gated" and "HF_TOKEN" in remedy
     assert not_on_hub("model.path", "b", OSError(""))[0].endswith(", and OSError: no message")
+
+
+def test_paths_resolve_or_stay_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert resolve_path("model") == str(tmp_path / "model")
+    assert resolve_path("pkg://dapo/types.py") == str(Path(resolve_path("pkg://dapo/pools.py")).with_name("types.py"))
+    assert Path(resolve_path("pkg://dapo/types.py")).is_absolute()
+    for name in ("gpt2", "Qwen/Qwen2.5-32B", "open-r1/DAPO-Math-17k-Processed:train"):
+        assert checked_path(name, key="model.path") == name
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        pytest.param("data/trian.parquet", "did you mean data/train.parquet", id="file-misspelt"),
+        pytest.param("./other.jsonl", "give an existing path", id="nothing-near"),
+        pytest.param("nowhere/a.jsonl", "nor does its folder .*/nowhere", id="no-folder"),
+        pytest.param("runs/a/checkpoints", "nor does its folder", id="two-slashes"),
+        pytest.param("/nowhere/model", "nor does its folder /nowhere", id="absolute"),
+        pytest.param("~/no-such-model-here", "does not exist in", id="home"),
+        pytest.param("pkg://dapo/type.py", "did you mean pkg://dapo/types.py", id="package-file"),
+        pytest.param("pkg://dapoo/types.py", "the package is not installed", id="package"),
+    ],
+)
+def test_a_path_that_does_not_exist(value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").touch()
+    with pytest.raises(ValueError, match=message) as error:
+        checked_path(value, key="model.path")
+    assert f"`model.path` ({value})" in str(error.value)

@@ -1,10 +1,7 @@
 """Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
 
-import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dapo.config.paths import checked_path, resolve_path
-from dapo.data.prompts import DataReport, fingerprint, load_prompts
+from dapo.data.prompts import DataReport, load_prompts
 from dapo.types import Prompt
-from tests.data.test_order import prompts_of
 
 KEY = "data.train_files"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; it adds a BOS of its own whenever special tokens are asked for, as Llama's does."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<end>", *map(chr, range(32, 127))])}
-    model = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    model.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    made = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<bos>", eos_token="<end>")
-    made.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-        "{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-    )
-    return made
 
 
 def row(question: Any = "1+1", truth: Any = "2", **changes: Any) -> dict[str, Any]:
@@ -265,96 +244,3 @@ def test_a_name_that_no_hub_knows(tokenizer: PreTrainedTokenizerFast, monkeypatc
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"`data.train_files`: a/b:test is no local file .*a/b and test"):
         load("a/b:test", tokenizer)
-
-
-def test_paths_resolve_or_stay_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    assert resolve_path("model") == str(tmp_path / "model")
-    assert resolve_path("pkg://dapo/types.py") == str(Path(resolve_path("pkg://dapo/pools.py")).with_name("types.py"))
-    assert Path(resolve_path("pkg://dapo/types.py")).is_absolute()
-    for name in ("gpt2", "Qwen/Qwen2.5-32B", "open-r1/DAPO-Math-17k-Processed:train"):
-        assert checked_path(name, key="model.path") == name
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        pytest.param("data/trian.parquet", "did you mean data/train.parquet", id="file-misspelt"),
-        pytest.param("./other.jsonl", "give an existing path", id="nothing-near"),
-        pytest.param("nowhere/a.jsonl", "nor does its folder .*/nowhere", id="no-folder"),
-        pytest.param("runs/a/checkpoints", "nor does its folder", id="two-slashes"),
-        pytest.param("/nowhere/model", "nor does its folder /nowhere", id="absolute"),
-        pytest.param("~/no-such-model-here", "does not exist in", id="home"),
-        pytest.param("pkg://dapo/type.py", "did you mean pkg://dapo/types.py", id="package-file"),
-        pytest.param("pkg://dapoo/types.py", "the package is not installed", id="package"),
-    ],
-)
-def test_a_path_that_does_not_exist(value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.parquet").touch()
-    with pytest.raises(ValueError, match=message) as error:
-        checked_path(value, key="model.path")
-    assert f"`model.path` ({value})" in str(error.value)
-
-
-def test_fingerprint_depends_on_content_and_order(tokenizer: PreTrainedTokenizerFast) -> None:
-    first, second = prompts_of(2)
-    assert fingerprint([first, second], tokenizer) == fingerprint(prompts_of(2), tokenizer)
-    others = [[first, second], [second, first], [first], []]
-    others += [
-        [replace(first, ground_truth="2")],
-        [replace(first, source="t")],
-        [replace(first, messages=(("a", "b"),))],
-    ]
-    assert len({fingerprint(each, tokenizer) for each in others}) == len(others)
-
-
-DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}"
-# As Llama 3 has it: in a macro, behind a test for the function.
-GUARDED = (
-    "{% macro date() %}{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}{% endmacro %}"
-    "{{ date() }} {% for m in messages %}{{ m.role[0] }}:{{ m.content }}<end>{% endfor %}"
-)
-
-
-def with_template(tokenizer: PreTrainedTokenizerFast, template: Any) -> PreTrainedTokenizerFast:
-    made = copy.deepcopy(tokenizer)
-    made.chat_template = template
-    return made
-
-
-@pytest.mark.parametrize("template", [DATED, GUARDED, {"default": GUARDED, "tool_use": "{{ messages[0].content }}"}])
-def test_a_template_writes_the_date_that_it_is_given(
-    template: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """A run that is continued after midnight trains on the same prompts."""
-    dated, name = with_template(tokenizer, template), write_jsonl(tmp_path / "a.jsonl", [row("1+1")])
-    first, again, real = [
-        load_prompts([name], dated, max_prompt_length=100, max_contradictory=0.1, key=KEY, today=today)[0]
-        for today in (datetime(2020, 2, 3, 23, 59), datetime(2020, 2, 3), None)
-    ]
-    assert first[0].text == again[0].text == "03 Feb 2020 u:1+1<end>"
-    assert first[0].token_ids.tolist() == again[0].token_ids.tolist()
-    assert real[0].text != first[0].text and datetime.now().strftime("%Y") in real[0].text
-    assert fingerprint(first, dated) == fingerprint(real, dated), "and the date itself is no other data"
-
-
-def test_a_template_without_a_date_is_rendered_as_ever(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    given: list[dict[str, Any]] = []
-    plain = with_template(tokenizer, tokenizer.chat_template)
-    apply = plain.apply_chat_template
-    plain.apply_chat_template = lambda messages, **options: given.append(options) or apply(messages, **options)
-    name = write_jsonl(tmp_path / "a.jsonl", [row("1+1")])
-    load_prompts([name], plain, max_prompt_length=100, max_contradictory=0.1, key=KEY, today=datetime(2020, 2, 3))
-    assert given == [{"tokenize": False, "add_generation_prompt": True}]
-
-
-def test_fingerprint_depends_on_template_and_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
-    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<end>", *map(chr, range(126, 31, -1))])}
-    model = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    other = PreTrainedTokenizerFast(tokenizer_object=model, chat_template=tokenizer.chat_template)
-    tokenizers = [tokenizer, other, with_template(tokenizer, DATED), with_template(tokenizer, DATED + " ")]
-    assert len({fingerprint(prompts_of(2), each) for each in tokenizers}) == len(tokenizers)

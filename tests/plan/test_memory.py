@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dapo.config.model_shape import shape_of
+from dapo.config.facts.model_shape import shape_of
 from dapo.plan.activations import Activations
 from workers.training.forward.attention import PACKED_ATTENTION, Segments
 from workers.training.forward.recompute import checkpoint_activations

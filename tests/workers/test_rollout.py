@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.config.model_shape import shape_of
+from dapo.config.facts.model_shape import shape_of
 from dapo.plan.engine import EngineMemory
 from dapo.report.names import undocumented
 from dapo.tiny.random_model import make_random_model

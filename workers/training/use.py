@@ -3,9 +3,9 @@
 In: what each rank says of itself, the batch, the seconds. Out: metrics of `perf/rank/`.
 
 MFU = model FLOPs / (seconds × GPUs × peak FLOP/s, `dapo.config.devices`). Model FLOPs of an optimizer step = 3 × the
-forward pass (`dapo.config.model_shape`: matrices 2 FLOPs per weight and token, the head at response tokens only, causal
-attention at half of its square), the backward pass counting twice; 2 × with LoRA, where the model's matrices get no
-gradient. What checkpointing computes again, and old or reference log-probabilities, do not count.
+forward pass (`dapo.config.facts.model_shape`: matrices 2 FLOPs per weight and token, the head at response tokens only,
+causal attention at half of its square), the backward pass counting twice; 2 × with LoRA, where the model's matrices get
+no gradient. What checkpointing computes again, and old or reference log-probabilities, do not count.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from dapo.config.devices import peak_flops
-from dapo.config.model_shape import ModelShape
+from dapo.config.facts.model_shape import ModelShape
 from dapo.measure.usage import RankUse, resident_bytes
 from dapo.types import TrainBatch
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.config.model_shape import ModelShape, UnknownShape, read_shape
+from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_shape
 from dapo.packing import ATTENTION_EQUALS_REST_TOKENS, pack
 from dapo.types import TrainBatch, TrainSequence
 

@@ -1,7 +1,7 @@
 """Checks of vLLM's engine arguments before any worker starts; an engine would die of them minutes later.
 
 In: `rollout.vllm`, or a judge's. Out: one line per problem, with key, value and remedy. What each argument may hold
-comes from the installed vLLM's source (`dapo.config.vllm_source`); what that leaves open is left to vLLM.
+comes from the installed vLLM's source (`dapo.config.facts.vllm_source`); what that leaves open is left to vLLM.
 """
 
 import builtins
@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dapo.config.facts.vllm_source import Allowed, Section, allowed
 from dapo.config.fields import TYPES
 from dapo.config.names import ENGINE, nearest
 from dapo.config.schema import Config
-from dapo.config.vllm_source import Allowed, Section, allowed
 
 SWITCHES = "0 1 f false n no off on t true y yes".split()  # texts that pydantic reads as such
 SECRET = "hf_token"  # of which nothing is told

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dapo.config.model_shape import UnknownShape, read_config
+from dapo.config.facts.model_shape import UnknownShape, read_config
+from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import JUDGE, nearest
 from dapo.config.paths import checked_path
 from dapo.config.reward import JudgeEngineConfig
 from dapo.config.rules.engine import values
 from dapo.config.rules.model import shares_problems, window_problems
 from dapo.config.schema import Config
-from dapo.config.vllm_source import engine_arguments
 
 KEY, WINDOW = "reward.judge.engine", "max_model_len"
 # Arguments that dapo sets itself, and the key to use in their place.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo.config.model_files import INDEX, SINGLE, shapes
-from dapo.config.model_shape import UnknownShape, head_shares, positions, read_config
+from dapo.config.facts.model_files import INDEX, SINGLE, shapes
+from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config
 from dapo.config.names import nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config

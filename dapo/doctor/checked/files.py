@@ -6,7 +6,7 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node.
 import os
 from pathlib import Path
 
-from dapo.config.model_files import weights_problems
+from dapo.config.facts.model_files import weights_problems
 from dapo.config.paths import not_on_hub
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question, sizes_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dapo.bench.setting import random_batch
-from dapo.config.model_shape import read_shape
+from dapo.config.facts.model_shape import read_shape
 from dapo.measure.usage import RankUse
 from dapo.report.names import undocumented
 from dapo.types import TrainBatch

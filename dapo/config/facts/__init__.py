@@ -1,0 +1,1 @@
+"""Reads what a configuration is checked against: files of a model, the source of the installed vLLM."""
