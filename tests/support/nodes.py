@@ -62,12 +62,16 @@ class Node:
         raylet.kill()
 
     def stop(self) -> None:
-        """Ends all of it."""
+        """Ends all of it, and waits until the cluster knows: what starts next is placed on no node that is gone."""
         self._process.terminate()
         try:
             self._process.wait(timeout=JOINED_S)
         finally:
             self._process.kill()
+        deadline = time.monotonic() + JOINED_S
+        while any(each["NodeID"] == self.id and each["Alive"] for each in ray.nodes()):
+            assert time.monotonic() < deadline, "the cluster keeps a node that has ended"
+            time.sleep(0.2)
 
 
 class OnNodes(Placement):
