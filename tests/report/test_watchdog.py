@@ -3,7 +3,6 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +10,8 @@ from dapo.report import console, watchdog
 from dapo.report.watchdog import Member, Watchdog, waiting
 
 EVERY_S = 60.0
+
+pytestmark = pytest.mark.usefixtures("open_waits")
 
 
 class Clock:
@@ -37,7 +38,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(watchdog, "time", made)
     monkeypatch.setattr(console, "time", made)
     monkeypatch.setattr(console, "_printed_at", -math.inf)
-    monkeypatch.setattr(watchdog, "_open", {})
     made.dog = Watchdog(EVERY_S)
     return made
 
@@ -128,9 +128,3 @@ def test_a_line_of_anybody_counts_as_a_sign_of_life() -> None:
         before = time.monotonic()
         speak("a step")
         assert before <= console.printed_at() <= time.monotonic()
-
-
-@pytest.fixture(autouse=True)
-def none_left() -> Iterator[None]:
-    yield
-    assert watchdog._open == {}

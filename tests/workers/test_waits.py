@@ -20,6 +20,8 @@ from workers.remote import wait
 from workers.scoring.fleet import Fleet
 from workers.training.ranks import Ranks
 
+pytestmark = pytest.mark.usefixtures("open_waits")
+
 
 def lines() -> list[str]:
     """What would be told now if every wait were 100 s older, with # for seconds that count."""
