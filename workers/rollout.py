@@ -260,12 +260,14 @@ class RolloutPool(WeightUpdates):
         return await self.keeper.lose_silent(members, grace_s)
 
     async def canaries(self, members: Sequence[int]) -> list[TrainSequence]:
-        """Returns a few tokens from each of these engines that has started again and not served since."""
+        """Returns a few tokens from each of these engines that has started again and not served since; others at each
+        call."""
         new = [slot for number in members if not (slot := self._slots[number]).proven]
         return list(await asyncio.gather(*[self._canary(slot) for slot in new]))
 
     async def _canary(self, slot: EngineSlot) -> TrainSequence:
-        name, unfinished = f"canary-{slot.number}-{slot.restarts}", Unfinished(seed=slot.restarts)
+        slot.compared += 1  # other tokens each time
+        name, unfinished = f"canary-{slot.number}-{slot.compared}", Unfinished(seed=slot.compared)
         sampling = replace(CANARY, temperature=self._cfg.temperature)  # the actors compute at this one
         responses = self._from(slot, name, self._prompt, sampling, {0: unfinished})
         [response] = [response async for _, response in responses]

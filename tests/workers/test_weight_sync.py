@@ -181,6 +181,27 @@ def test_engines_that_compute_otherwise_after_a_sleep_sleep_less_deep_and_are_co
     asyncio.run(run())
 
 
+def test_rounding_over_a_few_tokens_is_told_from_other_weights_by_other_tokens():
+    """An engine passes once it agrees; those beside it need not do so with the same tokens."""
+    ends = Recorder()
+    draws = [[canary(-0.2), canary(0.0)], [canary(0.0), canary(-0.2)], [canary(-0.2)] * 2]
+
+    async def drawn(members):
+        return draws.pop(0)
+
+    async def run():
+        sync = ends.sync()
+        ends.canaries = drawn
+        await sync(1)
+        assert ends.admitted == [(0, 1, 2)] and len(draws) == 1, "no weights were sent again"
+        draws[:] = [[canary(-0.2)], [canary(np.nan)], [canary(-0.3)], [canary(0.0)]]
+        with pytest.raises(RemoteError, match=r"\(mean difference nan, .*, by 3 draws of tokens\)"):
+            await sync.rejoin(1)
+        assert len(draws) == 1
+
+    asyncio.run(run())
+
+
 def test_another_failure_of_a_sync_does_not_change_how_engines_sleep():
     ends = Recorder(fails_once("load", 3))
     ends.lighter = [True]

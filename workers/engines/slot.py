@@ -28,8 +28,8 @@ MISSED = 4  # pulses in a row that tell of an actor that stands still, and not o
 class EngineSlot:
     """Holds one engine. requests: responses that it runs or that wait in it. serving: it holds the weights of the
     version that all serve. version: that one. proven: it has not started again, or was compared with the actors since.
-    rested: it has slept since it started. lent: it is on the actors' GPUs while others have GPUs of their own. limit:
-    on its restarts. follower: of what it does.
+    compared: how often, the engines before it in its place included. rested: it has slept since it started. lent: it is
+    on the actors' GPUs while others have GPUs of their own. limit: on its restarts. follower: of what it does.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EngineSlot:
         self.serving = False
         self.version = 0
         self.proven, self.rested = True, False
-        self.restarts = 0
+        self.restarts = self.compared = 0
         self._options = options
         self._cfg = cfg
         self._heard_of = time.monotonic()  # when it last computed, or had nothing to

@@ -1,4 +1,4 @@
-"""The canary of an engine that has started again is sampled as the actors compute it: at the run's temperature."""
+"""The canary of an engine that has started again: at the run's temperature, and other tokens each time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,17 +13,25 @@ from tests.support.fakes import make_response
 from workers.rollout import RolloutPool
 
 
-def test_it_is_sampled_at_the_temperature_of_the_run() -> None:
-    asked: list[Sampling] = []
+class Asked(RolloutPool):
+    """A pool that notes what its engines are asked for, by name."""
 
-    class Asked(RolloutPool):
-        def __init__(self) -> None:
-            self._cfg = RolloutConfig(temperature=0.6)
-            self._prompt = np.arange(1, 9, dtype=np.int32)
+    def __init__(self) -> None:
+        self._cfg = RolloutConfig(temperature=0.6)
+        self._prompt = np.arange(1, 9, dtype=np.int32)
+        self.asked: dict[str, tuple[Sampling, int]] = {}
 
-        async def _from(self, slot: Any, name: str, prompt: Any, sampling: Sampling, left: Any) -> AsyncIterator[Any]:
-            asked.append(sampling)
-            yield 0, make_response()
+    async def _from(self, slot: Any, name: str, prompt: Any, sampling: Sampling, left: Any) -> AsyncIterator[Any]:
+        self.asked[name] = sampling, left[0].seed
+        yield 0, make_response()
 
-    asyncio.run(Asked()._canary(SimpleNamespace(number=0, restarts=1)))  # type: ignore[arg-type]
-    assert [sampling.temperature for sampling in asked] == [0.6]
+
+def test_it_is_sampled_at_the_temperature_of_the_run_and_never_with_the_same_noise() -> None:
+    """Tokens that rounding parts would part both sides at each attempt, and end the run."""
+    pool, slot = Asked(), SimpleNamespace(number=0, restarts=1, compared=0)
+    for _ in range(3):
+        asyncio.run(pool._canary(slot))  # type: ignore[arg-type]
+    slot.restarts = 2
+    asyncio.run(pool._canary(slot))  # type: ignore[arg-type]
+    assert [sampling.temperature for sampling, _ in pool.asked.values()] == [0.6] * 4, "each has a name of its own"
+    assert [seed for _, seed in pool.asked.values()] == [1, 2, 3, 4]
