@@ -5,8 +5,10 @@ stands next to the process groups that FSDP and vLLM make for themselves; the en
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -47,11 +49,39 @@ class WeightGroup:
         self._until(lambda: self._store.check(everyone), f"for all {size} members")  # NCCL would wait for ever
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with _errors_raise():
-            group = dist.ProcessGroupNCCL(self._store, rank, size, options)
+        with _errors_raise():  # a store of its own: one that waits for a key lets nobody else ask
+            own = self._store.clone()  # type: ignore[attr-defined]
+            group = dist.ProcessGroupNCCL(own, rank, size, options)
         group._set_sequence_number_for_group()
-        group.eager_connect_single_device(device)  # else the first bucket pays for it
+        self._connect(group, device)  # else the first bucket pays for it
         return group
+
+    def _connect(self, group: "dist.ProcessGroupNCCL", device: torch.device) -> None:
+        """Connects the members in a thread. NCCL has no deadline there, and can be aborted only once it has connected:
+        the thread stays in it where the group is given up, and aborts what comes of it too late."""
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            failure = None
+            try:
+                group.eager_connect_single_device(device)
+            except RuntimeError as error:
+                failure = error
+            if not connected.set_running_or_notify_cancel():
+                group.abort()  # its destructor would end the process where it cannot
+            elif failure is None:
+                connected.set_result(None)
+            else:
+                connected.set_exception(failure)
+
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            self._until(connected.done, "for NCCL to connect them")
+        except RuntimeError:
+            if not connected.cancel():
+                group.abort()
+            raise
+        connected.result()
 
     def broadcast(self, data: Tensor) -> dist.Work:
         """Sends rank 0's `data` [N] uint8 into everyone's, in the background; `wait` before touching it."""

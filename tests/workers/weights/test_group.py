@@ -91,9 +91,11 @@ def test_a_member_that_dies_costs_the_others_no_time_and_they_meet_again(members
 
 
 class StandIn:
-    """NCCL's group as far as `WeightGroup` uses it: a broadcast ends when `ends` is set, or with the group."""
+    """NCCL's group as far as `WeightGroup` uses it: a broadcast ends when `ends` is set, or with the group. Nothing ends
+    the connecting but that all take part."""
 
     made: "list[StandIn]" = []
+    all_there = threading.Event()
     Options = SimpleNamespace
 
     def __init__(self, store, rank, size, options) -> None:
@@ -104,6 +106,7 @@ class StandIn:
     def _set_sequence_number_for_group(self) -> None: ...
 
     def eager_connect_single_device(self, device) -> None:
+        assert self.all_there.wait(SOON_S), "torch gives NCCL no deadline here"
         self.connected = device
 
     def broadcast(self, data, options):
@@ -118,6 +121,8 @@ class StandIn:
 def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(StandIn, "all_there", threading.Event())
+    StandIn.all_there.set()
     return StandIn.made
 
 
@@ -197,6 +202,38 @@ def test_a_member_that_never_comes_ends_the_wait_for_it(nccl, given_up):
         transport.close()
     assert ("given up" if given_up else "waited 0.5 s for all 2 members") in str(ended())
     assert nccl == []
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_member_that_is_lost_while_nccl_connects_holds_nobody(nccl, given_up):
+    """NCCL can be aborted only once it has connected: a thread stays in it, and aborts what comes of it too late."""
+    StandIn.all_there.clear()
+    sender = GroupTransport(8, CPU, "127.0.0.1", LONG_S if given_up else 0.5)
+    sender._device = GPU
+    other = find_store("127.0.0.1", sender.endpoint().port, LONG_S)
+    meet = lambda: WeightGroup(other, rank=1, size=2, device=GPU, timeout_s=LONG_S if given_up else 0.5)  # noqa: E731
+    waits = [in_thread(lambda: sender.join(1)), in_thread(meet)]
+    if given_up:
+        while len(nccl) < 2:
+            time.sleep(0.01)
+        sender.close()
+    for ended in waits:
+        assert ("given up" if given_up else "waited 0.5 s for NCCL to connect") in str(ended())
+    assert not any(each.aborted for each in nccl)
+    StandIn.all_there.set()
+    deadline = time.monotonic() + SOON_S
+    while [each.aborted for each in nccl] != [1, 1]:
+        assert time.monotonic() < deadline, "a group that nobody holds would warn, or end the process"
+        time.sleep(0.01)
+
+
+def test_what_nccl_says_where_it_does_not_connect_is_told(nccl, monkeypatch):
+    def refused(self, device) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(StandIn, "eager_connect_single_device", refused)
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        WeightGroup(serve_store("127.0.0.1", LONG_S), rank=0, size=1, device=GPU, timeout_s=LONG_S)
 
 
 def test_an_end_that_is_opened_again_leaves_the_group_before(nccl):
