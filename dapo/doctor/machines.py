@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dapo.doctor.checked.allreduce import LIMIT_S
-from dapo.doctor.checked.software import visible_gpus
+from dapo.doctor.checked.devices import visible_gpus
 
 CPU_RANKS = 2
 

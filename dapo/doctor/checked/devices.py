@@ -1,0 +1,87 @@
+"""Lists a node's GPUs, of one in MIG mode its slices, and those of them that CUDA shows to this process.
+
+In: what nvidia-smi prints, and CUDA_VISIBLE_DEVICES. Out: `Gpu`s. Nothing here touches a GPU, nor loads torch.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+SMI_S = 30.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """Describes one GPU, or a slice of one, as its driver does; memory in bytes. number: of the GPU on its node. uuids:
+    its own, and of a slice that of its GPU too."""
+
+    number: int
+    uuids: tuple[str, ...]
+    name: str
+    total: float
+    used: float
+
+    def is_called(self, name: str) -> bool:
+        """Returns whether an entry of CUDA_VISIBLE_DEVICES means it: a number, or the beginning of a UUID."""
+        if name.isdecimal():
+            return int(name) == self.number
+        return name.startswith(("GPU-", "MIG-")) and any(uuid.startswith(name) for uuid in self.uuids)
+
+
+def seen_gpus() -> list[Gpu]:
+    """Returns this node's GPUs and slices, as nvidia-smi lists them; empty where there is none of either."""
+    try:
+        described = ElementTree.fromstring(_smi("-q", "-x"))
+    except ElementTree.ParseError:
+        return []
+    found, slices = [], list[list[tuple[str, str]]]()
+    for number, gpu in enumerate(described.iter("gpu")):
+        name, uuid = gpu.findtext("product_name", ""), gpu.findtext("uuid", "")
+        if gpu.findtext("mig_mode/current_mig") != "Enabled":
+            found += [Gpu(number=number, uuids=(uuid,), name=name, **memory) for memory in _memory(gpu)]
+            continue
+        slices = slices or _slices()
+        for part, (profile, own) in zip(gpu.iter("mig_device"), slices[number], strict=True):
+            title, uuids = f"{name} MIG {profile}", (own, uuid)
+            found += [Gpu(number=number, uuids=uuids, name=title, **memory) for memory in _memory(part)]
+    return found
+
+
+def visible_gpus() -> list[Gpu]:
+    """Returns those that CUDA_VISIBLE_DEVICES names, in its order and, as CUDA reads it, up to the first entry that
+    names none; without it all GPUs. Of a GPU in MIG mode CUDA takes the first slice."""
+    seen, found = seen_gpus(), list[Gpu]()
+    given = os.environ.get(VISIBLE)
+    names = [str(gpu.number) for gpu in seen] if given is None else given.split(",")
+    for name in dict.fromkeys(each.strip() for each in names):
+        named = [gpu for gpu in seen if gpu.is_called(name)]
+        if not named:
+            break
+        found.append(named[0])
+    return found
+
+
+def _memory(device: ElementTree.Element) -> Iterator[dict[str, float]]:
+    """Yields a device's bytes; nothing where it has no memory of its own."""
+    texts = {name: device.findtext(f"fb_memory_usage/{name}", "") for name in ("total", "used")}
+    numbers = {name: re.fullmatch(r"(\d+) MiB", text.strip()) for name, text in texts.items()}
+    if numbers["total"]:
+        yield {name: float(number[1]) * 2**20 if number else 0.0 for name, number in numbers.items()}
+
+
+def _slices() -> list[list[tuple[str, str]]]:
+    """Returns profile and UUID of each slice, by GPU: the longer description has neither."""
+    parts = re.split(r"^GPU \d+:", _smi("-L"), flags=re.MULTILINE)[1:]
+    return [re.findall(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", part, re.MULTILINE) for part in parts]
+
+
+def _smi(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,108 @@
+"""Which GPUs a process may use, on machines that a stand-in for nvidia-smi describes."""
+
+from pathlib import Path
+
+import pytest
+
+from dapo.config.compose import compose
+from dapo.doctor.checked import planned
+from dapo.doctor.checked.devices import seen_gpus, visible_gpus
+from dapo.doctor.checks import CHECKS, diagnose
+from dapo.doctor.machines import ThisMachine
+from dapo.doctor.subject import Subject
+
+MIB = 2**20
+MIXED = [
+    ("A10", "GPU-aaaa-1", 24_000, 11, ""),
+    ("H100", "GPU-bbbb-2", 80_000, 5_000, ""),
+    ("A10", "GPU-aacc-3", 24_000, 13, ""),
+]
+SLICES = [("1g.10gb", "MIG-1111-a", 9_728, 12), ("3g.40gb", "MIG-2222-b", 40_192, 30)]
+SLICED = [("H100", "GPU-bbbb-2", 81_559, 5, ""), ("H100", "GPU-dddd-4", 81_559, 0, SLICES)]
+
+
+def described(gpu: tuple) -> str:
+    name, uuid, total, used, slices = gpu
+    inner = "".join(
+        f"<mig_device><index>{index}</index><fb_memory_usage><total>{slice_total} MiB</total>"
+        f"<used>{slice_used} MiB</used></fb_memory_usage></mig_device>"
+        for index, (_, _, slice_total, slice_used) in enumerate(slices)
+    )
+    return (
+        f"<gpu><product_name>{name}</product_name><mig_mode><current_mig>{'Enabled' if slices else 'N/A'}</current_mig>"
+        f"</mig_mode><mig_devices>{inner or 'None'}</mig_devices><uuid>{uuid}</uuid><fb_memory_usage>"
+        f"<total>{total} MiB</total><used>{used} MiB</used></fb_memory_usage></gpu>"
+    )
+
+
+def listed(number: int, gpu: tuple) -> str:
+    name, uuid, _, _, slices = gpu
+    lines = [f"GPU {number}: {name} (UUID: {uuid})"]
+    lines += [f"  MIG {kind}     Device  {index}: (UUID: {one})" for index, (kind, one, _, _) in enumerate(slices)]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Describes this machine's GPUs, and what CUDA_VISIBLE_DEVICES says."""
+
+    def give(gpus: list[tuple], visible: str | None) -> None:
+        (tmp_path / "gpus.xml").write_text(
+            f"<?xml version='1.0' ?><!DOCTYPE nvidia_smi_log SYSTEM 'nvsmi_device_v12.dtd'><nvidia_smi_log>"
+            f"{''.join(map(described, gpus))}</nvidia_smi_log>"
+        )
+        (tmp_path / "list").write_text("\n".join(listed(*each) for each in enumerate(gpus)))
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && exec cat {tmp_path}/list\nexec cat {tmp_path}/gpus.xml\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "totals"),
+    [
+        (MIXED, None, [24_000, 80_000, 24_000]),
+        (MIXED, "1", [80_000]),
+        (MIXED, " 2, 1", [24_000, 80_000]),
+        (MIXED, "GPU-bbbb", [80_000]),
+        (MIXED, "1,-1,0", [80_000]),
+        (MIXED, "1,9,0", [80_000]),
+        (MIXED, "1,GPU-none,0", [80_000]),
+        (MIXED, "", []),
+        (MIXED, "NoDevFiles", []),
+        (SLICED, "MIG-2222-b", [40_192]),
+        (SLICED, "MIG-1111-a,MIG-2222-b", [9_728, 40_192]),
+        (SLICED, "GPU-dddd-4", [9_728]),
+        (SLICED, None, [81_559, 9_728]),
+    ],
+)
+def test_the_gpus_that_cuda_visible_devices_names_are_those_that_count(machine, gpus, visible, totals):
+    """The first n of nvidia-smi are others, and CUDA stops at the first name that it does not know."""
+    machine(gpus, visible)
+    assert [gpu.total / MIB for gpu in visible_gpus()] == totals
+    assert ThisMachine().gpus() == len(totals)
+
+
+def test_a_slice_has_the_memory_of_a_slice(machine):
+    machine(SLICED, None)
+    found = [(gpu.name, gpu.total / MIB, gpu.used / MIB) for gpu in seen_gpus()]
+    assert found == [("H100", 81_559, 5), ("H100 MIG 1g.10gb", 9_728, 12), ("H100 MIG 3g.40gb", 40_192, 30)]
+    machine(SLICED, "MIG-1111-a")
+    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
+    assert planned.verdict(subject).found.startswith("with the 10.20 GB that are there")
+
+
+def test_what_is_told_of_gpus_is_told_of_those_that_are_visible(machine):
+    look = [check for check in CHECKS if check.name == "GPUs"]
+    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
+    machine(MIXED, "1")
+    [outcome] = diagnose(subject, ThisMachine(), look)
+    assert "1 x H100, 83.89 GB" in outcome.finding.found
+    machine(MIXED, "7")
+    [outcome] = diagnose(subject, ThisMachine(), look)
+    assert "no GPU in CUDA_VISIBLE_DEVICES (7)" in outcome.finding.found
