@@ -56,6 +56,7 @@ CHECKS = (
     Check("packages", NODE, "versions against `docker/*.lock`", software.packages),
     Check("libraries", NODE, "libnuma, where vLLM computes on a CPU", software.libraries, cheap=True),
     Check("GPUs", NODE, "the driver's CUDA against torch's; memory that others hold", software.gpus),
+    Check("allocator", NODE, "expandable segments, where engines open ranks' memory", software.allocator, cheap=True),
     Check("open files", NODE, "RLIMIT_NOFILE", limits.open_files, cheap=True),
     Check("processes", NODE, "RLIMIT_NPROC, and pids.max of a container", limits.processes, cheap=True),
     Check("shared memory", NODE, "size of /dev/shm", limits.shared_memory, cheap=True),

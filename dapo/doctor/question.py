@@ -12,6 +12,7 @@ from pathlib import Path
 from dapo.config.paths import checked_path, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
+from dapo.derived import LENT_TRANSPORT, lends, resolve_transport
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION
 
@@ -26,7 +27,8 @@ class Question:
     driver's, and not one of Ray's on a node. python: the driver's version. lock: the name of
     `pins`, empty without one. pins: versions by package. models: paths or hub names by key. files: paths on the
     driver by key: code that every node runs. data: the same, which the driver alone reads. sizes: bytes of the files in
-    a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs.
+    a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs. shares: whether ranks
+    hand weights to engines in memory of a GPU.
     """
 
     joined: bool
@@ -39,6 +41,7 @@ class Question:
     data: dict[str, str]
     sizes: dict[str, dict[str, int]]
     gpus: bool
+    shares: bool
 
 
 def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question:
@@ -68,6 +71,7 @@ def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question
         data=_data(cfg),
         sizes={key: sizes_of(Path(path)) for key, path in models.items() if Path(path).is_dir()},
         gpus=gpus,
+        shares=gpus and cfg.trainer.only == "both" and (lends(cfg) or resolve_transport(cfg) == LENT_TRANSPORT),
     )
 
 

@@ -166,12 +166,31 @@ def disk(total: int, free: int) -> Plant:
     return patched(limits.shutil, "disk_usage", small(total, free))
 
 
+def expandable(name: str, *overrides: str) -> Plant:
+    """A setting of torch's allocator that ranks inherit."""
+
+    def plant(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+        patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+        return [*overrides]
+
+    return plant
+
+
+ON_GPUS = ("trainer.device=cuda", "model.dtype=bfloat16", "actor.num_workers=1", "rollout.num_engines=1")
+APART = (*ON_GPUS, "trainer.colocate=none")
+TURNS, LENT = (*ON_GPUS, "trainer.colocate=time"), (*ON_GPUS, "trainer.colocate=lend")
 NEVER_DELETED = arguments("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
 PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
     ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
     ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
+    ("allocator", expandable("PYTORCH_CUDA_ALLOC_CONF", *TURNS), FAULT, ["CUDA_ALLOC_CONF", "ipc", "every node"]),
+    ("allocator", expandable("PYTORCH_ALLOC_CONF", *LENT), FAULT, ["PYTORCH_ALLOC_CONF (max", "ipc", "leave"]),
+    ("allocator", expandable("PYTORCH_ALLOC_CONF", *APART), OK, ["no memory is shared"]),
+    ("allocator", expandable("PYTORCH_ALLOC_CONF", *TURNS, "trainer.only=rollout"), OK, ["no memory is shared"]),
+    ("allocator", expandable("PYTORCH_ALLOC_CONF"), OK, ["no memory is shared"]),
+    ("allocator", arguments(*TURNS), OK, ["expandable segments are off"]),
     ("open files", limit(resource.RLIMIT_NOFILE, 256), FAULT, ["256 open files", "ulimit -n"]),
     ("open files", limit(resource.RLIMIT_NOFILE, 1024), WARNING, ["1024 open files", "ulimit -n"]),
     ("processes", limit(resource.RLIMIT_NPROC, 500), FAULT, ["of 500", "`ulimit -u`"]),

