@@ -38,6 +38,18 @@ def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) ->
     return Term(name=name, amount=count * largest, formula=formula)
 
 
+def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
+    """Sizes what an engine holds of the largest parameter while it loads it beside its KV cache: a copy, and the part
+    that vLLM loads before it copies it into its place."""
+    element = ELEMENT_BYTES[cfg.rollout.vllm.get("dtype", cfg.model.dtype)]
+    parts, table = int(cfg.rollout.vllm.get("tensor_parallel_size", 1)), shape.embedding_parameters
+    return Term(
+        name="a parameter on its way into its place",
+        amount=element * table * (1 + 1 / parts),
+        formula=f"{element} B x {table:,} x (1 + 1 / {parts})",
+    )
+
+
 def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
     """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
@@ -118,10 +130,11 @@ class ActorMemory:
 
     def beside(self) -> Phase:
         """Returns the most that a rank holds on its GPU while an engine that is awake has it. It computes the tokens
-        that an engine is compared by, and gathers weights: for an engine that starts again, or for an export."""
+        that an engine is compared by, and gathers weights: for an export, or for an engine that starts again, whose
+        copies are no part of its share."""
         own = {
             "comparing log-probabilities with an engine": (*self._arriving(), self._in_forward()),
-            "gathering weights": (self._in_sync(),),
+            "gathering weights": (self._in_sync(), copies_term(self.cfg, self.shape)),
         }
         phases = (Phase(name=name, terms=(*self.resting(), *terms)) for name, terms in own.items())
         return max(phases, key=lambda phase: phase.total)
@@ -157,12 +170,12 @@ class ActorMemory:
     def phases(self) -> tuple[Phase, ...]:
         """Lists the phases in the order of a step. Forward passes without gradient and the optimizer's own step hold
         less than these."""
-        resident = self.resident()
+        resident, divided = self.resident(), self.cfg.trainer.colocate == "memory"
         own = {
             "head: log-probabilities and their gradient": (*self._gathered(1), *self._at_head()),
             "backward pass of a layer": (*self._gathered(2), *self._in_layers()),
             "end of the backward pass": (*self._gathered(1), *self._at_end()),
-            "weight sync": (self._in_sync(),),
+            "weight sync": (self._in_sync(), *([copies_term(self.cfg, self.shape)] if divided else ())),
         }
         return tuple(Phase(name=name, terms=(*resident, *terms)) for name, terms in own.items())
 

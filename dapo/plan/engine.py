@@ -14,7 +14,7 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.derived import gpus_per_engine, resolve_transport
-from dapo.plan.actor import ELEMENT_BYTES, bucket_term, device_of
+from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term, device_of
 from dapo.plan.terms import Term
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
@@ -132,16 +132,10 @@ class EngineMemory:
 
     def beyond(self) -> tuple[Term, ...]:
         """Lists what comes on top of the engine's share while weights are broadcast to it: the memory that they arrive
-        in, and of the largest parameter a copy and the part that vLLM loads before it copies it into its place."""
+        in, and copies of the largest parameter. Where they come from a rank on the same GPU, its memory counts them."""
         if resolve_transport(self.cfg) != "broadcast":
             return ()
-        width, table = self.element, self.shape.embedding_parameters
-        copies = Term(
-            name="a parameter on its way into its place",
-            amount=width * table * (1 + 1 / self.tensor_parallel),
-            formula=f"{width} B x {table:,} x (1 + 1 / {self.tensor_parallel})",
-        )
-        return bucket_term(self.cfg, self.shape, "arriving weights", 1), copies
+        return bucket_term(self.cfg, self.shape, "arriving weights", 1), copies_term(self.cfg, self.shape)
 
     @property
     def kv_tokens(self) -> int:

@@ -25,7 +25,7 @@ def test_roles_that_take_turns_have_a_gpu_each_at_its_time():
     assert step.switch_s == pytest.approx(cfg.plan.switch_s + 2 * moved / cfg.plan.host_bandwidth)
     kept = changed(cfg, {"actor.offload": "none"})
     [problem] = problems(kept, shape)
-    assert "`rollout.vllm.gpu_memory_utilization` (0.84)" in problem and "actor.offload=phase" in problem
+    assert "`rollout.vllm.gpu_memory_utilization` (0.81)" in problem and "actor.offload=phase" in problem
     assert engine.utilization * cfg.plan.gpu_memory_bytes + memory.beside().total <= cfg.plan.gpu_memory_bytes
     assert Step(*planned(experiment="dapo_qwen7b")).switch_s == 0.0
 
@@ -35,15 +35,28 @@ def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
     cfg, shape = planned(experiment="dapo_qwen7b_hybrid")
     memory, table = ActorMemory(cfg, shape), 2 * 152_064 * 3_584
     beside, resting = memory.beside(), memory.resting()
-    assert beside.terms[: len(resting)] == resting and beside.name == "comparing log-probabilities with an engine"
-    root, units, activations = [one.amount for one in beside.terms[len(resting) :]]
+    assert beside.terms[: len(resting)] == resting and beside.name == "gathering weights"
+    gathered, copies = [one.amount for one in beside.terms[len(resting) :]]
+    assert gathered == 3 * table and copies == 2 * table, "the engine's: a copy, and what it loads on its one GPU"
+    tokens = changed(cfg, {"data.max_prompt_length": 16_384})
+    memory = ActorMemory(tokens, shape)
+    compared = memory.beside()
+    assert compared.name == "comparing log-probabilities with an engine"
+    root, units, activations = [one.amount for one in compared.terms[len(resting) :]]
     assert root == table + 2 * 3_584, "the head and the norm before it"
     assert units == 2 * table, "the embedding: where it arrives, and itself"
-    assert activations == (2048 + CANARY.max_tokens) * memory.activations.layer
+    assert activations == (16_384 + CANARY.max_tokens) * memory.activations.layer
     assert f"in phase `{beside.name}`" in report(cfg, shape) and f"in all {size(beside.total)}" in report(cfg, shape)
     [problem] = problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.85}), shape)
     assert f"leaves 12.00 GB of a GPU, and an actor rank needs {size(beside.total)}" in problem
-    assert "(comparing log-probabilities with an engine); set it to at most 0.84" in problem
+    assert "(gathering weights); set it to at most 0.81" in problem
+
+
+def test_copies_of_an_engine_that_never_sleeps_are_counted_beside_its_rank():
+    cfg, shape = planned(experiment="dapo_qwen0.5b_1gpu")
+    [sync] = [phase for phase in ActorMemory(cfg, shape).phases() if phase.name == "weight sync"]
+    table = 2 * 151_936 * 896
+    assert [term.amount for term in sync.terms[-2:]] == [3 * table, 2 * table]
 
 
 def arriving(cfg, shape) -> float:
@@ -61,7 +74,7 @@ def test_a_tied_embedding_arrives_with_the_root_and_layers_may_be_larger():
 
 
 def test_engines_that_are_lent_gpus_shorten_generation_by_the_rule_of_a_run():
-    lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.75")
+    lend = ("trainer.colocate=lend", "actor.offload=phase", "rollout.vllm.gpu_memory_utilization=0.74")
     (cfg, shape), (alone, _) = planned(*lend, experiment="dapo_qwen7b"), planned(experiment="dapo_qwen7b")
     step, engine = Step(cfg, shape), EngineMemory(cfg, shape)
     assert problems(cfg, shape) == []
