@@ -15,7 +15,7 @@ from torch import Tensor
 
 BACKEND = "dapo_buckets"  # the name under which the receiver registers with vLLM
 WORD_BYTES = 8  # the digest reads whole words
-_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # what a core's cache holds; few kernel starts, 128 MiB of scratch
+_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 21}  # what a core's cache holds, and a GPU's: two of 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
