@@ -10,11 +10,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSize:
     """Holds the size of one engine. sequences: that it runs at once. kv_tokens: that its cache holds; 0 = not known.
-    window: longest context, in tokens."""
+    window: longest context, in tokens. cache_bytes: that vLLM measured room for on each of its GPUs; 0 = it did not."""
 
     sequences: int
     kv_tokens: int
     window: int
+    cache_bytes: int = 0
 
 
 class FleetCapacity:

@@ -106,6 +106,7 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.triton_utils:HAS_TRITON"),
         Name(path="vllm.triton_utils.dispatcher:register_kernels", call="kernels"),
         Name(path="vllm.v1.sample.rejection_sampler:expand_kernel"),
+        Name(path="vllm.v1.worker.gpu_worker:Worker", has="available_kv_cache_memory_bytes"),
     ),
     "workers/judging/process.py": (Name(path="vllm.entrypoints.launchers.api_server.entry:main", call=""),),
     "workers/judging/server.py": (Name(path="vllm.envs:environment_variables", holds="VLLM_API_KEY"),),

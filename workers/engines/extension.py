@@ -18,6 +18,12 @@ EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 class EngineExtension(WeightReceiverExtension):
     """Adds to vLLM's worker class, which it is mixed into; its name makes vLLM import this module there."""
 
+    available_kv_cache_memory_bytes: int  # on a GPU, unless vLLM was told
+
+    def measured_cache_bytes(self) -> int:
+        """Returns the bytes of KV cache that vLLM found room for on this GPU; 0 where it did not measure."""
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
 
 def expand(
     output: Tensor, values: Tensor, ends: Tensor, replace_from: float, replace_to: float, max_num_tokens: int = 0

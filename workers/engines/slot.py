@@ -45,7 +45,8 @@ class EngineSlot:
         self.version = 0
         self.proven, self.rested = True, False
         self.restarts = self.compared = 0
-        self._options = options
+        self._options, self._beside_ranks = options, options.get("num_gpus", 1) < 1
+        self._as_before: dict[str, int] = {}  # arguments of vLLM where it starts again
         self._cfg = cfg
         self._heard_of = time.monotonic()  # when it last computed, or had nothing to
         self.limit = Restarts(cfg.max_restarts)
@@ -68,15 +69,21 @@ class EngineSlot:
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
         """Loads the model. gpus: tells which ones of its node the engine uses. Raises RemoteError when that fails or
-        takes longer than `rollout.start_timeout_s`."""
+        takes longer than `rollout.start_timeout_s`.
+
+        Beside ranks it later takes the KV cache of its first start, when there were none: vLLM measures what is free,
+        and fails or errs where ranks take or free memory meanwhile.
+        """
         try:
             there = await asyncio.to_thread(gpus, self.number)  # it may wait for a node
         except RuntimeError as error:
             raise RemoteError(f"engine {self.number} has no GPUs to start on: {error}") from error
-        started = self.worker.start.remote(model_path, engine_args, there)
+        started = self.worker.start.remote(model_path, self._as_before | engine_args, there)
         [self.size] = await wait(
             [started], self._cfg.start_timeout_s, self.member("to start"), "rollout.start_timeout_s"
         )
+        if self._beside_ranks and self.size is not None and self.size.cache_bytes:
+            self._as_before = {"kv_cache_memory_bytes": self.size.cache_bytes}
         self._heard_of = time.monotonic()
 
     def member(self, act: str = "") -> Member:

@@ -50,11 +50,12 @@ class RolloutWorker:
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
         self._asleep = self._stirring = False  # the latter: its weights are awake for a sync, and the rest sleeps
-        config = self._engine.vllm_config
+        config, measured = self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes")
         return EngineSize(
             sequences=config.scheduler_config.max_num_seqs,
             kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
             window=config.model_config.max_model_len,
+            cache_bytes=min(measured),
         )
 
     async def pulse(self) -> Pulse:

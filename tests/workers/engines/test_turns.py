@@ -1,10 +1,12 @@
 """Engines that sleep while actors train, on stand-ins: who sleeps, who waits, who is dropped."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from dapo.config.sampling import RolloutConfig
+from workers.capacity import EngineSize
 from workers.engines import keeper as keeping
 from workers.engines import slot as slots
 from workers.engines.turns import DEEPEST, LIGHTEST, Turns
@@ -223,6 +225,39 @@ def test_an_engine_whose_gpus_are_not_to_be_had_is_one_that_does_not_start(monke
     slot = slots.EngineSlot(3, {}, RolloutConfig(), count=4)
     with pytest.raises(RemoteError, match="engine 3 has no GPUs to start on: the Ray cluster had no 2 GPUs"):
         asyncio.run(slot.start("model", {}, nowhere))
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "again"),
+    [
+        pytest.param({"num_gpus": 0.0}, {}, 7, id="in turns"),
+        pytest.param({"num_gpus": 0.5}, {}, 7, id="divided"),
+        pytest.param({"num_gpus": 0.5}, {"kv_cache_memory_bytes": 5}, 5, id="as it is told"),
+        pytest.param({"num_gpus": 1}, {}, None, id="a GPU of its own, perhaps of another size"),
+        pytest.param({}, {}, None, id="no GPU"),
+    ],
+)
+def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_start(monkeypatch, options, own, again):
+    """vLLM measures what is free, and ranks that free or take memory meanwhile mislead it or fail its assertion."""
+    asked, sizes = [], iter([7, 0, 0])  # vLLM measures nothing where it is told
+
+    async def started(model, arguments, gpus):
+        asked.append(arguments.get("kv_cache_memory_bytes"))
+        return EngineSize(sequences=1, kv_tokens=0, window=1, cache_bytes=next(sizes))
+
+    def make(slot):
+        slot.worker = SimpleNamespace(start=SimpleNamespace(remote=started))
+
+    monkeypatch.setattr(slots.EngineSlot, "_make", make)
+    slot = slots.EngineSlot(0, options, RolloutConfig())
+
+    async def starts():
+        await slot.start("model", own, lambda number: ())
+        await slot.restart("model", own, lambda number: ())
+        await slot.restart("model", own, lambda number: ())
+
+    asyncio.run(starts())
+    assert asked == [own.get("kv_cache_memory_bytes"), again, again]
 
 
 def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
