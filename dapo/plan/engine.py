@@ -24,6 +24,7 @@ BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 VOCABULARY_MULTIPLE = 64  # embedding and head are padded to it
 KV_BYTES = {"auto": 0, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
+CACHE = "kv_cache_memory_bytes"  # where it is given, vLLM looks at no share of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class EngineMemory:
     shape: ModelShape
 
     def _arg(self, name: str, default: Any) -> Any:
-        return self.cfg.rollout.vllm.get(name, default)
+        value = self.cfg.rollout.vllm.get(name)
+        return default if value is None else value
 
     @property
     def tensor_parallel(self) -> int:
@@ -117,13 +119,25 @@ class EngineMemory:
         )
         used = (self.weights(), self.working(), overhead)
         if device_of(self.cfg) == "cpu":
-            cache = self._arg("kv_cache_memory_bytes", float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+            cache = self._arg(CACHE, float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
             formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"
         else:
             left = self.utilization * self.cfg.plan.gpu_memory_bytes - sum(term.amount for term in used)
-            cache = self._arg("kv_cache_memory_bytes", left)
+            cache = self._arg(CACHE, left)
             formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
+            formula = formula if cache is left else f"rollout.vllm.{CACHE}"
         return (*used, Term(name="KV cache", amount=float(cache), formula=formula))
+
+    @property
+    def taken(self) -> float:
+        """Counts the bytes of a GPU that the engine takes."""
+        return max(0.0, sum(term.amount for term in self.terms()))
+
+    def within(self, room: float) -> tuple[str, float]:
+        """Returns the key that the engine's size follows from, and the largest value with which it takes `room`."""
+        if (cache := self._arg(CACHE, None)) is not None:
+            return f"rollout.vllm.{CACHE}", int(cache - self.taken + room)
+        return "rollout.vllm.gpu_memory_utilization", int(room / self.cfg.plan.gpu_memory_bytes * 100) / 100
 
     def asleep(self) -> Term:
         """Returns what an engine that sleeps keeps: its process, kernels and CUDA graphs."""

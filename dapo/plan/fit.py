@@ -9,7 +9,7 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import lent_engines, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory, device_of
-from dapo.plan.engine import EngineMemory
+from dapo.plan.engine import CACHE, EngineMemory
 from dapo.plan.terms import size
 
 HIGHEST_UTILIZATION = 0.95
@@ -29,7 +29,7 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     if device_of(cfg) == "cpu" or not shares_gpus(cfg):
         return memory
     engine = EngineMemory(cfg, shape)
-    return memory - engine.asleep().amount if takes_turns(cfg) else memory * (1 - engine.utilization)
+    return memory - engine.asleep().amount if takes_turns(cfg) else memory - engine.taken
 
 
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
         engine = EngineMemory(cfg, shape)
         beside = {
             "none": "",
-            "memory": f", of which the engine takes {engine.utilization:g}",
+            "memory": f", of which the engine takes {engine.taken / cfg.plan.gpu_memory_bytes:g}",
             **dict.fromkeys(
                 ("time", "lend"), f", of which the engine keeps {size(engine.asleep().amount)} when it sleeps"
             ),
@@ -89,9 +89,9 @@ def _changes(cfg: PlannedConfig, shape: ModelShape) -> Iterator[Change]:
     yield {"model.gradient_checkpointing": "selective"}
     yield {"model.gradient_checkpointing": "full"}
     yield {"actor.fsdp_size": -1}
-    share = 1 - ActorMemory(cfg, shape).peak().total / cfg.plan.gpu_memory_bytes
-    if cfg.trainer.colocate == "memory" and share > 0:
-        yield {"rollout.vllm.gpu_memory_utilization": int(share * 100) / 100}
+    key, most = EngineMemory(cfg, shape).within(cfg.plan.gpu_memory_bytes - ActorMemory(cfg, shape).peak().total)
+    if cfg.trainer.colocate == "memory" and most > 0:
+        yield {key: most}
     for part in (0.75, 0.5, 0.25, 0):
         yield {"actor.max_tokens_per_gpu": max(int(part * actor.max_tokens_per_gpu), -(-window // shared))}
     for n in shape.head_shares:
@@ -122,25 +122,25 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
     share.
     """
-    memory, share, beyond = cfg.plan.gpu_memory_bytes, engine.utilization, sum(t.amount for t in engine.beyond())
-    if device_of(cfg) == "cuda" and share * memory + beyond > memory:
+    memory, beyond = cfg.plan.gpu_memory_bytes, sum(t.amount for t in engine.beyond())
+    if device_of(cfg) == "cuda" and beyond and engine.taken + beyond > memory:
         why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
+        leaves, most = _left_by(engine, beyond)
         yield (
-            f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and a "
-            f"weight sync needs {size(beyond)} there ({why}); set it to at most "
-            f"{int((1 - beyond / memory) * 100) / 100:g}, or lower `weight_sync.bucket_bytes`"
+            f"{leaves}, and a weight sync needs {size(beyond)} there ({why}); {most}, or lower "
+            "`weight_sync.bucket_bytes`"
         )
     if takes_turns(cfg) and device_of(cfg) == "cuda":
-        yield from _turn_of_engines(cfg, shape, share)
+        yield from _turn_of_engines(cfg, shape, engine)
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()
     fixed = sum(term.amount for term in used)
     needed = -(-engine.window // engine.block) * engine.block * engine.kv_bytes_per_token
     remedies = []
-    share = (fixed + needed) / cfg.plan.gpu_memory_bytes
+    share, key = (fixed + needed) / cfg.plan.gpu_memory_bytes, engine.within(0)[0]
     if device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION and not shares_gpus(cfg):
-        remedies.append(f"rollout.vllm.gpu_memory_utilization={-int(-share * 100 // 1) / 100:g}")
+        remedies.append(f"{key}={needed if key.endswith(CACHE) else -int(-share * 100 // 1) / 100}")
     if cfg.trainer.colocate != "memory":
         wider = [n for n in shape.head_shares if engine.tensor_parallel < n <= WIDEST_ENGINE]
         key = "rollout.vllm.tensor_parallel_size"
@@ -155,15 +155,24 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     )
 
 
-def _turn_of_engines(cfg: PlannedConfig, shape: ModelShape, share: float) -> Iterator[str]:
+def _left_by(engine: EngineMemory, needed: float) -> tuple[str, str]:
+    """Returns what an engine leaves of a GPU, and what makes it leave what is needed, in words."""
+    memory = engine.cfg.plan.gpu_memory_bytes
+    (key, given), (_, most) = engine.within(engine.taken), engine.within(memory - needed)
+    number = "{:g}" if isinstance(most, float) else "{:,}"
+    left = size(max(0.0, memory - engine.taken))
+    return f"`{key}` ({number.format(given)}) leaves {left} of a GPU", f"set it to at most {most}"
+
+
+def _turn_of_engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
     """Reports engines that wake beside more than fits."""
-    memory, beside = cfg.plan.gpu_memory_bytes, ActorMemory(cfg, shape).beside()
-    if share * memory + beside.total > memory:
+    beside = ActorMemory(cfg, shape).beside()
+    if engine.taken + beside.total > cfg.plan.gpu_memory_bytes:
+        leaves, most = _left_by(engine, beside.total)
         offload = "" if cfg.actor.offload != "none" else ", or set actor.offload=phase"
         yield (
-            f"`rollout.vllm.gpu_memory_utilization` ({share:g}) leaves {size((1 - share) * memory)} of a GPU, and an "
-            f"actor rank needs {size(beside.total)} there while the engine has it ({beside.name}); set it to at most "
-            f"{int((1 - beside.total / memory) * 100) / 100:g}{offload}"
+            f"{leaves}, and an actor rank needs {size(beside.total)} there while the engine has it ({beside.name}); "
+            f"{most}{offload}"
         )
 
 

@@ -1,5 +1,6 @@
 """The planner: it answers every experiment, refuses what cannot fit with changes that are enough, and adds up."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from dapo.derived import optimizer_steps
 from dapo.packing import pack
 from dapo.plan.actor import ActorMemory, adapter_parameters
 from dapo.plan.checkpoint import checkpoint_terms
-from dapo.plan.engine import EngineMemory
+from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
 from dapo.plan.report import report
@@ -199,6 +200,31 @@ def test_engines_and_hosts_that_cannot_fit(overrides, message):
     cfg, shape = planned("actor.offload=host", *overrides)
     (found,) = problems(cfg, shape)
     assert message in found
+
+
+@pytest.mark.parametrize("experiment", ["dapo_qwen7b", "dapo_qwen7b_hybrid", "dapo_qwen0.5b_1gpu"])
+def test_a_cache_of_so_many_bytes_counts_whatever_share_is_given(experiment):
+    """vLLM takes it beside weights and working memory, and looks at no share."""
+    cfg, shape = planned(experiment=experiment)
+    memory, key = int(cfg.plan.gpu_memory_bytes), "rollout.vllm.kv_cache_memory_bytes"
+    [problem] = problems(changed(cfg, {key: memory}), shape)
+    assert f"`{key}` ({memory:,})" in problem or f"{key}=" in problem
+    most = int(re.search(r"(?:at most |bytes=)(\d+)", problem)[1])
+    assert problems(changed(cfg, {key: most}), shape) == []
+    assert len(problems(changed(cfg, {key: most + 10_000_000}), shape)) == 1
+
+
+def test_a_cache_that_is_too_small_is_named_by_its_own_key():
+    cfg, shape = planned("+rollout.vllm.kv_cache_memory_bytes=1000000", experiment="dapo_qwen7b")
+    [problem] = problems(cfg, shape)
+    least = int(re.search(r"rollout.vllm.kv_cache_memory_bytes=(\d+)", problem)[1])
+    assert problems(changed(cfg, {"rollout.vllm.kv_cache_memory_bytes": least}), shape) == []
+    assert "gpu_memory_utilization" not in problem
+
+
+def test_an_argument_without_a_value_has_vllms_default():
+    cfg, shape = planned("rollout.vllm.max_num_seqs=null", "+rollout.vllm.max_model_len=null", experiment="dapo_qwen7b")
+    assert EngineMemory(cfg, shape).max_num_seqs == MAX_NUM_SEQS and "KV cache" in report(cfg, shape)
 
 
 def test_the_utilization_it_names_is_enough():
