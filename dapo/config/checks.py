@@ -138,9 +138,11 @@ def _greedy(cfg: Config) -> Iterator[str]:
 
 def _engine_numbers(cfg: Config) -> Iterator[str]:
     """Requires numbers where dapo reckons with what vLLM takes as it is."""
-    for name in WHOLE_ENGINE_ARGS:
-        value = cfg.rollout.vllm.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    for name in filter(cfg.rollout.vllm.__contains__, WHOLE_ENGINE_ARGS):
+        value = cfg.rollout.vllm[name]
+        if value is None and not name.endswith("parallel_size"):  # vLLM's default
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"`rollout.vllm.{name}` ({value}) must be a whole number, at least 1"
     share = cfg.rollout.vllm.get("gpu_memory_utilization", 1.0)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:

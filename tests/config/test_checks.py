@@ -71,6 +71,11 @@ def test_qwen32b_has_the_published_numbers():
             id="engines without GPUs",
         ),
         pytest.param(
+            ["rollout.vllm.tensor_parallel_size=null"],
+            ["`rollout.vllm.tensor_parallel_size` (None) must be a whole number, at least 1"],
+            id="engines of no size",
+        ),
+        pytest.param(
             ["rollout.vllm.gpu_memory_utilization=90"],
             ["`rollout.vllm.gpu_memory_utilization` (90) must be a share"],
             id="per cent",
