@@ -44,6 +44,7 @@ FAMILIES = {
     "Qwen3": Family("qwen3", {"tie_word_embeddings": True}),
     "Phi-3": Family("phi3", note=WINDOW),
     "OLMo 2": Family("olmo2"),
+    "Seed-OSS": Family("seed_oss", {"residual_dropout": 0.1}, note="its dropout is off"),
     "GPT-2": Family("gpt2", GPT2),
     "GPT-NeoX": Family("gpt_neox", note="weights travel and are exported as `embed_out`, as its files call the head"),
     "Gemma 3 (text)": Family("gemma3_text", {"sliding_window": 64}, note=WINDOW),

@@ -113,6 +113,9 @@ class PackedPolicy(nn.Module):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            for name, value in vars(module).items():  # rates of models that call functions of torch's
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""
