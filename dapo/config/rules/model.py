@@ -20,6 +20,7 @@ MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding
+LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # of `layer_types`, all that the actors compute
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
 
 
@@ -202,6 +203,12 @@ def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> 
 def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     """Reports what the model computes and the actors would not; config: as for `heads_problems`."""
     named = f"`model.path` ({cfg.model.path})"
+    config = config | (config.get("text_config") or {})  # of one that also sees images
+    if others := sorted({*(config.get("layer_types") or ())} - {*LAYER_KINDS}):
+        yield (
+            f"{named} has layers of {', '.join(others)} (layer_types in config.json), and the actors, which lay "
+            "sequences end to end, keep these apart in attention alone; choose a model whose layers are all attention"
+        )
     if changed := [f"{key}: {config[key]}" for key in LOGIT_KEYS if config.get(key) not in (None, 1)]:
         yield (
             f"{named} changes its logits after the head ({', '.join(changed)} in config.json), which the actors do "

@@ -22,6 +22,7 @@ SIZES = {
     "eos_token_id": 1,
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+RECURRENT = "sequences laid end to end would run into each other in layers that are not attention"
 WINDOW = "while `sliding_window` holds a whole sequence"
 
 
@@ -55,6 +56,8 @@ FAMILIES = {
     "Qwen3-MoE": Family(
         "qwen3_moe", refused="is a mixture of experts (num_local_experts: 128", note="a mixture of experts"
     ),
+    "Qwen3.5": Family("qwen3_5", {"text_config": SIZES}, refused="has layers of linear_attention", note=RECURRENT),
+    "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, refused="has layers of conv", note=RECURRENT),
 }
 
 
