@@ -19,6 +19,7 @@ from dapo.config.rules.model import architecture_problems, heads_problems
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus
 from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model
+from workers.training.forward.attention import why_unpackable
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
 from workers.training.lora import BasePolicy, add_adapters, base_name, has_adapters, init_adapters, is_adapter, merged
@@ -62,6 +63,8 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     config = model.config.to_dict()
     if problems := [*heads_problems(cfg, config), *architecture_problems(cfg, config)]:
         raise ValueError(problems[0])  # of a hub name, which only the ranks look up
+    if why := why_unpackable(model):
+        raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}; choose another architecture")
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 

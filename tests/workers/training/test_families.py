@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from dapo.config.rules.model import actor
 from dapo.config.schema import Config
-from tests.support.training.model_families import FAMILIES, save_config, save_model
+from tests.support.training.model_families import FAMILIES, SIZES, Family, save_config, save_model
 from tests.support.training.plain_reference import (
     distance,
     full_gradients,
@@ -115,3 +115,21 @@ def test_the_readme_has_the_table_that_is_tested() -> None:
     rows += [f"| {name} | {'no' if f.refused else 'yes'} | {f.note} |" for name, f in FAMILIES.items()]
     table = "\n".join(rows)
     assert table in README.read_text(encoding="utf-8"), f"workers/README.md should have\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        pytest.param(Family("falcon_h1"), "FalconH1ForCausalLM keeps a state from token to token", id="recurrent"),
+        pytest.param(Family("bloom"), "BloomForCausalLM computes attention by itself", id="own_attention"),
+        pytest.param(
+            Family("gemma3", {"text_config": SIZES}), "Gemma3ForConditionalGeneration is not of text alone", id="images"
+        ),
+    ],
+)
+def test_a_model_that_cannot_take_packed_sequences_is_refused_by_the_ranks(
+    rank: ActorWorker, tmp_path: Path, family: Family, message: str
+) -> None:
+    save_config(family, tmp_path)
+    with pytest.raises(ValueError, match=rf"^`model.path` \({tmp_path}\): {message}.*choose"):
+        rebuild(rank, config_of(tmp_path))

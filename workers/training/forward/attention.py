@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from workers.training.forward.ulysses import gather_heads, scatter_heads
@@ -93,6 +93,16 @@ def implementation(name: str) -> str:
     if not (isinstance(inner, partial) and inner.func is _pass_through):
         AttentionInterface.register(name, partial(_pass_through, inner))
     return name
+
+
+def why_unpackable(model: PreTrainedModel) -> str:
+    """Returns why a model would not keep the sequences of a micro-batch apart, or could not be called on them; "" where
+    neither is known."""
+    if model._is_stateful:
+        return "keeps a state from token to token, which would run from one sequence of a micro-batch into the next"
+    if model.config._attn_implementation == PACKED_ATTENTION and not model._supports_attention_backend:
+        return "computes attention by itself, over all sequences of a micro-batch at once"
+    return "" if model.config.get_text_config() is model.config else "is not of text alone"
 
 
 def _pass_through(
