@@ -15,10 +15,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dapo.config.rules.model import architecture_problems, heads_problems
+from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus
-from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model
+from workers.training.files.loading import (
+    file_name_of,
+    load_buffers,
+    load_parameters,
+    meta_model,
+    settle_frequencies,
+)
 from workers.training.forward.attention import why_unpackable
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
@@ -38,7 +44,7 @@ def load_policy(cfg: Config, mesh: Mesh) -> PackedPolicy:
     policy.train()  # transformers checkpoints activations only in training mode
     checkpoint_activations(policy.model, cfg.model.gradient_checkpointing)
     _shard(policy, cfg, mesh, offload=cfg.actor.offload == "host")
-    _fill(policy, cfg.model.path, mesh, offload=cfg.actor.offload == "host")
+    _fill(policy, cfg, mesh, offload=cfg.actor.offload == "host")
     if lora.rank:
         init_adapters(policy.model, cfg.trainer.seed)
     return policy
@@ -54,7 +60,7 @@ def load_reference(cfg: Config, mesh: Mesh, policy: PackedPolicy) -> nn.Module:
     offload = cfg.actor.offload == "host" or mesh.device == "cuda"
     reference = _on_meta(cfg, getattr(torch, cfg.model.dtype)).requires_grad_(False).eval()
     _shard(reference, cfg, mesh, offload=offload)
-    _fill(reference, cfg.model.path, mesh, offload=offload)
+    _fill(reference, cfg, mesh, offload=offload)
     return reference
 
 
@@ -68,17 +74,18 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 
-def _fill(policy: PackedPolicy, path: str, mesh: Mesh, *, offload: bool) -> None:
+def _fill(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
     """Gives the shards memory, on the host where they are offloaded, and their values."""
     policy.to_empty(device="cpu" if offload else mesh.device)
     policy.model.tie_weights()  # `to_empty` made two parameters of a tied one
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
-    load_buffers(policy.model, path)
+    load_buffers(policy.model, cfg.model.path)
+    settle_frequencies(policy.model, engine_window(cfg))
     named, stored_name = policy.model.named_parameters(remove_duplicate=False), file_name_of(policy.model)
     stored = [(stored_name(base_name(name)), parameter) for name, parameter in named if not is_adapter(name)]
-    load_parameters(stored, path, policy.model.base_model_prefix)
+    load_parameters(stored, cfg.model.path, policy.model.base_model_prefix)
 
 
 def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:

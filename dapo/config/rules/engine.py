@@ -13,6 +13,7 @@ from typing import Any
 from dapo.config.facts.vllm_source import Allowed, Section, allowed
 from dapo.config.fields import TYPES
 from dapo.config.names import ENGINE, nearest
+from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
 
 SWITCHES = "0 1 f false n no off on t true y yes".split()  # texts that pydantic reads as such
@@ -96,7 +97,7 @@ def batches(cfg: Config, device: str) -> Iterator[str]:
     """Reports passes of an engine that hold fewer tokens than vLLM demands. device: cpu, cuda, or auto where it is not
     known yet."""
     args = cfg.rollout.vllm
-    window = args.get("max_model_len") or cfg.data.max_prompt_length + cfg.data.max_response_length
+    window = engine_window(cfg)
     tokens, sequences = args.get("max_num_batched_tokens"), args.get("max_num_seqs")
     whole = args.get("enable_chunked_prefill", False if device == "cpu" else None) is False
     if whole and tokens is not None and tokens < window:

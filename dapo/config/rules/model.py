@@ -151,12 +151,17 @@ def reads_safetensors(cfg: Config) -> bool:
 
 def _context(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     """Reports sequences beyond the positions of the model."""
-    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
-    wanted = cfg.rollout.vllm.get("max_model_len") or prompt + response
+    prompt, response, wanted = cfg.data.max_prompt_length, cfg.data.max_response_length, engine_window(cfg)
     given = f"`rollout.vllm.max_model_len` ({wanted})"
     if "max_model_len" not in cfg.rollout.vllm:
         given = f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {wanted})"
     yield from window_problems(given, wanted, f"`model.path` ({cfg.model.path})", config, cfg.rollout.vllm)
+
+
+def engine_window(cfg: Config) -> int:
+    """Returns the tokens of the longest sequence that the engines make room for."""
+    given: int | None = cfg.rollout.vllm.get("max_model_len")
+    return given or cfg.data.max_prompt_length + cfg.data.max_response_length
 
 
 def window_problems(

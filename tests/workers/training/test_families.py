@@ -93,6 +93,25 @@ def test_a_family_that_does_not_is_refused_before_any_worker_starts(tmp_path: Pa
     assert FAMILIES[name].refused in problems[0]
 
 
+@pytest.mark.parametrize(("original", "chosen"), [(16, "long_factor"), (64, "short_factor")])
+def test_longrope_is_that_of_the_engines_window_whatever_is_packed_together(
+    rank: ActorWorker, tmp_path: Path, original: int, chosen: str
+) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 12.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original}
+    keys = {"max_position_embeddings": 128, "original_max_position_embeddings": original}
+    save_model(Family("phi3", keys | {"rope_parameters": rope | factors}), tmp_path)
+    rebuild(rank, config_of(tmp_path))  # engines have room for 64 tokens
+    plain = reference(tmp_path)
+    plain.config.rope_parameters |= dict.fromkeys(factors, factors[chosen])  # for sequences of any length
+    plain.model.rotary_emb = type(plain.model.rotary_emb)(plain.config)
+    for sequences in ((batch := make_sequences(tmp_path, LENGTHS)), batch[:2]):
+        with torch.no_grad():
+            [found] = rank._updater._before([[rank._updater._collate(sequences)]])[0]
+            wanted = torch.cat([plain_logprobs(plain, sequence) for sequence in sequences])
+        assert float((found[0] - wanted).abs().max()) <= 1e-5
+
+
 def test_a_window_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     save_config(FAMILIES["Gemma 3 (text)"], tmp_path)
     cfg = config_of(tmp_path)

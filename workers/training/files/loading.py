@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dapo.config.actor import ModelConfig
 from workers.training.forward.attention import implementation
@@ -26,6 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 MAX_NAMES_SHOWN = 4
+LONGROPE = "longrope"
 
 
 def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -100,6 +102,19 @@ def load_buffers(model: PreTrainedModel, path: str) -> None:
     model.initialize_weights()
     if buffers:
         load_parameters(buffers.items(), path, model.base_model_prefix)
+
+
+def settle_frequencies(model: PreTrainedModel, longest: int) -> None:
+    """Chooses the rotary frequencies of a model with LongRoPE for good, by the longest sequence that there may be, as
+    engines do. Call it after `load_buffers`.
+
+    transformers chooses anew in every forward pass, by the positions in it: a response's log-probabilities would depend
+    on what it is packed with, and of sequence-parallel ranks the first would take other frequencies than the last.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == LONGROPE:
+            module.inv_freq, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, module.inv_freq.device, seq_len=longest)
+            module.rope_type = "default"
 
 
 def _find_files(path: str) -> dict[str, str]:
