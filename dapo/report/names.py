@@ -120,7 +120,7 @@ BATCH = Family(
         *_spread("advantage", "the advantage, of responses that stay in the loss", "critic/advantages"),
         Metric("tokens_per_group_mean", "tokens", "mean response tokens of a group"),
         Metric("tokens_per_group_max", "tokens", "the most"),
-        Metric("filtered", "share", "responses that overlong filtering or a missing score takes out of the loss"),
+        Metric("filtered", "share", "responses not in the loss: taken out by overlong filtering, or without a token"),
         Metric("staleness_mean", "updates", "mean over tokens of: version of the update − version that sampled it"),
         Metric("staleness_max", "updates", "the greatest; at most `filter_groups.max_staleness`"),
         Metric("stale_tokens", "share", "tokens of an older policy than the one that is updated"),
