@@ -94,12 +94,23 @@ def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix:
 @torch.no_grad()
 def load_buffers(model: PreTrainedModel, path: str) -> None:
     """Fills the buffers, whose memory is there but not written: those of the state from the files, all others (the
-    frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`."""
+    frequencies of rotary embeddings) as the model's own initialisation makes them. Call it before `load_parameters`.
+
+    Raises ValueError that names buffers which neither fills.
+    """
     state = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
     for tensor in [*model.parameters(), *buffers.values()]:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what is not to be drawn
+    for name, buffer in model.named_buffers():
+        if name not in state and buffer.is_floating_point():
+            buffer.fill_(torch.nan)
     model.initialize_weights()
+    if unset := [name for name, buffer in model.named_buffers() if name not in state and buffer.isnan().any()]:
+        raise ValueError(
+            f"`model.path` ({path}): nothing fills the buffers {_some(unset)}: no file holds them, and the model's "
+            "code makes them where it is built alone; let its `_init_weights` make them too, as transformers' own do"
+        )
     if buffers:
         load_parameters(buffers.items(), path, model.base_model_prefix)
 

@@ -82,6 +82,17 @@ def test_several_files_scaled_rotary_embeddings_and_a_generation_config(tmp_path
     assert model.generation_config.temperature == 0.25
 
 
+def test_a_buffer_that_nothing_fills_is_named(models: dict[str, Path]) -> None:
+    """Code of a model's own may make one where it is built alone, which was without memory."""
+    model = meta_model(ModelConfig(path=str(models["tied"])), torch.float32)
+    model.model.register_buffer("angles", torch.ones(4, device="meta"), persistent=False)
+    model.to_empty(device="cpu")
+    with pytest.raises(
+        ValueError, match=r"`model.path` \(.*\): nothing fills the buffers model.angles: .*`_init_weights`"
+    ):
+        load_buffers(model, str(models["tied"]))
+
+
 @pytest.mark.parametrize(
     "change",
     [
