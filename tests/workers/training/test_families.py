@@ -141,6 +141,7 @@ def test_the_readme_has_the_table_that_is_tested() -> None:
     [
         pytest.param(Family("falcon_h1"), "FalconH1ForCausalLM keeps a state from token to token", id="recurrent"),
         pytest.param(Family("bloom"), "BloomForCausalLM computes attention by itself", id="own_attention"),
+        pytest.param(Family("modernbert-decoder"), "ModernBertDecoderForCausalLM has more than a linear", id="head"),
         pytest.param(
             Family("gemma3", {"text_config": SIZES}), "Gemma3ForConditionalGeneration is not of text alone", id="images"
         ),

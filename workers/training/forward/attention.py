@@ -96,13 +96,17 @@ def implementation(name: str) -> str:
 
 
 def why_unpackable(model: PreTrainedModel) -> str:
-    """Returns why a model would not keep the sequences of a micro-batch apart, or could not be called on them; "" where
-    neither is known."""
+    """Returns why a model would not keep the sequences of a micro-batch apart, could not be called on them, or has
+    other logits than the actors compute; "" where nothing of it is known."""
     if model._is_stateful:
         return "keeps a state from token to token, which would run from one sequence of a micro-batch into the next"
     if model.config._attn_implementation == PACKED_ATTENTION and not model._supports_attention_backend:
         return "computes attention by itself, over all sequences of a micro-batch at once"
-    return "" if model.config.get_text_config() is model.config else "is not of text alone"
+    if model.config.get_text_config() is not model.config:
+        return "is not of text alone"
+    if {*model.children()} - {model.base_model, model.get_output_embeddings()}:
+        return "has more than a linear head between its last layer and its logits"
+    return ""
 
 
 def _pass_through(
