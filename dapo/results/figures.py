@@ -157,12 +157,26 @@ def _over_steps(records: Records, step: int) -> Point:
 def differences(before: Problems, after: Problems) -> dict[str, Difference]:
     """Returns by set how much better `after` is, over the problems that both have a verdict on."""
     found = {}
-    for name in dict.fromkeys(name for name, _, _ in after):
-        both = [after[key] - before[key] for key in after if key[0] == name and key in before]
+    for name in dict.fromkeys(problem.set for problem in after):
+        both = _paired(*({key: one[key] for key in one if key.set == name} for one in (before, after)))
         if both:
             one: Estimate = over_problems({"": both})[""]
             found[name] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
     return found
+
+
+def _paired(before: Problems, after: Problems) -> list[float]:
+    """Returns the differences over the problems of one set that both have. A problem is known by its text. Where no
+    text is in both, as two chat templates or dates write them, it is by its number, if the ground truths differ among
+    the problems and not between both."""
+    there, here = ({(key.text, key.ground_truth): one[key] for key in one} for one in (before, after))
+    if both := [here[key] - there[key] for key in here if key in there]:
+        return both
+    numbered = {key.number: key for key in before}
+    pairs = [(numbered[key.number], key) for key in after if key.number in numbered]
+    same = all(one.ground_truth == other.ground_truth for one, other in pairs)
+    told = len({one.ground_truth for one, _ in pairs}) > 1
+    return [after[other] - before[one] for one, other in pairs] if same and told else []
 
 
 def _faults(run: Run) -> dict[str, int]:

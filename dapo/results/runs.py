@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -20,7 +20,19 @@ from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 
 Records = Sequence[Mapping[str, Any]]
-Problems = dict[tuple[str, int, str], float]  # mean accuracy by set ("": without a name), number and ground truth
+
+
+class Problem(NamedTuple):
+    """Names a held-out problem. set: "" for the one without a name. number: in the run's store. text: after the chat
+    template."""
+
+    set: str
+    number: int
+    text: str
+    ground_truth: str
+
+
+Problems = Mapping[Problem, float]  # with the mean accuracy of the answers to each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +50,8 @@ class Start:
 class Run:
     """Holds what a run has left behind. Made by `read_run`, consumed by `results`.
 
-    records: lines of metrics.jsonl. starts: oldest first; empty without a store, and failed_saves is None then.
+    records: lines of metrics.jsonl. starts: oldest first; empty, and failed_saves None, without a store, and where that
+    began within the run: the one before it was damaged, or of another version.
     problems: held-out verdicts of the first and the last evaluation, if any. inputs: as `dapo.data.origins` gives them.
     """
 
@@ -72,15 +85,24 @@ def read_run(folder: Path, name: str = "") -> Run:
     metrics = folder / METRICS
     records = read_metrics(metrics) if metrics.is_file() else []
     evaluated = sorted({record["step"] for record in records if "eval/accuracy" in record})
+    ends = dict.fromkeys((*evaluated[:1], *evaluated[-1:]))
     whole: dict[str, Any] = {"name": name or folder.absolute().name, "config": config, "records": records}
     whole["inputs"] = read_inputs(folder)
     try:
         with Reader(folder) as store:
             starts = tuple(_start(row) for row in store.starts())
-            known = [_problems(store, step) for step in dict.fromkeys((*evaluated[:1], *evaluated[-1:]))]
-            return Run(**whole, starts=starts, failed_saves=store.count("failed_save"), problems=tuple(known))
+            whole["problems"] = tuple(_problems(store, step) for step in ends)
+            if _has_all(starts, records):
+                whole |= {"starts": starts, "failed_saves": store.count("failed_save")}
+            return Run(**whole)
     except (ValueError, sqlite3.Error):  # off, damaged, or of another version
         return Run(**whole)
+
+
+def _has_all(starts: Sequence[Start], records: Records) -> bool:
+    """Returns whether the first step that the lines tell of is one of these starts'."""
+    first = min((record["step"] for record in records if "perf/step_s" in record), default=math.inf)
+    return first >= min((step for start in starts for step in start.steps), default=math.inf)
 
 
 def _start(row: dict[str, Any]) -> Start:
@@ -90,8 +112,8 @@ def _start(row: dict[str, Any]) -> Start:
 
 def _problems(store: Reader, step: int) -> Problems:
     return {
-        ("" if row["name"] == UNNAMED else row["name"], row["prompt"], row["ground_truth"]): row["accuracy"]
-        for row in store.held_out(step)
+        Problem("" if set == UNNAMED else set, number, text, truth): accuracy
+        for set, number, text, truth, accuracy in map(dict.values, store.held_out(step))
     }
 
 

@@ -227,10 +227,10 @@ class Reader:
         return int(self._all("SELECT count(*) AS found FROM events WHERE kind = ?", kind)[0]["found"])
 
     def held_out(self, step: int) -> Rows:
-        """Returns the held-out problems that policy version `step` answered: name of the set, `prompt`, `ground_truth`,
-        and the mean accuracy of the answers that have one; a problem without any is left out."""
+        """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and
+        the mean accuracy of the answers that have one; a problem without any is left out."""
         return self._all(
-            "SELECT name, prompt, ground_truth, avg(accuracy) AS accuracy FROM evaluations "
+            "SELECT name, prompt, prompts.text, ground_truth, avg(accuracy) AS accuracy FROM evaluations "
             "JOIN prompts USING (prompt) WHERE split = name AND step = ? GROUP BY name, prompt "
             "HAVING count(accuracy) > 0 ORDER BY name, prompt",
             step,

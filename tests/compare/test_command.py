@@ -8,6 +8,7 @@ import pytest
 from dapo.compare.__main__ import main
 from dapo.compare.tables import configuration_differences
 from tests.support.fakes import make_group
+from tests.support.results.problems import asked
 from tests.support.results.run_files import step_line, store_starts, write_run
 
 
@@ -66,6 +67,34 @@ def test_results_with_intervals_and_a_dash_for_what_a_run_lacks(
     assert found["wall time"] == ["30m", "30m", "30s", "-"] and found["seconds a step"][3] == "-"
     assert found["generation, share of the steps"] == ["60%"] * 3 + ["-"]
     assert found["cost"][:2] == ["CPU, no GPU hours"] * 2 and found["starts"] == ["1", "1", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("there", "over"),
+    [
+        pytest.param("badc", "+0.500 (+0.000 to +1.000) over 4 problems", id="in another order"),
+        pytest.param("xbcd", "+0.333 (+0.000 to +1.000) over 3 problems", id="one edited"),
+        pytest.param("ABCD", "+0.500 (+0.000 to +1.000) over 4 problems", id="under another template"),
+        pytest.param("BADC", "-", id="under another template in another order"),
+    ],
+)
+def test_problems_are_paired_by_what_they_ask(
+    there: str, over: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`a` and `d` have one ground truth, `b` and `c` another; capitals are the same problems, rendered otherwise."""
+    right = {"one": "cd", "other": "abcdABCD"}
+    for name, letters in (("one", "abcd"), ("other", there)):
+        folder = write_run(tmp_path / name, [evaluated(0, 0.5), step_line(1, 0.5), evaluated(1, 0.5)])
+        store = store_starts(folder, ((1,), True, 0))
+        groups = [
+            asked(number, letter, "12"[letter.lower() in "bc"], float(letter in right[name]))
+            for number, letter in enumerate(letters)
+        ]
+        store.evaluation(1, "sums", groups)
+        store.close()
+    main([str(tmp_path / name) for name in right])
+    found = cells(capsys.readouterr().out).get("held-out accuracy sums, last − that of the first run", ["-", "-"])
+    assert found[1] == over
 
 
 def test_only_keys_that_differ_and_no_folders(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

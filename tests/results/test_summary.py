@@ -9,13 +9,13 @@ import pytest
 
 from dapo import plot
 from dapo.results.figures import results
-from dapo.results.runs import Run, labels, positions, read_run
+from dapo.results.runs import Problem, Run, labels, positions, read_run
 from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
-from tests.support.fakes import make_group
+from tests.support.results.problems import asked
 from tests.support.results.run_files import step_line, store_starts, write_run
 
 
@@ -29,8 +29,7 @@ def evaluated(step: int, value: float, low: float, high: float) -> dict[str, flo
 
 def held(number: int, *accuracies: float) -> Group:
     """Answers to a held-out prompt, whose number a training prompt has too."""
-    group = make_group(number, accuracies)
-    return replace(group, draw=replace(group.draw, prompt=replace(group.draw.prompt, ground_truth="held out")))
+    return asked(number, f"{number}", "held out", *accuracies)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +88,6 @@ def test_accuracy_from_and_to_with_intervals(run: Path) -> None:
     assert (drawn.last.low, drawn.last.high) == (pytest.approx(0.4), pytest.approx(0.6)), "of three steps"
 
 
-def asked(number: int, text: str, accuracy: float) -> Group:
-    """An answer to a held-out prompt that stands in row `number` of its file."""
-    group = held(number, accuracy)
-    return replace(group, draw=replace(group.draw, prompt=replace(group.draw.prompt, text=text)))
-
-
 @pytest.mark.parametrize(
     ("later", "gain", "told"),
     [
@@ -106,10 +99,11 @@ def test_a_gain_is_of_the_same_problems_where_the_held_out_files_have_changed(
     later: list[tuple[str, float]], gain: float | None, told: str, tmp_path: Path
 ) -> None:
     """All have the same ground truth, so that it tells none from the others."""
+    truth = "held out"
     folder = write_run(tmp_path / "run", [evaluated(0, 0.0, 0.0, 0.1), step_line(1, 0.5), evaluated(1, 0.5, 0.4, 0.6)])
     store = store_starts(folder, ((1,), True, 0))
-    store.evaluation(0, UNNAMED, [asked(number, text, 0.0) for number, text in enumerate("abc")])
-    store.evaluation(1, UNNAMED, [asked(number, text, value) for number, (text, value) in enumerate(later)])
+    store.evaluation(0, UNNAMED, [asked(number, text, truth, 0.0) for number, text in enumerate("abc")])
+    store.evaluation(1, UNNAMED, [asked(number, text, truth, value) for number, (text, value) in enumerate(later)])
     store.close()
     found = results(read_run(folder))
     [held_out] = found.held_out
@@ -119,7 +113,8 @@ def test_a_gain_is_of_the_same_problems_where_the_held_out_files_have_changed(
 def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
     """A set may have the name that the one without a name has in the store."""
     lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]
-    run = Run(name="", config={}, records=lines, problems=({("", 0, ""): 0.0}, {("", 0, ""): 1.0}))
+    problem = Problem(set="", number=0, text="", ground_truth="")
+    run = Run(name="", config={}, records=lines, problems=({problem: 0.0}, {problem: 1.0}))
     assert [one.gain for one in results(run).held_out] == [None]
 
 
@@ -145,6 +140,15 @@ def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: P
     told = text(found)
     assert "accuracy of drawn groups: 0.500 at step 1 -> 0.600 at step 3; best 0.700 at step 2" in told
     assert "cost: -" in told
+
+
+def test_a_store_that_began_within_the_run_says_nothing_of_all_its_starts(tmp_path: Path) -> None:
+    """A damaged store, and one of another version, is set aside, and a new one begins."""
+    folder = write_run(tmp_path / "run", [step_line(step, 0.5) for step in range(1, 6)])
+    store_starts(folder, ((4, 5), True, 8)).close()
+    found = results(read_run(folder))
+    assert found.starts is None and found.gpu_hours is None and "failed_saves" not in found.faults
+    assert found.seconds["wall"] == 50 and "cost: -" in text(found)
 
 
 def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
