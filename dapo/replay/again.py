@@ -4,19 +4,24 @@ In: the output directory of a run, a step, overrides. Out: a `Config`, or a Valu
 """
 
 import shutil
+import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.schema import Config
 from dapo.replay.batches import BATCHES, ranges, steps_kept
-from dapo.state.changes import alters_meaning
+from dapo.state.changes import alters_meaning, value_of
 from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.state.manifest import BrokenCheckpoint
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, STARTED
+from dapo.store.reader import Reader
 
 REPLAYS = "replays"  # folder in the output directory of the run
 
@@ -65,7 +70,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
     if origin is None:
         shutil.copyfile(run / STARTED, folder / STARTED)  # the date that the prompts name
     changed = [override.partition("=")[0].lstrip("+") for override in overrides]
-    settings = {
+    settings: dict[str, Any] = {
         "trainer": {"output_dir": str(folder), "only": "train", "max_hours": 0.0},
         "data": {"batches": str((run / BATCHES).absolute()), "val_files": None},
         "checkpoint": {
@@ -76,15 +81,29 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
         },
         "logging": {"tensorboard": False, "wandb": {}, "mlflow": {}, "prometheus": False},
     }
-    tree = OmegaConf.merge(
-        OmegaConf.structured(Config),
-        OmegaConf.load(run / CONFIG),
-        settings,
-        OmegaConf.from_dotlist(checked_overrides(overrides)),
-    )
+    recorded = _recorded(run, step)
+    settings["checkpoint"]["accept_changes"] += OmegaConf.select(recorded, "checkpoint.accept_changes", default=[])
+    given = OmegaConf.from_dotlist(checked_overrides(overrides))
+    try:
+        tree = OmegaConf.merge(OmegaConf.structured(Config), recorded, settings, given)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{run / CONFIG} cannot be read ({str(error).splitlines()[0]}); where another version of dapo has written "
+            "it, take the step again with that version"
+        ) from error
     assert isinstance(tree, DictConfig)
     cfg = to_config(tree)
     return Replay(run=run, step=step, origin=origin, folder=folder, cfg=cfg, changed=tuple(changed))
+
+
+def _recorded(run: Path, step: int) -> Any:
+    """Returns the configuration that a step was taken with, as the sample store tells, else the last one of the run:
+    another start may have had another learning rate, or number of ranks."""
+    with suppress(ValueError, sqlite3.Error), Reader(run) as store:  # off, damaged, or of another version
+        found = [start["config"] for start in store.starts() if step in start["steps"]]
+        if found and value_of(found[0], "trainer.only") == "both":  # half a run has changed its own
+            return OmegaConf.create(found[0])
+    return OmegaConf.load(run / CONFIG)
 
 
 def _origin(run: Path, step: int) -> Path | None:

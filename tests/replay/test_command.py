@@ -10,13 +10,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from dapo.config.compose import checked_overrides, compose, half_flags
+from dapo.config.schema import LoggingConfig
 from dapo.data.order import PromptOrder
 from dapo.replay.__main__ import main
+from dapo.replay.again import prepare
 from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept
 from dapo.replay.outcome import Outcome, outcome, words
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
+from dapo.store.samples import SampleStore
 from tests.support.fakes import make_group, make_prompt
+from tests.support.store.stored import collected_of
 
 TINY = "dapo_tiny"
 
@@ -60,6 +64,34 @@ def test_what_is_missing_is_said_before_anything_starts(run: Path, words_given: 
     arguments = [word.replace("RUN", str(run)) for word in words_given]
     with pytest.raises(SystemExit, match=f"^dapo.replay: .*{said}"):
         main(arguments)
+
+
+def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Path) -> None:
+    """The run went on with another learning rate, and its config.yaml has that one."""
+    kept(run / "batches", 1, 2, 3)
+    config = asdict(compose([], TINY))
+    for step, rate in ((1, 1e-3), (2, 2e-3)):
+        config["actor"]["optim"]["lr"] = rate
+        store = SampleStore(run, LoggingConfig(), warn=pytest.fail)
+        store.begin(config)
+        store.step(step, collected_of([make_group(step, [1.0, 0.0])]))
+        store.close()
+    now = OmegaConf.load(run / CONFIG).actor.optim.lr
+    assert [prepare(run, step, None, []).cfg.actor.optim.lr for step in (1, 2, 3)] == [1e-3, 2e-3, now]
+    assert prepare(run, 1, None, ["actor.optim.lr=3e-3"]).cfg.actor.optim.lr == 3e-3
+    config["trainer"]["only"], config["actor"]["num_workers"] = "rollout", 0  # as a half run leaves them
+    store = SampleStore(run, LoggingConfig(), warn=pytest.fail)
+    store.begin(config)
+    store.step(1, collected_of([make_group(1, [1.0, 0.0])]))
+    store.close()
+    assert prepare(run, 1, None, []).cfg.actor.optim.lr == now
+
+
+def test_a_key_that_this_program_does_not_know_is_named(run: Path) -> None:
+    text = (run / CONFIG).read_text()
+    (run / CONFIG).write_text(text.replace("rollout:\n", "rollout:\n  num_waiters: 3\n"))
+    with pytest.raises(SystemExit, match=r"^dapo.replay: .*config.yaml.*num_waiters.*another version"):
+        main([str(run), "--step", "1"])
 
 
 def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> None:
