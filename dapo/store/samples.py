@@ -92,11 +92,9 @@ class SampleStore:
 
         def write(connection: sqlite3.Connection) -> None:
             _insert(connection, "steps", [(step, self._run, at, *sums)])
-            _insert(
-                connection,
-                "prompts",
-                [prompt_row(TRAIN, group.draw.prompt) for group, _ in groups],
-            )
+            prompts = [prompt_row(TRAIN, group.draw.prompt) for group, _ in groups]
+            _set_apart(connection, prompts)
+            _insert(connection, "prompts", prompts)
             _insert(connection, "groups", [group_row(step, group, fate) for group, fate in groups])
             reason = collected.why_returned
             _insert(connection, "returned", [(step, draw, reason) for draw in collected.returned])
@@ -165,6 +163,19 @@ class SampleStore:
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
     """Writes rows; where one has the key of a row that is there, it takes its place."""
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({PLACES[table]})", rows)
+
+
+def _set_apart(connection: sqlite3.Connection, rows: Iterable[tuple[object, ...]]) -> None:
+    """Gives training prompts whose numbers are those of other ones by now a number below 0, with their visits: the run
+    goes on with files that have changed. rows: of `prompts`, to be written."""
+    for _, number, _, text, truth in rows:
+        query = "SELECT text, ground_truth FROM prompts WHERE split = ? AND prompt = ?"
+        if connection.execute(query, (TRAIN, number)).fetchone() not in (None, (text, truth)):
+            query = "SELECT min(0, min(prompt)) - 1 FROM prompts WHERE split = ?"
+            (free,) = connection.execute(query, (TRAIN,)).fetchone()
+            connection.execute("UPDATE groups SET prompt = ? WHERE prompt = ?", (free, number))
+            query = "UPDATE prompts SET prompt = ? WHERE split = ? AND prompt = ?"
+            connection.execute(query, (free, TRAIN, number))
 
 
 def _numbers(connection: sqlite3.Connection, split: str, prompts: Sequence[Prompt]) -> dict[int, int]:

@@ -113,7 +113,8 @@ TABLES = (
             (
                 "prompt",
                 "INTEGER NOT NULL",
-                "number within its split; a problem of held-out files that have changed keeps its own",
+                "number within its split; where files have changed, a held-out problem keeps its own, and a training "
+                "prompt whose number is another one's by then gets one below 0",
             ),
             ("source", "TEXT NOT NULL", "`data_source` of the row"),
             ("text", "TEXT NOT NULL", "after the chat template"),

@@ -1,10 +1,13 @@
 """What is read back from a store: how groups ended, with a filter and without, and the warnings of a step."""
 
+import itertools
+from dataclasses import replace
+
 from dapo.inspect.figures import figures
 from dapo.inspect.page import data
 from dapo.sampling.draws import TRAINED
 from dapo.store.reader import Reader
-from tests.support.fakes import make_group
+from tests.support.fakes import make_group, make_prompt
 from tests.support.store.stored import collected_of
 from tests.support.store.whole_runs import store_in
 
@@ -23,6 +26,27 @@ def test_groups_of_one_accuracy_are_counted_where_nothing_is_filtered(tmp_path):
     assert [first[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [6, 2, 2, 4]
     assert [second[name] for name in ("trained", "all_correct", "all_wrong", "alike")] == [0, 0, 2, 0]
     assert shares == {"mixed, trained on": [0.33333, 0.0], "all wrong": [0.33333, 1.0], "all right": [0.33333, 0.0]}
+
+
+def test_a_prompt_keeps_its_visits_where_the_files_have_changed(tmp_path):
+    """Number 1 is another prompt after step 1, and again after step 3 (`checkpoint.accept_changes`)."""
+
+    def group(draw, text):
+        one = make_group(draw, [1.0, 0.0])
+        return replace(one, draw=replace(one.draw, prompt=replace(make_prompt(1), text=text, ground_truth="4")))
+
+    store = store_in(tmp_path)
+    store.begin({})
+    draw = itertools.count()
+    for step, texts in enumerate(("aa", "bb", "b", "a"), start=1):
+        store.step(step, collected_of([*(group(next(draw), text) for text in texts), make_group(next(draw), [1.0])]))
+    store.close()
+    with Reader(tmp_path) as found:
+        visits = {row["prompt"]: row["visits"] for row in found.prompts(20)}
+        texts = {number: found.prompt(number)["text"] for number in visits if number < 2}
+        assert found.group(0)[0]["question"] == "a" and found.groups(2)[1]["question"] == "b"
+    assert texts == {1: "a", -1: "a", -2: "b"}
+    assert visits == {1: 1, -1: 2, -2: 3, 2: 1, 5: 1, 7: 1, 9: 1}
 
 
 def test_warnings_of_a_step_are_those_of_the_time_that_counts(tmp_path):
