@@ -11,7 +11,7 @@ from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
-from dapo.config.rules.engine import batches, values
+from dapo.config.rules.engine import batches, random_weights, starts, values
 from dapo.config.rules.judge import judge
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.objective import correction, objective
@@ -25,6 +25,7 @@ OWN_ENGINE_ARGS = {
     "model": "model.path",
     "tokenizer": "model.path, whose tokenizer makes prompts of texts and texts of responses",
     "skip_tokenizer_init": "nothing: the tokenizer makes texts of responses",
+    "seed": "trainer.seed: every request has a seed of its own, which is made of it",
     "logprobs_mode": "nothing: the objective needs processed_logprobs",
     "worker_extension_cls": "nothing: the weight sync needs its own",
     "weight_transfer_config": "nothing: the weight sync needs its own",
@@ -49,6 +50,8 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         _greedy,
         *([objective, correction, quantized_training] if trains else []),
         _engine_args,
+        starts,
+        *([] if trains and cfg.trainer.only != "rollout" else [random_weights]),
         decoding,
         *([actor, placement] if trains else [served]),
         _reward_waits,

@@ -155,12 +155,12 @@ def test_what_is_right_goes_to_hydra_as_it_is(arguments: list[str]) -> None:
 
 
 def test_engine_arguments_are_added_and_removed() -> None:
-    given = ["+experiment=dapo_tiny", "+rollout.n=4", "~rollout.vllm.max_num_seqs", "rollout.vllm.seed=3"]
+    given = ["+experiment=dapo_tiny", "+rollout.n=4", "~rollout.vllm.max_num_seqs", "rollout.vllm.block_size=32"]
     checked = checked_overrides(given)
-    assert checked == ["+experiment=dapo_tiny", "rollout.n=4", "~rollout.vllm.max_num_seqs", "++rollout.vllm.seed=3"]
+    assert checked == [*given[:1], "rollout.n=4", given[2], "++rollout.vllm.block_size=32"]
     assert compose([], "dapo_tiny").rollout.vllm["max_num_seqs"] == 256
     vllm = compose(given[1:], "dapo_tiny").rollout.vllm
-    assert vllm["seed"] == 3 and "max_num_seqs" not in vllm
+    assert vllm["block_size"] == 32 and "max_num_seqs" not in vllm
 
 
 @pytest.mark.parametrize("given", ["rollout.function.kwargs.attempts=3", "rollout.function.kwargs={attempts: 3}"])

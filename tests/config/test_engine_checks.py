@@ -90,6 +90,41 @@ def said(*overrides: str, experiment: str = "dapo_tiny") -> list[str]:
             f"`{V}.max_num_batched_tokens` (8192, the default) must be at least `{V}.max_num_seqs` (8193)",
             id="more sequences than a CPU's pass",
         ),
+        pytest.param(
+            [f"{V}.max_num_active_seqs=257"],
+            f"`{V}.max_num_active_seqs` (257) must be at most `{V}.max_num_seqs` (256)",
+            id="more active sequences than there are",
+        ),
+        pytest.param(
+            [f"{V}.long_prefill_token_threshold=193"],
+            f"`{V}.long_prefill_token_threshold` (193) must be at most the longest sequence (192 tokens)",
+            id="longer than the longest",
+        ),
+        pytest.param(
+            [f"{V}.load_format=safetensor"],
+            f"`{V}.load_format` (safetensor) must be one of auto, hf, dummy, ",
+            id="format of weights",
+        ),
+        pytest.param(
+            [f"{V}.distributed_executor_backend=ray"],
+            f"`{V}.distributed_executor_backend` (ray) must be mp or uni: ",
+            id="another's processes",
+        ),
+        pytest.param(
+            [f"{V}.distributed_executor_backend=uni", f"{V}.tensor_parallel_size=2"],
+            f"`{V}.distributed_executor_backend` (uni) must be mp: ",
+            id="two GPUs in one process",
+        ),
+        pytest.param(
+            [f"{V}.pipeline_parallel_size=5"],
+            f"`{V}.pipeline_parallel_size` (5) must be at most 4, the layers of `model.path` (",
+            id="more stages than layers",
+        ),
+        pytest.param(
+            [f"{V}.seed=3"],
+            f"`{V}.seed` is set by dapo itself; remove it and use trainer.seed",
+            id="a seed without effect",
+        ),
     ],
 )
 def test_a_value_that_no_engine_takes_is_named(overrides: list[str], message: str) -> None:
@@ -110,6 +145,12 @@ def test_a_gpus_engine_splits_prompts_unless_it_is_told_not_to() -> None:
     )
     cfg.rollout.vllm["performance_mode"] = "throughput"  # doubles it
     assert list(batches(cfg, "cuda")) == []
+
+
+def test_the_processes_of_an_engine_may_be_chosen_as_dapo_starts_them() -> None:
+    two = ["distributed_executor_backend=mp", "tensor_parallel_size=2", "pipeline_parallel_size=2", "load_format=dummy"]
+    for given in (two, ["distributed_executor_backend=uni", "max_num_active_seqs=256"]):
+        assert compose([f"{V}.{one}" for one in given], "dapo_tiny")
 
 
 @pytest.mark.parametrize(

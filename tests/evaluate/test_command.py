@@ -8,6 +8,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
+from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.evaluate import __main__ as command
 from tests.support.runs import START_S
@@ -147,6 +148,14 @@ def test_a_model_that_actors_cannot_train_can_be_evaluated(export):
     with pytest.raises(ValueError, match=r"no model.safetensors, .* or set `rollout.vllm.load_format=hf`"):
         command.configuration(line)
     assert command.configuration([*line, "rollout.vllm.load_format=hf"]).model.path == str(export)
+
+
+def test_random_weights_are_not_evaluated(export):
+    line = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, "rollout.vllm.load_format=dummy"]
+    with pytest.raises(ValueError, match=r"`rollout.vllm.load_format` \(dummy\) gives engines random weights"):
+        command.configuration(line)
+    with pytest.raises(ValueError, match=r"\(dummy\) gives engines random weights"):
+        compose(["rollout.vllm.load_format=dummy", "--rollout-only"], "dapo_tiny")
 
 
 def test_no_evaluation_overwrites_another(tmp_path, export):

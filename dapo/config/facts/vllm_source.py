@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ARGUMENTS, CLASSES = "vllm.engine.arg_utils", ("EngineArgs", "AsyncEngineArgs")
+LOADERS = "vllm.model_executor.model_loader"
 # A mapping, by its annotation, that vLLM makes a class of.
 MADE_INTO = {"speculative_config": "SpeculativeConfig"}
 PLAIN = ("bool", "int", "float", "str", "list", "dict")
@@ -49,6 +50,11 @@ class _Unknown(Exception):
 def engine_arguments() -> frozenset[str]:
     """Returns the names of the installed vLLM's engine arguments, empty where it is not installed."""
     return frozenset(_annotated())
+
+
+def load_formats() -> list[str]:
+    """Returns what `load_format` may be, which its annotation leaves open; empty where vLLM is not installed."""
+    return [str(one) for one in _allowed(ast.Name("LoadFormats"), LOADERS).choices]
 
 
 def forget() -> None:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dapo.config.facts.vllm_source import Allowed, Section, allowed
+from dapo.config.facts.vllm_source import Allowed, Section, allowed, load_formats
 from dapo.config.fields import TYPES
 from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
 
 SWITCHES = "0 1 f false n no off on t true y yes".split()  # texts that pydantic reads as such
+BACKEND = "distributed_executor_backend"
 SECRET = "hf_token"  # of which nothing is told
 SPOKEN = re.compile(r"auto|\d+(\.\d+)?[kKmMgGtT]|\{.*\}")  # a number, or a section
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
@@ -93,9 +94,33 @@ def _words(may: Allowed) -> str:
     return " or ".join(kinds + ([f"one of {', '.join(map(str, may.choices))}"] if may.choices else []))
 
 
+def starts(cfg: Config) -> Iterator[str]:
+    """Reports weights that no loader of vLLM reads, and processes that dapo does not start."""
+    args, formats = cfg.rollout.vllm, load_formats()
+    form = args.get("load_format", "auto")
+    if formats and form not in formats:
+        near = nearest(str(form), formats)
+        yield f"`{ENGINE}.load_format` ({form}) must be one of {', '.join(formats)}; {near}".rstrip("; ")
+    one = args.get("tensor_parallel_size", 1) == args.get("pipeline_parallel_size", 1) == 1
+    if (backend := args.get(BACKEND, "mp")) not in (("mp", "uni") if one else ("mp",)):
+        yield (
+            f"`{ENGINE}.{BACKEND}` ({backend}) must be mp{' or uni' if one else ''}: an engine starts its processes "
+            "itself, on the GPUs of one node; leave it out"
+        )
+
+
+def random_weights(cfg: Config) -> Iterator[str]:
+    """Refuses weights that are to be replaced, where nothing replaces them."""
+    if cfg.rollout.vllm.get("load_format") == "dummy":
+        yield (
+            f"`{ENGINE}.load_format` (dummy) gives engines random weights, and without actors they get no others; "
+            "leave it out"
+        )
+
+
 def batches(cfg: Config, device: str) -> Iterator[str]:
-    """Reports passes of an engine that hold fewer tokens than vLLM demands. device: cpu, cuda, or auto where it is not
-    known yet."""
+    """Reports passes of an engine that hold fewer tokens than vLLM demands, and bounds beyond what they bound. device:
+    cpu, cuda, or auto where it is not known yet."""
     args = cfg.rollout.vllm
     window = engine_window(cfg)
     tokens, sequences = args.get("max_num_batched_tokens"), args.get("max_num_seqs")
@@ -106,6 +131,13 @@ def batches(cfg: Config, device: str) -> Iterator[str]:
             f"because prompts are not split (`{ENGINE}.enable_chunked_prefill` is false"
             f"{'' if 'enable_chunked_prefill' in args else ' on a CPU'}); raise it, or leave it out"
         )
+    most = {
+        "max_num_active_seqs": (sequences, f"`{ENGINE}.max_num_seqs` ({sequences})"),
+        "long_prefill_token_threshold": (window, f"the longest sequence ({window} tokens)"),
+    }
+    for name, (bound, words) in most.items():
+        if isinstance(given := args.get(name), int) and bound is not None and given > bound:
+            yield f"`{ENGINE}.{name}` ({given}) must be at most {words}; lower it, or leave it out"
     if tokens is None and device != "auto":
         least = CPU_BATCHED_TOKENS if device == "cpu" else MAX_NUM_BATCHED_TOKENS
         least *= 2 if args.get("performance_mode") == "throughput" and device != "cpu" else 1

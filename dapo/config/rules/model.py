@@ -181,7 +181,7 @@ def window_problems(
 
 def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) -> Iterator[str]:
     """Yields what divides badly. config: what a config.json says. Heads are divided among sequence-parallel ranks, and
-    among the GPUs of an engine. trains: whether there are ranks."""
+    among the GPUs of an engine; layers among its stages. trains: whether there are ranks."""
     named = f"`model.path` ({cfg.model.path})"
     if trains:
         size = cfg.actor.ulysses_sequence_parallel_size
@@ -189,6 +189,9 @@ def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) 
     if cfg.trainer.only != "train" and "hf_overrides" not in cfg.rollout.vllm:
         size = cfg.rollout.vllm.get("tensor_parallel_size", 1)
         yield from shares_problems("rollout.vllm.tensor_parallel_size", size, named, config)
+        stages, layers = cfg.rollout.vllm.get("pipeline_parallel_size", 1), config.get("num_hidden_layers")
+        if isinstance(layers, int) and stages > layers:
+            yield f"`rollout.vllm.pipeline_parallel_size` ({stages}) must be at most {layers}, the layers of {named}"
 
 
 def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
