@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.doctor.checked import cluster, files, inputs, limits, planned, software, storage
+from dapo.doctor.checked import cluster, files, inputs, judge, limits, planned, software, storage
 from dapo.doctor.checked.allreduce import judged
 from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
 from dapo.doctor.machines import Machines, Silent, ThisMachine
@@ -71,6 +71,7 @@ CHECKS = (
     Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement, ("GPUs",)),
     Check("all-reduce", ALL, "gloo or NCCL over the whole allocation, with its bandwidth", all_reduce),
     Check("settings", DRIVER, "what a run tries first: schedule, model, functions on known answers", inputs.settings),
+    Check("judge", DRIVER, "a judge with an address answers a question", judge.judges, cheap=True),
     Check("tokenizer", DRIVER, "it loads, reads text, and has an end of sequence", inputs.tokenizer, ("model",)),
     Check(
         "chat template", DRIVER, "shows what was asked, opens the model's turn; date", inputs.template, ("tokenizer",)

@@ -4,6 +4,7 @@ The response is adversarial text that the judge reads as a person would: it may 
 judge's reply is searched for the score, and only the placeholders of the template are filled in.
 """
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -75,6 +76,18 @@ async def compute_score(
         "completion_tokens": completion_tokens,
         "cost": (prompt_tokens * prompt_cost + completion_tokens * completion_cost) / 1e6,
     }
+
+
+async def ask_once(kwargs: Mapping[str, Any], limit_s: float) -> float:
+    """Returns the score of a right answer to a sum, asked of the server within `limit_s`, and closes the connection.
+    Raises as `compute_score` does, TimeoutError, and what httpx raises."""
+    try:
+        async with asyncio.timeout(limit_s):
+            given = await compute_score("doctor", "Answer: 4", "4", {"prompt": "What is 2 + 2?"}, **kwargs)
+        return given["score"]
+    finally:
+        if client := _clients.pop(kwargs["url"], None):
+            await client.aclose()
 
 
 def problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
