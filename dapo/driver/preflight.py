@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dapo.config.facts.model_files import INDEX, SINGLE, weights_problems
+from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
@@ -67,17 +67,22 @@ def _attention(cfg: Config) -> Iterator[str]:
 
 
 def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
-    """Looks at the files of local models: one that is missing or cut off would be found after all have started."""
+    """Looks at the files of models, of the hub's where nothing can be downloaded: one that is missing or cut off would
+    be found after all have started."""
     others = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
     wanted = (SINGLE, INDEX) if trains else ("*.safetensors",) if reads_safetensors(cfg) else ()
     for key, path in {"model.path": cfg.model.path, **others}.items():
         folder = Path(resolve_path(path)) if path else None
-        if folder is None or not folder.is_dir():
+        again, whole = "copy or download the model again", "give the directory of a whole model"
+        if folder is not None and not folder.is_dir():
+            folder = offline_snapshot(path)
+            again = whole = f"`hf download {path}`, or unset HF_HUB_OFFLINE"
+        if folder is None:
             continue
         if found := weights_problems(folder):
-            yield f"`{key}` ({path}): {found[0]}; copy or download the model again"
+            yield f"`{key}` ({path}): {found[0]}; {again}"
         elif key == "model.path" and wanted and not any(any(folder.glob(name)) for name in wanted):
-            yield f"`{key}` ({path}) holds no weights ({' or '.join(wanted)}); give the directory of a whole model"
+            yield f"`{key}` ({path}) holds no weights ({' or '.join(wanted)}); {whole}"
 
 
 def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What only trying can tell: every problem is named with key, value and remedy before any worker starts."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -8,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+from huggingface_hub import constants
 
 from dapo.config.compose import compose
+from dapo.config.facts.model_files import INDEX
 from dapo.config.paths import resolve_path
+from dapo.doctor.checked.files import models
+from dapo.doctor.question import question
 from dapo.driver.preflight import preflight
 
 
@@ -194,6 +199,40 @@ def test_a_model_that_cannot_be_loaded_is_told(
         preflight(compose([f"model.path={model}"], experiment="dapo_tiny"), trains=trains)
     [line] = str(error.value).splitlines()
     assert message in line
+
+
+def without_a_shard(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}')
+    (folder / "model-2-of-2.safetensors").symlink_to("../../blobs/not-there-yet")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        pytest.param(without_a_shard, "model-2-of-2.safetensors is missing, which model.saf", id="a shard"),
+        pytest.param(without_weights, "holds no weights (", id="no weights"),
+    ],
+)
+def test_without_a_network_the_hubs_cache_must_be_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[[Path], None], message: str
+) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(resolve_path("pkg://dapo.tiny/base"), snapshot)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cfg = compose(["model.path=owner/name"], experiment="dapo_tiny")
+    asked = question(cfg, joined=False, driver=True, gpus=False)
+    assert models(asked).level == "ok"
+    preflight(cfg)
+    broken(snapshot)
+    with pytest.raises(
+        ValueError, match=rf"`model.path` \(owner/name\).*{re.escape(message)}.*`hf download owner/name`"
+    ):
+        preflight(cfg)
+    assert (models(asked).level == "fault") == (broken is without_a_shard), "a model of .bin files may be wanted"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    preflight(cfg)  # what lacks is downloaded
 
 
 def test_a_model_of_another_task_is_refused_where_there_are_ranks(model: Path) -> None:

@@ -7,8 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dapo.config.facts.model_shape import cached_config
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100 << 20  # bytes; the format's own bound
+
+
+def offline_snapshot(name: str) -> Path | None:
+    """Returns the folder of a hub's model in the cache, where nothing can be added to it (HF_HUB_OFFLINE); None where
+    it is not there, or what lacks can be downloaded."""
+    from huggingface_hub import constants
+
+    found = cached_config(name) if constants.HF_HUB_OFFLINE else None
+    return found.parent if found else None
 
 
 def weights_problems(folder: Path) -> list[str]:

@@ -190,7 +190,7 @@ def read_config(path: str) -> dict[str, Any]:
     Raises UnknownShape when there is none.
     """
     directory = Path(resolve_path(path))
-    file = directory / "config.json" if directory.is_dir() else _known(path) or _cached(path)
+    file = directory / "config.json" if directory.is_dir() else _known(path) or cached_config(path)
     if file is None or not file.is_file():
         known = ", ".join(sorted(one.stem.replace("--", "/") for one in _shipped().glob("*.json")))
         raise UnknownShape(
@@ -219,7 +219,8 @@ def _known(name: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def _cached(name: str) -> Path | None:
+def cached_config(name: str) -> Path | None:
+    """Returns config.json of a hub's model in the cache; None where it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

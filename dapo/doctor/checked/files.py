@@ -6,7 +6,7 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node.
 import os
 from pathlib import Path
 
-from dapo.config.facts.model_files import weights_problems
+from dapo.config.facts.model_files import offline_snapshot, weights_problems
 from dapo.config.paths import not_on_hub
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question, sizes_of
@@ -47,6 +47,8 @@ def _directory(key: str, path: str, expected: dict[str, int]) -> Finding:
 def _hub(key: str, name: str) -> Finding:
     import huggingface_hub
 
+    if (folder := offline_snapshot(name)) and (problems := weights_problems(folder)):
+        return fault(f"`{key}` ({name}): {problems[0]}", f"`hf download {name}` on this node, or unset HF_HUB_OFFLINE")
     if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         return ok(f"`{key}` ({name}) is in the hub's cache")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
