@@ -2,8 +2,9 @@
 
     command line ─▶ Hydra ─▶ Config, checked ─▶ output directory, claimed ─▶ dapo.run.train
 
-Everything that needs no worker is answered here, before torch and Ray are loaded: help, `--cfg job`, a wrong key or
-value, a run that is complete. However a run ends, its reason is one message and its exit code says what to do.
+Everything that needs no worker is answered here, before torch and Ray are loaded: help, `--cfg job` and what a run
+would refuse of it, a wrong key or value, a run that is complete. However a run ends, its reason is one message and its
+exit code says what to do.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from dataclasses import asdict
 import hydra
 from omegaconf import DictConfig
 
-from dapo.config.compose import checked_overrides, to_config
+from dapo.config.compose import check_shown, checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
@@ -34,6 +35,10 @@ def main() -> None:
     except ValueError as error:
         end(str(error))
     _hydra_main()
+    try:
+        check_shown(sys.argv[1:])
+    except ValueError as error:
+        warn(f"a run would refuse it: {error}")
 
 
 def _end_early(number: int, frame: object) -> None:

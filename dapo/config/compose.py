@@ -155,6 +155,14 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
     return checked
 
 
+def check_shown(arguments: Sequence[str]) -> None:
+    """Raises ValueError where what Hydra has printed for `--cfg job` is no configuration of a run; of other flags too,
+    such as a person's own files, nothing is known here. arguments: from `checked_overrides`."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    if flags == ["--cfg"] and (at := arguments.index("--cfg")) + 1 < len(arguments):
+        to_config(_composed([*arguments[:at], *arguments[at + 2 :]]))
+
+
 @functools.cache
 def _schema() -> DictConfig:
     """Returns the tree that values are tried on, for copies: to make it takes five times as long as to copy it."""

@@ -232,6 +232,25 @@ def test_help_says_how_to_begin_and_where_the_keys_are() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown", "told"),
+    [
+        pytest.param(["+experiment=dapo_tiny"], "path: pkg://dapo.tiny/base\n", "", id="whole"),
+        pytest.param(
+            ["+experiment=dapo_tiny", "rollout.n=1"], "  'n': 1\n", "refuse it: `rollout.n` (1) must", id="refused"
+        ),
+        pytest.param([], "  - ???\n", "refuse it: no value for `data.train_files[0]`", id="missing"),
+        pytest.param(["--config-dir", "/tmp"], "  - ???\n", "", id="files of a person's own"),
+    ],
+)
+def test_a_configuration_that_is_printed_is_checked_too(arguments: list[str], shown: str, told: str) -> None:
+    """It is printed all the same: whoever asks for it may look for what is wrong."""
+    command = [sys.executable, "-m", "dapo.main_ppo", *arguments, "--cfg", "job"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and shown in done.stdout, done.stderr
+    assert (told in done.stderr) if told else done.stderr == ""
+
+
 def test_the_checks_load_neither_torch_nor_transformers_nor_ray() -> None:
     program = (
         "import sys, dapo.config.compose as c; c.compose(['rollout.vllm.max_num_seqs=3'], 'dapo_tiny'); "
