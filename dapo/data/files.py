@@ -133,7 +133,10 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
             is_array = file.read(64).lstrip().startswith("[")
             file.seek(0)
             if is_array:
-                yield from enumerate(json.load(file))
+                at = _row(where, 0)
+                for number, value in enumerate(_values(file.read())):
+                    yield number, value
+                    at = _row(where, number + 1)
                 return
             for number, line in enumerate(file):
                 at = _row(where, number)
@@ -148,6 +151,30 @@ def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     except ValueError as error:  # of all that it can be, the limit of Python for digits is left
         digits = sys.get_int_max_str_digits()
         raise ValueError(f"{at}: a number has more than {digits} digits; store it as text") from error
+
+
+def _values(text: str) -> Iterator[Any]:
+    """Yields the values of a JSON array one by one, so that what is wrong is known to be in the next. Raises
+    JSONDecodeError."""
+    decode, at = json.JSONDecoder().raw_decode, _next(text, _next(text, 0) + 1)
+    more = text[at : at + 1] != "]"
+    while more:
+        value, end = decode(text, at)
+        at = _next(text, end)
+        if text[at : at + 1] not in (",", "]"):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+        yield value
+        if more := text[at] == ",":
+            at = _next(text, at + 1)
+    if (end := _next(text, at + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _next(text: str, at: int) -> int:
+    """Returns the place of the next character that is no space of JSON."""
+    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
+        at += 1
+    return at
 
 
 def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | None, list[str]]:

@@ -176,6 +176,9 @@ def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokeni
         load(name, tokenizer)
 
 
+ROW = json.dumps(row("1+1", "2")).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -189,8 +192,15 @@ def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokeni
             id="jsonl-huge",
         ),
         pytest.param("a.jsonl", b"\n" + b'{"a":' * 100000, "row 1 .*nested too deeply", id="jsonl-nested"),
-        pytest.param("a.json", b"[" * 100000, "nested too deeply", id="json-nested"),
-        pytest.param("a.json", b"[{]", "a.json: not valid JSON", id="json-array-broken"),
+        pytest.param("a.json", b"[" * 100000, "a.json, row 0 .*nested too deeply", id="json-nested"),
+        pytest.param("a.json", b"[" + ROW + b", {]", "a.json, row 1 .*not valid JSON .*char", id="json-array-broken"),
+        pytest.param("a.json", b"[1 2]", "a.json, row 0 .*not valid JSON .Expecting ',' delim", id="json-array-comma"),
+        pytest.param("a.json", b" [ ] x", "a.json, row 0 .*not valid JSON .Extra data", id="json-array-more"),
+        pytest.param(
+            "a.json", b"[" + ROW + b",\n" + b"1" * 5000 + b"]", "row 1 .*more than 4300 digits", id="json-array-digits"
+        ),
+        pytest.param("a.json", b"[" + ROW + b",]", "row 1 .*not valid JSON .Expecting value", id="json-array-end"),
+        pytest.param("a.json", b" [ ]\n", "has no rows", id="json-array-empty"),
         pytest.param("a.json", b"\xff\xfe", "cannot be read as UTF-8", id="json-binary"),
         pytest.param("a.jsonl", b"", "has no rows", id="jsonl-empty"),
         pytest.param("a.csv", b"a,b\n", "is neither .parquet nor .json", id="csv"),
