@@ -48,7 +48,7 @@ class MetricsLogger:
         waiting = [*due, *self._waiting]
         kept: list[str] = []
         try:
-            before = self._path.read_text(encoding="utf-8")
+            before = self._path.read_text(encoding="utf-8", errors="replace")
             kept = _up_to(step, before.splitlines())
             after = "".join([f"{line}\n" for line in kept])
             if after != before:
@@ -56,7 +56,7 @@ class MetricsLogger:
                 write_text(self._path, after)
             self._waiting.clear()
             self._torn = 0
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             warn(f"{self._path} keeps what it has after step {step}: {error}")
         for line in dict.fromkeys(_up_to(step, waiting)):
             if line not in kept and line not in self._waiting:
@@ -159,8 +159,9 @@ def evaluated(output_dir: Path, step: int) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl, null as NaN; a last line still being written is left out."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) >= 0]
+    """Returns the lines of a metrics.jsonl, null as NaN; one still being written, or cut short, is left out."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    records = [json.loads(line) for line in lines if _step_of(line) >= 0]
     return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
 
 
