@@ -91,7 +91,8 @@ def differences_table(names: Sequence[str], found: Mapping[str, Sequence[Any]]) 
 
 
 def _word(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", "⏎")
 
 
 def comparison(found: Sequence[Results], gains: Gains, differing: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -126,6 +126,15 @@ def test_of_paths_the_last_part_counts(one: str, other: str, differs: bool) -> N
     assert set(configuration_differences(configs)) == ({"model.path", "data.train_files"} if differs else set())
 
 
+def test_a_value_that_has_signs_of_tables_stays_in_its_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judge = ["reward.judge.pattern='(yes|no)'", "reward.judge.prompt='{response}'"]
+    paths = [write_run(tmp_path / name, [step_line(1, 0.5)], *given) for name, given in (("a", judge), ("b", []))]
+    main(list(map(str, paths)))
+    prompt, pattern = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| reward.judge"))
+    assert pattern.startswith(r"| reward.judge.pattern | (yes\|no) | Score:\s*")
+    assert prompt.startswith("| reward.judge.prompt | {response} | Problem:⏎{prompt}⏎⏎Reference answer:⏎")
+
+
 def test_json_holds_the_same(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["--json", *runs])
     found = json.loads(capsys.readouterr().out)
