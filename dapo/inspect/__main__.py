@@ -17,12 +17,15 @@ from dapo.inspect.figures import MIN_STEPS, figures
 from dapo.inspect.findings import agreements, why, why_slow
 from dapo.inspect.show import around, beginning, block, cell, ending, table
 from dapo.inspect.timeline import LETTERS, drawn, timeline
+from dapo.report.console import warn
 from dapo.store.reader import WHERE, Reader
+from dapo.store.schema import DATABASE
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
 CELLS = 60  # of a row of a timeline
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
+SET_ASIDE = "samples.*.sqlite"  # of another version, or damaged
 CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
@@ -264,14 +267,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = program.parse_args(arguments)
     if given.html is not None and given.question is not None:
         program.error(f"`--html` shows everything; leave out `{given.question}`")
+    if given.run.is_dir():
+        for other in sorted(given.run.glob(SET_ASIDE)):
+            warn(f"{other} has what was there before the store of this run was begun anew: give it in place of RUN")
     try:
         with Reader(given.run) as store:
             if given.html is not None:
                 print(page.write(store, given.html))
             else:
                 given.show(store, given)
-    except (ValueError, sqlite3.Error) as error:
+    except ValueError as error:
         sys.exit(f"dapo.inspect: {error}")
+    except sqlite3.Error as error:
+        file = given.run / DATABASE if given.run.is_dir() else given.run
+        sys.exit(
+            f"dapo.inspect: {file} cannot be read ({error}); `sqlite3 {file} .recover | sqlite3 NEW` may save most"
+        )
 
 
 if __name__ == "__main__":

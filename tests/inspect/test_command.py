@@ -219,6 +219,23 @@ def test_no_store_and_one_of_another_version_are_refused(run, tmp_path):
     copy.write_bytes(b"no database at all" * 100)
     with pytest.raises(SystemExit, match="cannot be read"):
         main([str(tmp_path)])
+    data = bytearray((run / "samples.sqlite").read_bytes())
+    data[8192:] = b"\x5a" * (len(data) - 8192)
+    copy.write_bytes(data)
+    with pytest.raises(SystemExit, match=r"^dapo.inspect: .*samples.sqlite cannot be read \(.*malformed.*\.recover"):
+        main([str(copy)])
+
+
+def test_where_the_steps_before_a_store_that_was_set_aside_are(run, tmp_path, capsys):
+    shutil.copy(run / "samples.sqlite", tmp_path / "samples.sqlite")
+    main([str(tmp_path)])
+    assert capsys.readouterr().err == ""
+    (tmp_path / "samples.damaged.sqlite").touch()
+    for question in ([], ["--html", str(tmp_path / "run.html")]):
+        main([str(tmp_path), *question])
+        assert f"{tmp_path / 'samples.damaged.sqlite'} has what was there before" in capsys.readouterr().err
+    main([str(tmp_path / "samples.sqlite")])
+    assert capsys.readouterr().err == "", "a person has chosen"
 
 
 def test_a_run_is_read_while_it_is_written_and_its_pipe_may_end(run, tmp_path):
