@@ -30,8 +30,10 @@ async def wait(refs: Sequence[Any], timeout_s: float, what: str | Member, key: s
     Raises:
         RemoteError: a worker raised, died, or did not answer within `timeout_s` (configuration key `key`, "": none).
     """
+    together = asyncio.gather(*refs)
+    together.add_done_callback(lambda each: each.cancelled() or each.exception())  # whoever waits may be cancelled
     with _readable_errors(timeout_s, what, key), waiting(what):
-        return list(await asyncio.wait_for(asyncio.gather(*refs), timeout_s))
+        return list(await asyncio.wait_for(together, timeout_s))
 
 
 async def wait_for_stream(refs: AsyncIterator[Any], timeout_s: float, what: str, key: str) -> AsyncIterator[Any]:

@@ -1,6 +1,8 @@
 """Which failures of a remote call say that its worker is lost, for good or as far as one knows."""
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RaySystemError
@@ -24,3 +26,23 @@ def test_a_worker_is_lost(error: RayError, lost: bool) -> None:
     with pytest.raises(RemoteError, match=f"while waiting for engine 3: {type(error).__name__}: ") as raised:
         asyncio.run(wait([fail()], 60.0, "engine 3", "rollout.timeout_s"))
     assert isinstance(raised.value, WorkerLost) == lost
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_by_the_event_loop() -> None:
+    """Waits are cancelled and actors killed in one go where a run ends."""
+    told: list[dict[str, Any]] = []
+
+    async def whole() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        ref: asyncio.Future[None] = loop.create_future()
+        waiting = asyncio.create_task(wait([ref], 60.0, "judge 0", ""))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        ref.set_exception(ActorDiedError())
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+    asyncio.run(whole())
+    gc.collect()
+    assert told == []

@@ -49,14 +49,21 @@ def kept_judge(**options: Any) -> Iterator[KeptServer]:
         for name, value in vllm_environment("cpu", 1).items():
             patch.setenv(name, value)
         server = call(make())
-        keeping = None
+
+        async def end() -> None:
+            """Lets all tasks unwind: a loop that is only stopped leaves them to the garbage collector, once it is
+            closed."""
+            for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            server.kill()
+
         try:
             call(server.start(START_S))
-            keeping = asyncio.run_coroutine_threadsafe(server.keep(START_S), loop)
+            asyncio.run_coroutine_threadsafe(server.keep(START_S), loop)
             yield KeptServer(server, call)
         finally:
-            if keeping is not None:
-                keeping.cancel()
-            loop.call_soon_threadsafe(server.kill)
+            call(end())
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
+            loop.close()
