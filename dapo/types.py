@@ -148,8 +148,9 @@ class Score:
     reward: what the advantage is made of: the weighted sum of `parts` (reward by name, the overlong penalty included).
     metrics: other numbers that a reward function gave, as LABEL/KEY. prediction: the extracted answer, as it gave it.
     failure: "" for a verdict of the functions; "cpu" or "memory", the limit that made the response wrong; "error",
-    "wall", "crash", "remote" (a server did not answer an async function), "model" (the reward model has none), "kl"
-    (log-probabilities are not finite) or "rollout" (its rollout function failed), why it is unscorable.
+    "wall", "crash", "remote" (a server did not answer an async function), "away" (none was there), "model" (the reward
+    model has none), "kl" (log-probabilities are not finite) or "rollout" (its rollout function failed), why it is
+    unscorable.
     """
 
     accuracy: float

@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import ray
@@ -32,6 +32,7 @@ class State:
     url: str
     key: str
     up: bool
+    answered: int
     restarts: int
     failure: str
 
@@ -59,7 +60,7 @@ class JudgeWorker:
 
     def _state(self) -> State:
         server = self._server
-        return State(url=server.url, key=server.key, up=server.up, restarts=server.restarts, failure=server.failure)
+        return State(**{field.name: getattr(server, field.name) for field in fields(State)})
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -98,6 +99,7 @@ class JudgePool:
         ]
         self._watches: list[asyncio.Task[None]] = []
         self._looking: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()  # another one after each
 
     @property
     def restarts(self) -> int:
@@ -122,6 +124,19 @@ class JudgePool:
                 await asyncio.shield(self._looking)
         return found
 
+    async def heard(self) -> None:
+        """Returns as soon as each of those that serve has answered a request of its own since, or is lost: one that
+        stands still is found to within `silence_s`."""
+
+        def shown(place: _Place) -> tuple[int, ...]:
+            now = place.state
+            return () if now is None or not now.up else (place.before, now.restarts, now.answered)
+
+        before = [shown(place) for place in self._places]
+        with waiting("judges to answer a request for one token", each="responses"):
+            while any(then and then == shown(place) for place, then in zip(self._places, before, strict=True)):
+                await self._news.wait()
+
     async def _look(self) -> None:
         """Looks for all who wait; each start has its deadline, and there are only so many."""
         while not self.servers() and not self.failure:
@@ -143,6 +158,11 @@ class JudgePool:
     def _make(self, index: int) -> Any:
         worker: Any = ray.remote(JudgeWorker)
         return worker.options(**self._options[index]).remote()
+
+    def _note(self, place: _Place, state: State | None) -> None:
+        place.state = state
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _member(self, place: _Place, act: str) -> Member:
         return Member(role="judge", number=place.index, count=len(self._places), act=act)
@@ -166,7 +186,7 @@ class JudgePool:
         before = place.state
         member = self._member(place, "to tell how it does")
         [now] = await wait([place.handle.next_state.remote()], POLL_S + GRACE_S, member, "")
-        place.state = now
+        self._note(place, now)
         if before is not None and now.restarts > before.restarts:
             self._warn(f"judge {place.index} is lost, and its server is started again (restart {now.restarts})")
 
@@ -174,7 +194,7 @@ class JudgePool:
         """Returns "" as soon as another actor serves in its place, and why none does where none may be tried any more.
         why: it was lost."""
         place.before += place.state.restarts if place.state else 0
-        place.state = None
+        self._note(place, None)
         while not place.limit.spent():
             self._warn(f"judge {place.index} is replaced: {why}")
             place.limit.add()
@@ -193,7 +213,8 @@ class JudgePool:
 
     def _give_up(self, place: _Place, why: str) -> None:
         self._warn(f"judge {place.index} is given up: {why}")
-        place.state, place.given_up = None, True
+        self._note(place, None)
+        place.given_up = True
         if all(each.given_up for each in self._places):
             self.failure = f"no judge is left (`{KEY}`); the last one, {place.index}: {why}"
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from dapo.rewards.calling.loading import tail, with_judge
 from dapo.rewards.overlong import overlong_penalty
 from dapo.types import Prompt, Response, Score, unscorable
 from workers.remote import RemoteError, wait
+from workers.scoring.asking import Asking
 from workers.scoring.beside import Judges, RewardModel
 from workers.scoring.children import Children
 from workers.scoring.describe import describe
@@ -36,7 +38,6 @@ BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
-MOVES = 3  # of a response to judges that were started again since it asked them: it may be what ends them
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 FILES_DIFFER = (
@@ -116,6 +117,7 @@ class RewardPool:
         self._max_response_length = max_response_length
         self._caps, self._own = response_caps(sources), source_functions(sources)
         self._model, self._judges = model, judges
+        self._asking = Asking(judges, cfg.remote.patience_s, warn)
         self._warn = warn
         self._reads_last: int | None = None
         self._asks: dict[str, bool] = {"": True}  # whether functions are async, by entry, "" for all others
@@ -200,29 +202,15 @@ class RewardPool:
             extra_info={**prompt.extra_info, "num_response_tokens": response.num_sampled}
             | ({"prompt": _last_turn(prompt)} if asks else {}),
             entry=prompt.entry,
-            servers=await self._servers() if asks else [],
         )
-        verdict, worker = await self._try(item)
-        for _ in range(MOVES if asks else 0):
-            if verdict.score.failure != "remote" or (now := await self._servers()) == item.servers:
-                break
-            item = replace(item, servers=now)  # it has asked judges that were started again meanwhile
-            verdict, worker = await self._try(item)
+        score = partial(self._asking.verdict, score=self._try) if asks else self._try
+        verdict, worker = await score(item)
         # At its CPU limit after all of the wall-clock time, its machine was busy: elsewhere it may do with less.
         starved = verdict.score.failure == "cpu" and verdict.wall_s >= self._cfg.limits.wall_s
         if verdict.score.failure in RETRIED_FAILURES or starved:
             await asyncio.sleep(RETRY_PAUSE_S)
-            verdict, _ = await self._try(item, avoid=worker)
+            verdict, _ = await score(item, avoid=worker)
         return verdict
-
-    async def _servers(self) -> list[dict[str, str]]:
-        """Returns the run's own judges, once one serves. Raises RemoteError where none is left."""
-        if self._judges is None:
-            return []
-        found = list(await self._judges.there())
-        if self._judges.failure:
-            raise RemoteError(self._judges.failure)
-        return found
 
     async def _try(self, item: Item, avoid: int = -1) -> tuple[Verdict, int]:
         for left in reversed(range(TRIES)):

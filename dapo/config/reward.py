@@ -75,6 +75,13 @@ class RemoteConfig:
         "pause before the first retry in seconds; each further one is twice as long, up to 30, less up to half of it "
         "by chance; a server's Retry-After counts where it is longer",
     )
+    patience_s: float = at_least(
+        0,
+        1800.0,
+        "how long in seconds a response waits for a server that takes no connection, while it is started again, say; "
+        "generation goes on meanwhile",
+        "; 0: no longer than for an answer",
+    )
     calls_per_minute: float = at_least(0, 0.0, "calls of the whole run, shared evenly by the workers", "; 0: no bound")
 
 

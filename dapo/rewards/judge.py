@@ -20,6 +20,8 @@ from dapo.rewards.calling.calls import Retry, servers
 from dapo.rewards.calling.loading import OWN
 
 RETRIED = (408, 409, 425, 429)  # and all from 500 on: the server's trouble, not the request's
+AWAY = (502, 503, 504)  # what a gateway says, or a server that is starting: nobody has read the request
+CONNECT_S = 10.0  # a node that has gone refuses no connection, and takes none
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 _clients: dict[str, httpx.AsyncClient] = {}
 _turn = count()
@@ -158,7 +160,8 @@ def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
     """Returns the reply's text and the tokens it took. Nothing of a server's words reaches a log."""
     status = response.status_code
     if status in RETRIED or status >= 500:
-        raise Retry(f"the judge's server answered {status}", retry_after_s(response.headers.get("retry-after", "")))
+        after_s = retry_after_s(response.headers.get("retry-after", ""))
+        raise Retry(f"the judge's server answered {status}", after_s, away=status in AWAY)
     if status != 200:
         raise ValueError(
             f"the judge's server answered {status}: check `reward.judge.url`, `reward.judge.model` and the key in "
@@ -188,7 +191,8 @@ def _client(url: str, *, proxies: bool) -> httpx.AsyncClient:
     whether what the environment says of them counts."""
     if url not in _clients:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        _clients[url] = httpx.AsyncClient(timeout=None, limits=limits, trust_env=proxies)
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        _clients[url] = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=proxies)
     return _clients[url]
 
 

@@ -31,12 +31,13 @@ _REASON = re.compile(r"^(?:\(.*?pid=\d+\)\s*)?((?:[\w.]*(?:Error|Exception)\b|vl
 
 class Server:
     """Holds the process. url: with the API's version; it stays the same as long as its port is free. up: whether it
-    answers. restarts: of its process. failure: why it is given up, "" before."""
+    answers. answered: requests for one token since it was up. restarts: of its process. failure: why it is given up, ""
+    before."""
 
     def __init__(self, arguments: Sequence[str], host: str, *, silence_s: float, max_restarts: int) -> None:
         """Starts nothing. arguments: of vLLM's server. silence_s: longest time for one token."""
         self.key = secrets.token_hex(32)
-        self.up, self.restarts, self.failure = False, 0, ""
+        self.up, self.answered, self.restarts, self.failure = False, 0, 0, ""
         self.changed = asyncio.Event()
         self._arguments, self._host, self._port = list(arguments), host, 0
         self._silence_s, self._limit = silence_s, Restarts(max_restarts)
@@ -148,6 +149,7 @@ class Server:
             except httpx.TimeoutException:
                 return f"it gave no token within {self._silence_s:g} s (`reward.judge.engine.silence_s`)"
             failures = 0 if answer == 200 else failures + 1
+            self.answered += answer == 200
         return f"it answered {answer}" if answer else "it takes no connection"
 
     async def _probe(self) -> int:

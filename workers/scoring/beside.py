@@ -26,7 +26,8 @@ class Judges(Protocol):
     """Stands for judges of the run's own, which the async functions ask: `workers.judge.JudgePool`.
 
     failure: why none is left, "" while one is. servers: the `url` and the `key` of each that serves, and the number of
-    its `start`; there: the same, as soon as there is one.
+    its `start`; there: the same, as soon as there is one. heard: returns when each that serves has shown that it does,
+    or is lost.
     """
 
     failure: str
@@ -39,5 +40,7 @@ class Judges(Protocol):
     def servers(self) -> Sequence[dict[str, str]]: ...
 
     async def there(self) -> Sequence[dict[str, str]]: ...
+
+    async def heard(self) -> None: ...
 
     def stop(self) -> None: ...

@@ -86,12 +86,14 @@ def verdict_of_failure(failure: str, detail: str, wall_s: float) -> Verdict:
 
 def remedy(failure: str) -> str:
     """Returns what to do where no response gets a verdict any more. failure: of the last one."""
-    if failure != "remote":
-        return "fix the function or raise its `reward.limits`"
-    return (
-        "see to the server that it asks, or give `reward.remote.retries`, `reward.remote.timeout_s` and, above it, "
-        "`reward.timeout_s` as much as that may be away for"
-    )
+    if failure == "away":
+        return "see to the server that it asks, or raise `reward.remote.patience_s`"
+    if failure == "remote":
+        return (
+            "see to the server that it asks, or give it more time: `reward.remote.call_timeout_s`, "
+            "`reward.remote.timeout_s` and, above it, `reward.timeout_s`"
+        )
+    return "fix the function or raise its `reward.limits`"
 
 
 def _score(reply: dict[str, Any]) -> Score:

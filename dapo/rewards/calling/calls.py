@@ -26,7 +26,7 @@ from dapo.rewards.calling.loading import LoadedFunction, describe, tail
 BEAT_S = 1.0  # between two signs of life: a function that blocks the event loop gives none
 MAX_ALIKE = 2  # retries of a call that will probably end as before
 MAX_PAUSE_S = 30.0  # of the pauses that double; a server may ask for more
-
+NOWHERE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 # Of the run's own, all alike: each with its `url` and the `key` that it asks for.
 servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default=())
@@ -35,15 +35,19 @@ servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default
 class Retry(Exception):
     """Says that a call may do better later; for async reward functions to raise. after_s: the least pause in seconds,
     such as a server's Retry-After. alike: the server was well, and will probably give the same again, at its price:
-    this is tried `MAX_ALIKE` times more at most."""
+    this is tried `MAX_ALIKE` times more at most. away: no server is there, which says nothing about the response."""
 
-    def __init__(self, reason: str, after_s: float = 0.0, *, alike: bool = False) -> None:
+    def __init__(self, reason: str, after_s: float = 0.0, *, alike: bool = False, away: bool = False) -> None:
         super().__init__(reason)
-        self.after_s, self.alike = after_s, alike
+        self.after_s, self.alike, self.away = after_s, alike, away
 
 
 class Unanswered(Exception):
-    """Says that no call was answered in time, and why the last one was not."""
+    """Says that no call was answered in time, and why the last one was not. away: that one found no server."""
+
+    def __init__(self, reason: str, *, away: bool) -> None:
+        super().__init__(reason)
+        self.away = away
 
 
 class _Late(Exception):
@@ -76,7 +80,7 @@ async def answer(
     Raises:
         Unanswered: no answer within `timeout_s`, or after `retries`. Whatever else the call raises, it is not retried.
     """
-    left, pause, reason, alike = config.timeout_s, config.backoff_s, "", 0
+    left, pause, reason, alike, away = config.timeout_s, config.backoff_s, "", 0, False
     passing: tuple[type[Exception], ...] = (Retry, OSError, *_transport_errors())  # a TimeoutError is an OSError
     for tries in range(config.retries + 1):
         await pace.turn()
@@ -87,13 +91,14 @@ async def answer(
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            reason = "what it awaited was cancelled elsewhere"  # a task that calls share, by another's deadline
+            # a task that calls share, by another's deadline
+            reason, away = "what it awaited was cancelled elsewhere", False
         except _Late:
-            reason = f"no answer within {most_s:.3g} s"
+            reason, away = f"no answer within {most_s:.3g} s", False
         except passing as error:
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 raise MemoryError from error
-            reason = describe(error)
+            reason, away = describe(error), _is_away(error)
             if isinstance(error, Retry):
                 asked_s, alike = error.after_s, alike + error.alike
         wait_s = max(asked_s, pause * (rng or random).uniform(0.5, 1.0))
@@ -102,7 +107,7 @@ async def answer(
         if left <= 0 or tries == config.retries or alike > MAX_ALIKE:
             break
         await asyncio.sleep(wait_s)
-    raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}")
+    raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}", away=away)
 
 
 async def _within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -188,7 +193,8 @@ async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, i
                 found[label] = await job
             except Unanswered as error:
                 if own.counts(label):
-                    return {"failure": "remote", "detail": f"reward function `{label}`: {error}"}
+                    failure = "away" if error.away else "remote"
+                    return {"failure": failure, "detail": f"reward function `{label}`: {error}"}
                 found[label] = None
             except RewardFunctionError as error:
                 return {"failure": "error", "detail": str(error)}
@@ -231,3 +237,16 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     if aiohttp is not None:
         found += [aiohttp.ClientConnectionError, aiohttp.ClientPayloadError]
     return tuple(found)
+
+
+def _is_away(error: Exception) -> bool:
+    """Returns whether no server took the connection: nobody has seen the response then."""
+    httpx, aiohttp = sys.modules.get("httpx"), sys.modules.get("aiohttp")
+    kinds: list[type[Exception]] = [ConnectionRefusedError, socket.gaierror]
+    if httpx is not None:
+        kinds += [httpx.ConnectError, httpx.ConnectTimeout]
+    if aiohttp is not None:
+        kinds.append(aiohttp.ClientConnectorError)
+    if isinstance(error, OSError) and error.errno in NOWHERE:
+        return True
+    return error.away if isinstance(error, Retry) else isinstance(error, tuple(kinds))

@@ -74,8 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.server.fault(content)
         truth, _, response = content.partition("|")
         reply = f"I looked at it.\nScore: {float(response.strip().endswith(truth.strip()))}"
-        if fault == "500":
-            return self._send(500, {"error": "busy"})
+        if fault in ("500", "503"):
+            return self._send(int(fault), {"error": "busy"})
         if fault == "429":
             return self._send(429, {"error": "too many"}, {"Retry-After": "0.3"})
         if fault == "silent":

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from dapo.config.reward import JudgeEngineConfig
 from workers import judge as module
-from workers.judge import JudgePool
+from workers.judge import JudgePool, State
 from workers.remote import RemoteError
 
 pytestmark = pytest.mark.usefixtures("program")
@@ -135,6 +135,36 @@ def test_who_asks_while_all_servers_start_again_waits_for_one_and_sees_that_it_d
         assert all({**server, "start": "0"} in before and server["start"] == "1" for server in found[0])
 
     run(pool, use)
+
+
+def test_who_was_not_answered_hears_whether_the_judges_stand_still(pool: JudgePool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    pool._config.silence_s = 1.0
+
+    async def use() -> None:
+        before = pool.servers()
+        await pool.heard()
+        assert pool.servers() == before and pool.restarts == 0
+        os.kill(pool._places[0].handle.held._server.pid, signal.SIGSTOP)
+        await pool.heard()
+        await until(lambda: len(pool.servers()) == 2)
+        assert pool.restarts == 1
+
+    run(pool, use)
+
+
+def test_who_was_not_answered_hears_that_a_judge_is_given_up(pool: JudgePool) -> None:
+    async def use() -> None:
+        first, second = pool._places
+        first.state = State(url="http://a/v1", key="k", up=True, answered=3, restarts=0, failure="")
+        hearing = asyncio.create_task(pool.heard())
+        await asyncio.wait({hearing}, timeout=0.02)
+        assert not hearing.done()
+        pool._give_up(first, "lost too often")
+        await hearing
+        await pool.heard()  # of the other, which loads, nothing is to be heard
+
+    asyncio.run(asyncio.wait_for(use(), 60))
 
 
 def test_a_judge_that_is_given_up_does_not_end_the_run_while_another_is_replaced(pool: JudgePool) -> None:

@@ -1,13 +1,17 @@
 """A person's async functions: called many at a time, retried, timed out, and replaced when their process ends."""
 
 import asyncio
+import errno
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
+from dapo.rewards.calling.calls import Pace, Retry, Unanswered, answer
 from dapo.rewards.calling.fork_server import Item
 from workers.scoring.children import Children
 from workers.scoring.verdict import Verdict
@@ -62,6 +66,36 @@ def test_what_does_not_pass_is_no_zero(tmp_path: Path) -> None:
     found = score(tmp_path, "raise Retry('busy')", ["a"])
     assert (found[0].score.failure, math.isnan(found[0].score.reward)) == ("remote", True)
     assert found[0].detail == "reward function `compute_score`: 4 calls were not answered; the last: Retry: busy"
+
+
+@pytest.mark.parametrize(
+    ("errors", "away"),
+    [
+        pytest.param([ConnectionRefusedError()], True, id="refused"),
+        pytest.param([OSError(errno.EHOSTUNREACH, "no route")], True, id="no-route"),
+        pytest.param([socket.gaierror("unknown name")], True, id="no-name"),
+        pytest.param([httpx.ConnectTimeout("the node is off")], True, id="no-answer-to-a-connection"),
+        pytest.param([Retry("loads its model", away=True)], True, id="as-the-function-says"),
+        pytest.param([ConnectionResetError(), ConnectionRefusedError()], True, id="gone-meanwhile"),
+        pytest.param([ConnectionRefusedError(), ConnectionResetError()], False, id="back-and-cut-off"),
+        pytest.param([ConnectionRefusedError(), Retry("busy")], False, id="back-and-busy"),
+        pytest.param([ConnectionRefusedError(), None], False, id="back-and-silent"),
+    ],
+)
+def test_a_server_that_is_away_at_the_last_call_is_told_from_one_that_fails(
+    errors: list[Exception | None], away: bool
+) -> None:
+    left = iter(errors)
+
+    async def call() -> None:
+        if error := next(left):
+            raise error
+        await asyncio.sleep(60)
+
+    remote = RemoteConfig(timeout_s=5.0, call_timeout_s=0.1, retries=len(errors) - 1, backoff_s=0.001)
+    with pytest.raises(Unanswered) as found:
+        asyncio.run(answer(call, remote, Pace(0)))
+    assert found.value.away == away
 
 
 def test_a_defect_is_reported_at_once(tmp_path: Path) -> None:

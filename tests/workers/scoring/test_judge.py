@@ -90,6 +90,17 @@ def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> N
     assert all("calls were not answered" in one.detail for one in found)
 
 
+def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer() -> None:
+    """Nobody has seen the response then: the pool waits for such a server (`reward.remote.patience_s`)."""
+    short = replace(QUICK, retries=1)
+    with judge_server(always="503") as server:  # as a gateway says, or a server that loads its model
+        found = verdicts(judged(server), 2, short)
+    found += verdicts(judged(server), 2, short)  # its port is closed now
+    assert [one.score.failure for one in found] == ["away"] * 4
+    assert "answered 503" in found[0].detail and "ConnectError" in found[2].detail
+    assert all(math.isnan(reward) for reward in rewards(found))
+
+
 @pytest.mark.parametrize(("temperature", "calls"), [(0.0, 3), (0.7, 6)])
 def test_a_greedy_judge_is_not_paid_for_the_same_reply_again_and_again(temperature: float, calls: int) -> None:
     """`max_tokens` may cut the reply off before its score, every time alike."""

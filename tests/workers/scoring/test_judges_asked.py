@@ -1,4 +1,4 @@
-"""Responses whose judges are replaced while they are scored: asked again where the judges are now."""
+"""Responses whose judges are replaced or away while they are scored: asked again, where the judges are now."""
 
 import asyncio
 from dataclasses import replace
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from dapo.config.reward import OverlongBufferConfig, RewardConfig, RewardFunctionConfig
+from dapo.config.reward import OverlongBufferConfig, RemoteConfig, RewardConfig, RewardFunctionConfig
 from dapo.types import Score
 from tests.support.fakes import make_prompt, make_response
 from workers import reward as module
 from workers.remote import RemoteError
+from workers.scoring import asking
 from workers.scoring.verdict import Verdict, verdict_of_failure
 
 BEFORE, AFTER = [{"url": "http://a", "key": "old"}], [{"url": "http://a", "key": "new"}]
@@ -30,33 +31,50 @@ class Judges:
             self.failure = "no judge is left"
         return self.lists[0] or []
 
+    async def heard(self) -> None:
+        pass
+
     def stop(self) -> None:
         pass
 
 
 class Fleet:
-    """Has an answer at `AFTER` alone."""
+    """Has an answer at `AFTER` alone. before: what it gives before anything else, kinds of failure."""
 
-    def __init__(self, judges: Judges) -> None:
+    def __init__(self, judges: Judges | None, *before: str) -> None:
         self.asked: list[Any] = []
-        self._judges = judges
+        self._judges, self._before = judges, list(before)
 
     async def score(self, item: Any, *, avoid: int) -> tuple[Verdict, int]:
         self.asked.append(list(item.servers))
-        if item.servers == AFTER:
+        if self._before:
+            return verdict_of_failure(self._before.pop(0), "nobody is there", 0.0), 0
+        if self._judges is None or item.servers == AFTER:
             return Verdict(score=RIGHT, detail="", cpu_s=0.0, wall_s=0.0), 0
         if len(self._judges.lists) > 1:
             self._judges.lists.pop(0)
         return verdict_of_failure("remote", "nobody answers", 0.0), 0
 
 
-def scored(judges: Any, monkeypatch: pytest.MonkeyPatch, entry: str = "") -> tuple[Score, list[Any]]:
-    fleet = Fleet(judges)
+def scored(
+    judges: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    entry: str = "",
+    before: tuple[str, ...] = (),
+    patience_s: float = 60.0,
+    warnings: list[str] | None = None,
+) -> tuple[Score, list[Any]]:
+    fleet = Fleet(judges, *before)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
+    monkeypatch.setattr(asking, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     cfg = RewardConfig(
-        functions=[RewardFunctionConfig(path="judge")], overlong_buffer=OverlongBufferConfig(enable=False)
+        functions=[RewardFunctionConfig(path="judge")],
+        overlong_buffer=OverlongBufferConfig(enable=False),
+        remote=RemoteConfig(patience_s=patience_s),
     )
-    pool = module.RewardPool({}, cfg, max_response_length=20, judges=judges)
+    warn = [].append if warnings is None else warnings.append
+    pool = module.RewardPool({}, cfg, max_response_length=20, judges=judges, warn=warn)
     pool._asks = {"": True, "sums": False}  # as its workers say at their start
     scoring = pool.score(replace(make_prompt(0), entry=entry), 0, make_response())
     return asyncio.run(asyncio.wait_for(scoring, 3)), fleet.asked
@@ -89,6 +107,53 @@ def test_a_server_that_is_away_for_too_long_ends_the_run_with_the_keys_to_raise(
     monkeypatch.setattr(module, "MAX_FAILURES_IN_A_ROW", 1)
     with pytest.raises(RemoteError, match=r"nobody answers; see to the server .*`reward.remote.timeout_s`"):
         scored(Judges(BEFORE), monkeypatch)
+    with pytest.raises(RemoteError, match=r"nobody is there; see to the server .*`reward.remote.patience_s`"):
+        scored(None, monkeypatch, before=("away",) * 1000, patience_s=0.1)
+
+
+def test_a_response_waits_for_an_endpoint_that_takes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge that somebody starts again is away for minutes, far longer than the retries of its calls."""
+    warnings: list[str] = []
+    score, asked = scored(None, monkeypatch, before=("away",) * 9, warnings=warnings)
+    assert score.reward == 1.0 and len(asked) == 10
+    assert warnings == [
+        "reward: nobody is there; responses wait for a server to be there, 60 s at most (`reward.remote.patience_s`)"
+    ]
+
+
+def test_an_endpoint_that_is_there_and_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response may be why."""
+    score, asked = scored(None, monkeypatch, before=("away", "remote", "away"))
+    assert score.failure == "remote" and len(asked) == 2
+
+
+def test_without_patience_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    score, asked = scored(None, monkeypatch, before=("away", "away"), patience_s=0.0)
+    assert score.failure == "away" and len(asked) == 1
+
+
+def test_a_judge_that_stands_still_and_is_not_yet_found_to_makes_nothing_unscorable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Still(Judges):
+        async def heard(self) -> None:
+            self.lists = [AFTER]
+
+    score, asked = scored(Still(BEFORE), monkeypatch, before=("remote",))
+    assert score.reward == 1.0 and asked == [BEFORE, AFTER]
+
+
+@pytest.mark.parametrize("failure", ["away", "remote"])
+def test_a_response_that_is_tried_elsewhere_waits_as_well(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that asks may be lost in the same minute as the server."""
+
+    class Restarted(Judges):
+        async def heard(self) -> None:
+            self.lists = [AFTER]
+
+    judges = Restarted(BEFORE) if failure == "remote" else None
+    score, asked = scored(judges, monkeypatch, before=("crash", failure))
+    assert score.reward == 1.0 and len(asked) == 3
 
 
 def test_a_response_that_may_be_what_ends_them_does_not_end_them_again_and_again(
