@@ -32,14 +32,21 @@ from workers.scoring.beside import Judges, RewardModel
 from workers.scoring.children import Children
 from workers.scoring.describe import describe
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError, KnownMetrics, Verdict, remedy, verdict_of_failure
+from workers.scoring.verdict import (
+    MAX_FAILURES_IN_A_ROW,
+    RETRY_PAUSE_S,
+    CanaryError,
+    KnownMetrics,
+    Verdict,
+    is_told,
+    remedy,
+    verdict_of_failure,
+)
 
 BATCHING_S = 0.005  # verdicts that come within this travel together
 RETRIED_FAILURES = ("wall", "crash")  # they say nothing about the response, which is tried once more elsewhere
 ITEMS_PER_CHILD = 64  # that may be with a worker: half of them keep a child busy while a call brings more
 TRIES = 2  # of a response that is lost with its worker, which says nothing about it: others may go with the same node
-MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a verdict: the functions are broken, not the responses
-WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 FILES_DIFFER = (
     "the files of `reward.functions` differ from node to node or have changed during the run; give all nodes the same "
     "files, and start a new run for new ones"
@@ -253,7 +260,7 @@ class RewardPool:
         self.failures[failure] += 1
         count = self.failures[failure]
         outcome = "unscorable" if unscorable else "wrong"
-        if count <= WARNINGS or count & (count - 1) == 0:
+        if is_told(count):
             self._warn(f"reward: {where}: {outcome}: {verdict.detail} (`{failure}` number {count})")
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(

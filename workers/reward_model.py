@@ -20,8 +20,9 @@ from dapo.types import Prompt, Response
 from workers.remote import RemoteError, wait
 from workers.scoring.classifier import Classifier, Conversation, ModelScore, no_score
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import RETRY_PAUSE_S, CanaryError
+from workers.scoring.verdict import MAX_FAILURES_IN_A_ROW, RETRY_PAUSE_S, CanaryError, is_told
 
+LONG = ("too_long", "memory")  # failures of long responses alone, which end one after the other, behind all others
 TRIES_ALONE = 2  # of what was lost with its worker, and may be why; or others of its node are lost a moment later
 PASSES_PER_CALL = 4  # forward passes' worth of tokens in one call: sorting by length needs some to choose from
 CANARY = Conversation(
@@ -64,6 +65,7 @@ class RewardModelPool:
         self._window = PASSES_PER_CALL * config.max_tokens
         self._expected = math.nan
         self.failures: Counter[str] = Counter()
+        self._failed_in_a_row = 0
         self.fleet = Fleet(
             self._create,
             self._start_worker,
@@ -83,28 +85,35 @@ class RewardModelPool:
 
     async def score(self, prompt: Prompt, response: Response) -> float:
         """Returns the model's score of one response, NaN where there is none: `failures` has the reason. Raises
-        RemoteError when the model cannot read this prompt, and when workers fail again and again."""
+        RemoteError when the model scores no response any more, and when workers fail again and again."""
         conversation = Conversation(
             prompt_id=prompt.id, messages=prompt.messages, prompt_text=prompt.text, response=response.text
         )
         score = await self._score(conversation, len(prompt.token_ids) + len(response.token_ids))
-        if score.failure:
-            self.failures[score.failure] += 1
-            if self.failures[score.failure] == 1:
-                why = f"{score.failure} {score.detail}".strip()
-                self._warn(
-                    f"reward model: a response to prompt {prompt.id} has no score: {why} (said once, then counted)"
-                )
-        if score.failure == "prompt":
-            raise RemoteError(
-                f"the chat template of {self._key} refuses the messages of prompt {prompt.id} ({score.detail}); use "
-                "the roles that it knows or another reward model"
-            )
+        self._watch(score, prompt)
         return score.value
 
     def stop(self) -> None:
         """Ends all workers; who still waits for a score gets an error."""
         self.fleet.stop()
+
+    def _watch(self, score: ModelScore, prompt: Prompt) -> None:
+        """Counts and warns of responses without a score; stops the run where there are no others."""
+        if not score.failure:
+            self._failed_in_a_row = 0
+            return
+        self.failures[score.failure] += 1
+        count, why = self.failures[score.failure], f"{score.failure} {score.detail}".strip()
+        if is_told(count):
+            what = f"a response to prompt {prompt.id} has no score: {why} (`{score.failure}` number {count})"
+            self._warn(f"reward model: {what}")
+        if score.failure not in LONG:
+            self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise RemoteError(
+                f"the model in {self._key} scores none of {self._failed_in_a_row} responses in a row; the last, to "
+                f"prompt {prompt.id}: {why}; use prompts with the roles that its chat template knows, or another model"
+            )
 
     async def _score(self, conversation: Conversation, tokens: int) -> ModelScore:
         """Tries up to three times, from the second on alone, so that what kills workers takes no other response along.

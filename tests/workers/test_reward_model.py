@@ -134,22 +134,45 @@ def test_a_response_that_workers_fail_on_is_unscorable_alone(trouble, monkeypatc
     assert sum("to prompt 7 has no score: worker its worker was lost" in warning for warning in warnings) == 1
 
 
-@pytest.mark.parametrize(
-    ("failure", "outcome"),
-    [
-        pytest.param("too_long", "nan", id="unscorable"),
-        pytest.param("prompt", "refuses the messages of prompt 7 (no tools)", id="the-data-is-wrong"),
-    ],
-)
-def test_a_verdict_without_score_is_nan_or_an_error_that_names_the_prompt(failure, outcome, monkeypatch):
-    async def verdict(index, texts):
-        return ModelScore(value=math.nan, failure=failure, detail="no tools")
+def gives(failure, texts):
+    """A worker's trouble: these texts have no score."""
+
+    async def trouble(index, scored):
+        return ModelScore(value=math.nan, failure=failure, detail="no tools") if scored[0] in texts else None
+
+    return trouble
+
+
+@pytest.mark.parametrize("failure", ["too_long", "prompt"])
+def test_a_response_without_score_is_unscorable_and_told_of_and_counted(failure, monkeypatch):
+    """The chat template of the reward model may refuse one prompt of a data set, which ends no run of days."""
 
     async def use(pool):
-        return await asyncio.gather(score_all(pool, ["a"]), return_exceptions=True), dict(pool.failures)
+        scores = [(await score_all(pool, [text]))[0] for text in ("a", "bad", "b", *["bad"] * 4)]
+        return scores, dict(pool.failures)
 
-    ([got], failures), _ = run_with_fakes(monkeypatch, use, trouble=verdict)
-    assert outcome in str(got) and failures == {failure: 1}
+    warnings = []
+    (scores, failures), _ = run_with_fakes(
+        monkeypatch, use, trouble=gives(failure, ["bad"]), warnings=warnings, workers=1
+    )
+    assert [math.isnan(score) for score in scores] == [False, True, False, *[True] * 4]
+    assert failures == {failure: 5}
+    told = [warning for warning in warnings if "prompt 7 has no score" in warning and "no tools" in warning]
+    assert [warning.rpartition("number ")[2] for warning in told] == ["1)", "2)", "3)", "4)"]
+
+
+def test_a_model_that_can_read_no_prompt_ends_the_run(monkeypatch):
+    """Nothing would ever be trained on; that long responses, which end together, have no score says less."""
+    monkeypatch.setattr("workers.reward_model.MAX_FAILURES_IN_A_ROW", 6)
+
+    async def use(pool):
+        for _ in range(3):
+            await score_all(pool, ["a", *["bad"] * 5])
+        await score_all(pool, ["bad"] * 6)
+
+    with pytest.raises(RemoteError, match=r"`reward.model.path` \(m\) scores none of 6 responses in a row.*no tools"):
+        run_with_fakes(monkeypatch, use, workers=1, max_tokens=1, trouble=gives("prompt", ["bad"]))
+    assert run_with_fakes(monkeypatch, use, workers=1, max_tokens=1, trouble=gives("too_long", ["bad"]))[0] is None
 
 
 def test_a_pool_that_fails_again_and_again_ends_the_run(monkeypatch):

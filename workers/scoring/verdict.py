@@ -8,6 +8,8 @@ from dapo.types import Score, unscorable
 
 RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memory, may not be done with the others
 MAX_METRICS = 128
+MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a score: what scores is broken, not the responses
+WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
 LIMIT_REACHED = {
     "cpu": "its scoring reached `reward.limits.cpu_s`",
     "memory": "its scoring reached `reward.limits.memory_bytes`",
@@ -82,6 +84,11 @@ def verdict_at_limit(failure: str, at_limit: dict[str, Any], cpu_s: float, wall_
 def verdict_of_failure(failure: str, detail: str, wall_s: float) -> Verdict:
     """Returns no score: the process ended, and the response is not known to be the cause."""
     return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s)
+
+
+def is_told(count: int) -> bool:
+    """Returns whether a person hears of a failure. count: of its kind so far, with it."""
+    return count <= WARNINGS or count & (count - 1) == 0
 
 
 def remedy(failure: str) -> str:
