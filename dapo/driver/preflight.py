@@ -6,12 +6,12 @@ In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, 
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
 from dapo.config.paths import resolve_path
-from dapo.config.reward import RewardFunctionConfig
+from dapo.config.reward import RewardConfig, RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
 from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
@@ -113,23 +113,45 @@ def _reward_functions(cfg: Config) -> Iterator[str]:
     if not cfg.reward.functions:
         yield "`reward.functions` is empty; give at least one, such as {path: math}"
     own = {section_of(name): specs for name, specs in source_functions(cfg.data.sources).items()}
+    most = 0
     for section, given in {SECTION: cfg.reward.functions, **own}.items():
         functions = with_judge(given, cfg.reward.judge)
-        yield from _section(section, functions, cfg.reward.limits.sandbox)
+        most = max(most, (yield from _section(section, functions, cfg.reward.limits.sandbox)))
         if cfg.reward.overlong_buffer.enable and any(ready_name(spec.path) == "overlong" for spec in functions):
             yield (
                 f"`{section}` has `overlong`, and `reward.overlong_buffer.enable` (true) punishes the same tokens once "
                 "more; drop one of the two"
             )
+    if most and cfg.reward.remote.calls_per_minute:
+        yield from _rate(cfg.reward, most)
 
 
-def _section(section: str, functions: Sequence[RewardFunctionConfig], sandbox: SandboxConfig) -> Iterator[str]:
+def _rate(cfg: RewardConfig, functions: int) -> Iterator[str]:
+    """Requires patience with a worker that asks seldom: where nobody answers, all responses that it has together are
+    called for again before one is given up. functions: that ask for one response."""
+    calls = cfg.concurrency * (cfg.remote.retries + 1) * functions
+    turns_s = 60 * cfg.num_workers / cfg.remote.calls_per_minute * calls
+    if cfg.timeout_s <= cfg.remote.timeout_s + turns_s:
+        yield (
+            f"`reward.timeout_s` ({cfg.timeout_s:g}) must be longer than `reward.remote.timeout_s` "
+            f"({cfg.remote.timeout_s:g}) and the {turns_s:g} s in which a worker makes its {calls} calls "
+            f"(`reward.concurrency` x retries x async functions, {functions}) at `reward.remote.calls_per_minute`, or "
+            "a worker passes for lost while it waits for others; raise the one or lower the others"
+        )
+
+
+def _section(
+    section: str, functions: Sequence[RewardFunctionConfig], sandbox: SandboxConfig
+) -> Generator[str, None, int]:
+    """Yields what is wrong with the functions, and returns how many of them are async."""
+    asynchronous = 0
     for index, spec in enumerate(functions):
         try:
             function = load(spec, index=index, section=section)
         except ValueError as error:
             yield str(error)
             continue
+        asynchronous += function.asynchronous
         if function.runs_programs:
             yield from _packages(sandbox)
         if ready_name(spec.path):  # a person's function is called in child processes alone
@@ -140,6 +162,7 @@ def _section(section: str, functions: Sequence[RewardFunctionConfig], sandbox: S
         labels(functions, section)
     except ValueError as error:
         yield str(error)
+    return asynchronous
 
 
 def _rollout_function(cfg: Config) -> Iterator[str]:

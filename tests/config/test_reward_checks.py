@@ -50,11 +50,6 @@ from dapo.config.compose import compose
             ["reward.remote.timeout_s", "reward.timeout_s", "(60)", "raise the one"],
             id="an answer that is waited for longer than for the worker",
         ),
-        pytest.param(
-            ["reward.remote.calls_per_minute=6", "reward.num_workers=2"],
-            ["reward.timeout_s", "(60)", "(45)", "the 4480 s in which a worker makes its 224 calls"],
-            id="calls further apart than a worker may be silent",
-        ),
         pytest.param(["reward.concurrency=0"], ["reward.concurrency", "at least 1"], id="no concurrency"),
         pytest.param(["reward.children_per_worker=0"], ["reward.children_per_worker", "at least 1"], id="no children"),
     ],

@@ -133,6 +133,25 @@ def test_a_key_that_no_header_may_hold_is_named_and_not_shown(monkeypatch):
     assert "s3cr3t" not in str(error.value)
 
 
+def test_calls_further_apart_than_a_worker_may_be_silent_are_named(tmp_path: Path) -> None:
+    """All async functions of a worker share its calls; those that ask nobody make none."""
+    (tmp_path / "mine.py").write_text("async def compute_score(data_source, solution_str, ground_truth, extra_info): 0")
+    asks = f"{{path: {tmp_path / 'mine.py'}}}"
+    judge = "{path: judge, kwargs: {url: 'http://127.0.0.1:1/v1', model: m}}"
+    rate = ["reward.remote.calls_per_minute=1200", "reward.num_workers=2", "reward.timeout_s=80"]
+    preflight(compose([*rate, f"reward.functions=[{judge}, {{path: math}}]"], experiment="dapo_tiny"))
+    preflight(compose(["reward.remote.calls_per_minute=1"], experiment="dapo_tiny"))
+    with pytest.raises(ValueError) as error:
+        preflight(compose([*rate, f"reward.functions=[{judge}, {asks}]"], experiment="dapo_tiny"))
+    for part in (
+        "`reward.timeout_s` (80)",
+        "(45)",
+        "the 44.8 s in which a worker makes its 448 calls",
+        "functions, 2)",
+    ):
+        assert part in str(error.value)
+
+
 def test_all_problems_come_at_once():
     overrides = ["reward.functions=[{path: /no/such.py}, {path: maths}]", "actor.optim.lr_scheduler=cosine_with_min_lr"]
     with pytest.raises(ValueError) as error:
