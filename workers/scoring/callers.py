@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config.reward import RemoteConfig
 from workers.scoring.process import LIMITS, READ_ERRORS, REPORT_S, Child, ForkServer
-from workers.scoring.verdict import CanaryError, Verdict, verdict_of_failure
+from workers.scoring.verdict import CHANGED, CanaryError, Verdict, verdict_of_failure
 
 MAX_FAILED_STARTS = 4  # in a row: what ends one process at once may strike its successor too
 
@@ -28,6 +28,7 @@ class Callers:
         self._settings = {**settings, "limits": limits, "remote": asdict(remote)}
         self._silence_s = float(limits["wall_s"])
         self._asks: dict[str, bool] = {"": True}  # by entry of `data.sources`, "" for all others
+        self._digest = ""
         self._server: ForkServer | None = None
         self._child: Child | None = None
         self._starting = asyncio.Lock()
@@ -45,7 +46,7 @@ class Callers:
     async def start(self) -> None:
         """Waits until the functions are imported and the process runs. Raises ValueError, RuntimeError or OSError."""
         self._server = await ForkServer.start(self._settings)
-        self._asks = self._server.about["asks"]
+        self._asks, self._digest = self._server.about["asks"], self._server.about["digest"]
         await self._running_child()
 
     async def close(self) -> None:
@@ -64,7 +65,7 @@ class Callers:
         somebody, the request waits for none that do.
 
         Raises:
-            CanaryError: the process does not come to start any more.
+            CanaryError: the process does not come to start any more, or would run other functions.
         """
         if not self._asks.get(request["entry"], self._asks[""]):
             return {}
@@ -79,6 +80,8 @@ class Callers:
         """Returns `given`, or a kind of `failure` and its `detail`."""
         try:
             child = await self._running_child()
+        except CanaryError:
+            raise
         except (RuntimeError, ValueError, OSError) as error:
             return {"failure": "crash", "detail": str(error)}
         self._number += 1
@@ -98,7 +101,11 @@ class Callers:
             try:
                 if self._server is None or self._server.gone.is_set():
                     self._server = await ForkServer.start(self._settings)
+                if self._server.about["digest"] != self._digest:
+                    raise CanaryError(CHANGED)
                 self._child = await self._server.fork()
+            except CanaryError:
+                raise
             except (RuntimeError, ValueError, OSError) as error:
                 self._failed_starts += 1
                 if self._failed_starts >= MAX_FAILED_STARTS:

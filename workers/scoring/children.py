@@ -20,6 +20,7 @@ from dapo.rewards.calling.fork_server import Item
 from workers.scoring.callers import Callers
 from workers.scoring.process import Child, ForkServer
 from workers.scoring.verdict import (
+    CHANGED,
     LIMIT_REACHED,
     CanaryError,
     Verdict,
@@ -30,7 +31,6 @@ from workers.scoring.verdict import (
 
 CANARY_EVERY = 1000  # items of one child between two checks of the known answers
 MAX_FAILED_STARTS = 4  # in a row and per child: what kills them all at once may strike their successors too
-CHANGED = "the files of `reward.functions` have changed during the run; put them back or start a new run"
 TOLERANCE = 1e-6  # of a known score
 
 

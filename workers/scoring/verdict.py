@@ -10,6 +10,7 @@ RETRY_PAUSE_S = 0.5  # whatever kills processes, such as a machine short of memo
 MAX_METRICS = 128
 MAX_FAILURES_IN_A_ROW = 128  # eight groups of 16 without a score: what scores is broken, not the responses
 WARNINGS = 3  # of one kind that are shown; then one every time that their number doubles
+CHANGED = "the files of `reward.functions` have changed during the run; put them back or start a new run"
 LIMIT_REACHED = {
     "cpu": "its scoring reached `reward.limits.cpu_s`",
     "memory": "its scoring reached `reward.limits.memory_bytes`",

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import math
+import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
 from dapo.rewards.calling.calls import Pace, Retry, Unanswered, answer
 from dapo.rewards.calling.fork_server import Item
+from workers.scoring.callers import MAX_FAILED_STARTS
 from workers.scoring.children import Children
-from workers.scoring.verdict import Verdict
+from workers.scoring.verdict import CanaryError, Verdict
 
 HEAD = "import asyncio, os, time\nfrom dapo.rewards.calling.calls import Retry\ncalls = {}\n"
 SIGNATURE = "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -179,6 +182,33 @@ def test_a_process_that_ends_or_hangs_is_replaced(tmp_path: Path, line: str, fai
     first, second = score(tmp_path, body, ["bad", "good"], concurrency=1)
     assert (first.score.failure, math.isnan(first.score.reward)) == (failure, True)
     assert second.score.reward == 1.0
+
+
+def test_a_process_that_cannot_start_again_as_it_was_breaks_the_worker(tmp_path: Path) -> None:
+    """Responses that are unscorable one by one would hide it, and functions that changed would give other rewards."""
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + SIGNATURE + "    return 1.0\n")
+    item = Item(source="s", text="x", ground_truth="7", extra_info={})
+
+    async def lose(children: Children) -> None:
+        assert children._callers is not None and children._callers._server is not None
+        os.kill(children._callers._server.about["pid"], signal.SIGKILL)
+        while children._callers._child is not None:
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with Children([RewardFunctionConfig(path=str(file))], LimitsConfig(), 1, QUICK, 4) as children:
+            file.write_text("import no_such_module")
+            await lose(children)
+            for _ in range(MAX_FAILED_STARTS - 2):  # its end was one
+                assert (await children.score(item)).score.failure == "crash"
+            with pytest.raises(CanaryError, match="did not start 4 times in a row.*no_such_module"):
+                await children.score(item)
+            file.write_text(HEAD + SIGNATURE + "    return 0.0\n")
+            with pytest.raises(CanaryError, match="have changed during the run"):
+                await children.score(item)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_calls_are_spaced(tmp_path: Path) -> None:
