@@ -18,7 +18,9 @@ from dapo.sandbox.program import Outcome, Program
 RUNS_PROGRAMS = True
 LANGUAGES = ("python", "python3", "py", "")
 _FENCE = re.compile(
-    r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+    # It ends where a line begins with its fence, whatever stands behind, such as a tag; a word there opens another one.
+    r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2[`~]*(?![`~\w+-])|(?=^[ \t]*\2)|\Z)",
+    re.DOTALL | re.MULTILINE,
 )
 _TIME = ("cpu", "wall")
 
