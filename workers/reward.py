@@ -128,7 +128,7 @@ class RewardPool:
         self._warn = warn
         self._reads_last: int | None = None
         self._asks: dict[str, bool] = {"": True}  # whether functions are async, by entry, "" for all others
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._longest_scored = 0
         self._metrics = KnownMetrics()
 
     async def start(self, start_timeout_s: float) -> str:
@@ -166,7 +166,8 @@ class RewardPool:
         self.unscored.add(1)
         try:
             verdict = await self._verdict(prompt, response)
-            self._watch(verdict, f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}")
+            where = f"prompt {prompt.id} of data source {prompt.source!r}, response {sample}"
+            self._watch(verdict, where, response.num_sampled)
             score = self._with_penalty(self._metrics.keep(verdict.score), prompt, response.num_sampled)
             return score if model is None else self._with_model(score, await model)
         finally:
@@ -250,11 +251,15 @@ class RewardPool:
             raise RemoteError(FILES_DIFFER) from CanaryError()
         return about
 
-    def _watch(self, verdict: Verdict, where: str) -> None:
-        """Counts and warns of failures; stops the run where there is nothing but failures."""
+    def _watch(self, verdict: Verdict, where: str, tokens: int) -> None:
+        """Counts and warns of failures; stops the run where there is nothing but failures. tokens: of the response; the
+        longest may be too long for a judge, and end together: longer than any with a verdict, it says nothing."""
         failure = verdict.score.failure
         unscorable = bool(failure) and math.isnan(verdict.score.accuracy)
-        self._failed_in_a_row = self._failed_in_a_row + 1 if unscorable else 0
+        if not unscorable:
+            self._failed_in_a_row, self._longest_scored = 0, max(tokens, self._longest_scored)
+        elif tokens <= self._longest_scored or not self._longest_scored:
+            self._failed_in_a_row += 1
         if not failure:
             return
         self.failures[failure] += 1

@@ -20,6 +20,7 @@ from dapo.rewards.calling.calls import Retry, servers
 from dapo.rewards.calling.loading import OWN
 
 RETRIED = (408, 409, 425, 429)  # and all from 500 on: the server's trouble, not the request's
+TOO_LONG = (400, 413, 422)
 AWAY = (502, 503, 504)  # what a gateway says, or a server that is starting: nobody has read the request
 CONNECT_S = 10.0  # a node that has gone refuses no connection, and takes none
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
@@ -162,6 +163,11 @@ def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
     if status in RETRIED or status >= 500:
         after_s = retry_after_s(response.headers.get("retry-after", ""))
         raise Retry(f"the judge's server answered {status}", after_s, away=status in AWAY)
+    if status in TOO_LONG:
+        raise ValueError(
+            f"the judge's server refused the request ({status}): the response may be too long for its context, or "
+            "`reward.judge.max_tokens` for what is left of it"
+        )
     if status != 200:
         raise ValueError(
             f"the judge's server answered {status}: check `reward.judge.url`, `reward.judge.model` and the key in "

@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from dapo.config.reward import JudgeConfig, LimitsConfig, RemoteConfig, RewardConfig, RewardFunctionConfig
+from dapo.rewards import judge
 from dapo.rewards.calling.calls import Retry
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.loading import with_judge
@@ -136,6 +138,12 @@ def test_a_refused_request_is_an_error_that_names_the_keys_and_not_their_value()
     assert "401" in found[0].detail and "reward.judge.key_variable" in found[0].detail
     assert "another-key" not in found[0].detail
     assert server.seen == {}  # and it is not asked again and again
+
+
+@pytest.mark.parametrize(("status", "says"), [(400, "too long for its context"), (404, "`reward.judge.model`")])
+def test_a_refusal_says_what_to_look_at(status: int, says: str) -> None:
+    with pytest.raises(ValueError, match=f"{status}.*{says}"):
+        judge._read(httpx.Response(status))
 
 
 def test_no_more_calls_than_allowed_are_open() -> None:
