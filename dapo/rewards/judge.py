@@ -175,7 +175,8 @@ def _read(response: httpx.Response) -> tuple[str, Mapping[str, Any]]:
         )
     try:
         body = response.json()
-        reply, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
+        # None: it ended while it thought, at `max_tokens`.
+        reply, usage = body["choices"][0]["message"]["content"] or "", body.get("usage") or {}
         if isinstance(reply, str) and isinstance(usage, dict):
             return reply, usage
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):

@@ -140,6 +140,12 @@ def test_a_refused_request_is_an_error_that_names_the_keys_and_not_their_value()
     assert server.seen == {}  # and it is not asked again and again
 
 
+def test_a_reply_that_ended_in_its_thoughts_is_one_without_a_score() -> None:
+    """A greedy judge would end there again, and is not paid for that as often as for a failure of its server."""
+    body = {"choices": [{"message": {"content": None, "reasoning_content": "So"}}], "usage": {"prompt_tokens": 3}}
+    assert judge._read(httpx.Response(200, json=body)) == ("", {"prompt_tokens": 3})
+
+
 @pytest.mark.parametrize(("status", "says"), [(400, "too long for its context"), (404, "`reward.judge.model`")])
 def test_a_refusal_says_what_to_look_at(status: int, says: str) -> None:
     with pytest.raises(ValueError, match=f"{status}.*{says}"):
