@@ -16,7 +16,7 @@ from workers.scoring.beside import Judges
 from workers.scoring.verdict import Verdict
 
 MOVES = 3  # of a response to judges that were started again since it asked them: it may be what ends them
-PAUSE_S = 5.0  # between two tries of a response whose server takes no connection
+PAUSE_S, MAX_PAUSE_S = 5.0, 60.0  # between tries of a response whose server takes no connection: they double
 
 Score = Callable[[Item, int], Awaitable[tuple[Verdict, int]]]
 
@@ -35,9 +35,9 @@ class Asking:
             RemoteError: no judge of the run's own is left.
         """
         verdict, worker = await self._judged(item, avoid, score)
-        if verdict.score.failure != "away":
+        if verdict.score.failure != "away" or not self._patience_s:
             return verdict, worker
-        until = time.monotonic() + self._patience_s
+        until, pause = time.monotonic() + self._patience_s, PAUSE_S
         if not self._waiting:
             self._warn(
                 f"reward: {verdict.detail}; responses wait for a server to be there, {self._patience_s:g} s at most "
@@ -45,9 +45,10 @@ class Asking:
             )
         self._waiting += 1
         try:
-            with waiting("a server that reward functions ask to take a connection", each="responses"):
-                while verdict.score.failure == "away" and time.monotonic() < until:
-                    await asyncio.sleep(PAUSE_S)
+            with waiting("a server that reward functions ask", each="responses"):
+                while verdict.score.failure == "away" and (left := until - time.monotonic()) > 0:
+                    await asyncio.sleep(min(pause, left))
+                    pause = min(2 * pause, MAX_PAUSE_S)
                     verdict, worker = await self._judged(item, avoid, score)
         finally:
             self._waiting -= 1

@@ -43,7 +43,8 @@ class Retry(Exception):
 
 
 class Unanswered(Exception):
-    """Says that no call was answered in time, and why the last one was not. away: that one found no server."""
+    """Says that no call was answered in time, and why the last one was not. away: that one found no server, or one
+    that wants to be left alone for longer than there ever is time."""
 
     def __init__(self, reason: str, *, away: bool) -> None:
         super().__init__(reason)
@@ -101,6 +102,7 @@ async def answer(
             reason, away = describe(error), _is_away(error)
             if isinstance(error, Retry):
                 asked_s, alike = error.after_s, alike + error.alike
+        away = away or asked_s > config.timeout_s
         wait_s = max(asked_s, pause * (rng or random).uniform(0.5, 1.0))
         pause = min(2 * pause, MAX_PAUSE_S)
         left -= time.monotonic() - began + wait_s

@@ -170,8 +170,9 @@ def test_a_call_that_swallows_its_cancellation_is_not_waited_for(tmp_path: Path)
 
 
 def test_a_server_that_asks_for_a_long_pause_ends_the_waiting(tmp_path: Path) -> None:
+    """A limit of calls strikes all responses at once, and is none of their faults: the pool waits for the server."""
     found = score(tmp_path, "raise Retry('busy', after_s=3600)", ["a"])
-    assert found[0].score.failure == "remote" and "1 calls were not answered" in found[0].detail
+    assert found[0].score.failure == "away" and "1 calls were not answered" in found[0].detail
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def scored(
 ) -> tuple[Score, list[Any]]:
     fleet = Fleet(judges, *before)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
-    monkeypatch.setattr(asking, "PAUSE_S", 0.01)
+    monkeypatch.setattr(asking, "PAUSE_S", 0.001)
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     cfg = RewardConfig(
         functions=[RewardFunctionConfig(path="judge")],
@@ -128,8 +128,10 @@ def test_an_endpoint_that_is_there_and_does_not_answer_is_not_waited_for(monkeyp
 
 
 def test_without_patience_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    score, asked = scored(None, monkeypatch, before=("away", "away"), patience_s=0.0)
+    warnings: list[str] = []
+    score, asked = scored(None, monkeypatch, before=("away", "away"), patience_s=0.0, warnings=warnings)
     assert score.failure == "away" and len(asked) == 1
+    assert not any("responses wait" in warning for warning in warnings)
 
 
 def test_a_judge_that_stands_still_and_is_not_yet_found_to_makes_nothing_unscorable(
