@@ -96,7 +96,11 @@ def _letter(letter: str) -> str:
 
 
 def _print(line: str, to: TextIO) -> None:
-    print(plain(without_secrets(line)), file=to, flush=True)
+    """Prints what can be printed: no run, and no thread of one, ends because its log is on a full disk, who read it has
+    gone, or a letter is not in its encoding."""
+    encoding = getattr(to, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError):
+        print(plain(without_secrets(line)).encode(encoding, "replace").decode(encoding), file=to, flush=True)
     seen()
 
 

@@ -1,5 +1,9 @@
 """Warnings of a run: printed once an hour, then counted; every one is heard of."""
 
+import errno
+import io
+import sys
+
 import pytest
 
 from dapo.report import console
@@ -67,3 +71,35 @@ def test_the_message_that_ends_a_program_is_printed_in_any_case(clock: Clock, ca
             with pytest.raises(SystemExit):
                 end("no space left")
     assert capsys.readouterr().err == "dapo: no space left\n" * 2
+
+
+class Refusing(io.StringIO):
+    """A file on a full disk, or a pipe that nobody reads any more."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), BrokenPipeError(errno.EPIPE, "tee has ended")])
+def test_a_line_that_cannot_be_written_ends_no_run(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Refusing(error))
+    with hearing_warnings(heard.append):
+        say("step 1/2")
+        warn("engine 3 is lost")
+        warn("engine 3 is lost")
+    with pytest.raises(SystemExit):
+        end("no space left")
+    assert heard == ["engine 3 is lost"] * 2
+
+
+def test_letters_that_a_terminal_lacks_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    say("step 1/2 \u00b7 trainer.total_steps 1 \u2192 2")
+    assert out.buffer.getvalue().decode("latin-1") == "step 1/2 \u00b7 trainer.total_steps 1 ? 2\n"
