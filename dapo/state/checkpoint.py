@@ -74,6 +74,7 @@ class CheckpointStore:
         first one. A cancellation after the body does not undo what it wrote: it is raised once that is committed.
         """
         async with self._writing:
+            self._guard()  # or what another run is writing by now would be cleared away
             self._root.mkdir(parents=True, exist_ok=True)
             self._clear()
             # Named anew each time: a rank that still writes for a save that was given up writes nowhere else.
