@@ -125,19 +125,22 @@ class RunDirectory:
                 "checkpoint.resume=auto to continue the run"
             )
         self.store.recover()
-        if resume not in RESUME:
-            self._start_from(Path(resume).expanduser().absolute(), resume, held)
-        if (newest := self.store.latest()) is not None or held:
+        back = None if resume in RESUME else self._start_from(Path(resume).expanduser().absolute(), resume, held)
+        if (newest := back or self.store.latest()) is not None or held:
             self._before = _about(newest, self.path)
             self._compare(read_config(self._before / CONFIG, self._where))
+        if back is not None and (later := self.store.go_back_to(back)):  # a command that is refused changes nothing
+            told = f"going back to step {step_of(back)}; {len(later)} later checkpoints are kept as left_*"
+            self.notices.insert(0, f"`checkpoint.resume` ({resume}): {told}")
 
-    def _start_from(self, chosen: Path, resume: str, held: bool) -> None:
-        """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already."""
+    def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
+        """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already.
+        Returns the checkpoint of this run to go back to, if it is one."""
         key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
         if held and value_of(read_config(self.path / CONFIG, self._where), "checkpoint.resume") == resume:
             if self.store.steps():
                 self.notices.append(f"{key}: the run has gone on from there; it continues with its newest checkpoint")
-                return
+                return None
         elif held and not ours:
             raise ValueError(
                 f"{self._where} holds a run and {key} is a checkpoint of another; give another `trainer.output_dir`"
@@ -146,15 +149,12 @@ class RunDirectory:
             raise ValueError(f"{key} is no checkpoint; give auto, never, or a directory checkpoints/step_NNNNNN")
         if not ours:
             self.store = self._open(chosen)
-            return
+            return None
         try:
-            later = self.store.go_back_to(self.checkpoints / chosen.name)
+            self.store.check(back := self.checkpoints / chosen.name)
         except BrokenCheckpoint as error:
             raise ValueError(f"{key} is not whole: {error}; give another checkpoint") from error
-        if later:
-            self.notices.append(
-                f"{key}: going back to step {step_of(chosen)}; {len(later)} later checkpoints are kept as left_*"
-            )
+        return back
 
     def _compare(self, recorded: dict[str, Any]) -> None:
         """Refuses what alters the meaning of the run and is not accepted, and tells the rest."""

@@ -103,6 +103,14 @@ def test_going_back_is_told(tmp_path: Path, other: Path) -> None:
         assert run.notices[0].endswith("going back to step 5; 1 later checkpoints are kept as left_*")
 
 
+def test_a_command_that_is_refused_goes_back_nowhere(tmp_path: Path, other: Path) -> None:
+    """The next one may be to continue after all, with the newest checkpoint."""
+    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
+        claim(tmp_path / "other", other, n=8)
+    with claim(tmp_path / "other") as run:
+        assert weights(run) == "of step 10 in other"
+
+
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path, other: Path) -> None:
     with claim(tmp_path / "mine") as run:
         save(run, 3)
