@@ -120,6 +120,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             leave_gpus = actors.before_restart if lender is None else lender.leave
             yield pools(sync_weights=sync, weights=sync.lock, leave_gpus=leave_gpus, lender=lender)
     finally:
+        placement.give_up()  # a thread that waits for the place of ranks or an engine would hold the end up
         actors.close()
         rewards.stop()
         stop_functions(functions)

@@ -122,14 +122,23 @@ class Placement:
             labels = [dict(pool.labels)] * len(bundles) if pool.labels else None
             self._groups[name] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
 
+    def give_up(self) -> None:
+        """Ends every wait for a place, also one in another thread: nothing is to start any more."""
+        self._given_up = lambda: True
+
+    def _found(self, group: PlacementGroup, until: float) -> bool:
+        """Waits for a group's place; False where it has none by `until` (`time.monotonic()`), or that is given up."""
+        found = False
+        while not found and (left := until - time.monotonic()) > 0 and not self._given_up():
+            found = group.wait(timeout_seconds=min(POLL_S, left))
+        return found
+
     def _wait(self, asked: list[Pool]) -> None:
         limit = self._cfg.actor.start_timeout_s
         deadline = time.monotonic() + limit
         for group in self._groups.values():
             with waiting("Ray to place engines and actors on GPUs"):
-                found = False
-                while not found and (left := deadline - time.monotonic()) > 0 and not self._given_up():
-                    found = group.wait(timeout_seconds=min(POLL_S, left))
+                found = self._found(group, deadline)
             if not found:
                 wanted = ", ".join(f"{pool.all_gpus} GPUs for {pool.about}" for pool in asked if pool.gpus)
                 raise RuntimeError(
@@ -215,13 +224,13 @@ class Placement:
         if group is None:
             return {}
         limit = self._cfg.actor.start_timeout_s
-        if not group.wait(timeout_seconds=PLACED_S):
+        if not self._found(group, time.monotonic() + PLACED_S):
             self._warn(
                 f"a node is gone, and the others have no {self._missing(group)} for its actor ranks; waiting "
                 f"{limit:.0f} s (`actor.start_timeout_s`) for one that joins the Ray cluster"
             )
             with waiting("a node with room for actor ranks to join the Ray cluster"):
-                found = group.wait(timeout_seconds=limit)
+                found = self._found(group, time.monotonic() + limit)
             if not found:
                 raise RuntimeError(
                     f"for {limit:g} s (`actor.start_timeout_s`) the Ray cluster had no {self._missing(group)} for "
@@ -232,8 +241,7 @@ class Placement:
 
     def _missing(self, group: PlacementGroup) -> str:
         places = placement_group_table(group)["bundles_to_node_id"].values()
-        count = self._cfg.actor.num_workers
-        return f"{count * sum(not node for node in places) // len(places)} GPUs"
+        return f"{self._cfg.actor.num_workers * sum(not node for node in places) // len(places)} GPUs"
 
     def reward_model(self) -> list[dict[str, Any]]:
         """Returns one entry per copy of the reward model."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,15 +18,18 @@ from workers.placing.fit import Node
 
 
 class FakeGroup:
-    """A placement group whose bundles lie on these nodes; where they are none yet, on `later` after a wait of more than
-    `PLACED_S`."""
+    """A placement group whose bundles lie on these nodes; where they are none yet, on `later` after waits of more than
+    `PLACED_S` in all. now: the time, which goes by in waits alone."""
+
+    now = 0.0
 
     def __init__(self, bundles, labels, nodes, later):
         self.bundles, self.labels, self.nodes, self.later = bundles, labels, nodes, later
 
     def wait(self, timeout_seconds):
-        if timeout_seconds > placement.PLACED_S and not all(self.nodes):
-            self.nodes = self.later
+        if not all(self.nodes):
+            FakeGroup.now += timeout_seconds
+            self.nodes = self.later if FakeGroup.now > placement.PLACED_S else self.nodes
         return all(self.nodes)
 
 
@@ -38,6 +42,8 @@ def groups(monkeypatch):
         made.append(FakeGroup(bundles, bundle_label_selector, ["a"] * len(bundles), []))
         return made[-1]
 
+    monkeypatch.setattr(FakeGroup, "now", 0.0)
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: FakeGroup.now))
     monkeypatch.setattr(placement, "nodes", lambda: [Node(16, 32.0, 12.0, 32.0, {"pool": "a"})] * 2)
     monkeypatch.setattr(placement, "placement_group", make)
     monkeypatch.setattr(placement, "remove_placement_group", made.remove)
@@ -254,6 +260,54 @@ def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
             placed.actors()
     [line] = said
     assert "a node is gone, and the others have no 2 GPUs" in line and "900 s (`actor.start_timeout_s`)" in line
+
+
+def test_ranks_whose_node_is_gone_wait_no_longer_than_the_run(groups):
+    """It is saved and would end, but for the thread that waits."""
+    placed = Placement(make_config(1, 1, 3), "cuda", warn=lambda line: placed.give_up())
+    groups[0].nodes, groups[0].later = ["a", "", ""], ["a", "", ""]
+    with pytest.raises(RuntimeError, match="add a node"):
+        placed.actors()
+    assert FakeGroup.now == placement.PLACED_S
+
+
+class Role:
+    """Stands for engines and reward workers that have nothing to do."""
+
+    def __init__(self):
+        self.keeper, self.unscored = SimpleNamespace(rejoin=None), None
+
+    async def start(self, *arguments):
+        return "started"
+
+    async def stop(self, grace_s=0.0):
+        pass
+
+    def work(self):
+        return {}
+
+
+def test_the_end_of_the_pools_gives_up_every_wait_for_a_place(monkeypatch):
+    ended = []
+
+    async def place(cfg, device):
+        return SimpleNamespace(give_up=lambda: ended.append("waits"))
+
+    rewards = Role()
+    rewards.stop = lambda: ended.append("reward workers")
+    monkeypatch.setattr(fleet, "place", place)
+    monkeypatch.setattr(fleet, "create_rollouts", lambda cfg, placed: Role())
+    monkeypatch.setattr(fleet, "create_rewards", lambda cfg, placed, device: rewards)
+    cfg = Config()
+    cfg.trainer.only, cfg.trainer.device = "rollout", "cpu"
+
+    async def stopped():
+        async with fleet.build_pools(cfg):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(stopped())
+    assert ended == ["waits", "reward workers"]
 
 
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():
