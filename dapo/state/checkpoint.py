@@ -244,9 +244,13 @@ class CheckpointStore:
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
         superseded = [path for path in self._steps() if step_of(path) > written]
-        too_old = earlier[self._keep - 1 :] if self._keep > 0 else []
-        for path in superseded + too_old:
+        for path in superseded:
             self._discard(path)
+        for path in earlier[self._keep - 1 :] if self._keep > 0 else []:
+            try:
+                self._discard(path)
+            except OSError as error:  # no fault of the one that was just written
+                log.warning("%s cannot be removed (%s)", path, error)
 
     def _discard(self, path: Path) -> None:
         """Renames before removing, so that a crash midway leaves a left-over and not half a checkpoint."""

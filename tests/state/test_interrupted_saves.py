@@ -81,7 +81,9 @@ def test_a_kill_at_every_moment_of_a_save_loses_nothing(step: int, tmp_path: Pat
     )
 
 
-def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException) -> CheckpointStore:
+def interrupted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException, keep: int = 3
+) -> CheckpointStore:
     """A store whose next rename of a checkpoint's directory that ends in `at` fails."""
     replace = Path.replace
 
@@ -92,7 +94,7 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Bas
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", failing)
-    return CheckpointStore(root, keep=3)
+    return CheckpointStore(root, keep=keep)
 
 
 @pytest.mark.parametrize("at", [".tmp", "step_000001"])
@@ -112,6 +114,17 @@ def test_a_full_disk_at_latest_does_not_fail_the_save(tmp_path: Path, monkeypatc
     store = CheckpointStore(tmp_path, keep=3)
     asyncio.run(write(store, 1, "new"))
     assert text_of(store) == "new"
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has made it immutable, say: saves that are whole would count as failed, until they end the run."""
+    asyncio.run(write(CheckpointStore(tmp_path, keep=1), 1, "old"))
+    store = interrupted(tmp_path, monkeypatch, "step_000001", PermissionError("immutable"), keep=1)
+    asyncio.run(write(store, 2, "new"))
+    assert steps_left(tmp_path) == ["step_000001", "step_000002"] and text_of(store) == "new"
+    assert "step_000001 cannot be removed (immutable)" in caplog.text
 
 
 def left_by_a_crash(root: Path, monkeypatch: pytest.MonkeyPatch, step: int, text: str, *, sealed: bool) -> Path:
