@@ -129,7 +129,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._trainer = self._show = None
-        self._stack.close()
+        with suppress(OSError):  # the terminal has gone
+            self._stack.close()
 
     def of(self, trainer: "Trainer") -> "Trainer":
         """Shows what this trainer does from now on, and returns it."""
@@ -141,7 +142,8 @@ class Progress:
         trainer, show = self._trainer, self._show
         if trainer is None:
             return
-        with suppress(RuntimeError):  # a table has changed while it was read: the next look reads it again
+        # A table has changed while it was read: the next look reads it again; or the terminal has gone.
+        with suppress(RuntimeError, OSError):
             moment = moment_of(trainer, self._total_steps, now)
             if moment.step != self._step:
                 self._turn(moment.step, now)

@@ -211,6 +211,22 @@ def test_a_look_that_another_thread_spoils_is_left_out(clock: Clock) -> None:
             assert len(lines) == count
 
 
+def test_a_terminal_that_goes_ends_neither_the_watch_nor_the_run(clock: Clock) -> None:
+    """The person has logged out: the kernel refuses what is written there, and the last line cannot be taken away."""
+
+    @contextmanager
+    def gone() -> Iterator[Callable[[str], None]]:
+        def show(line: str) -> None:
+            raise OSError(5, "Input/output error")
+
+        yield show
+        raise OSError(5, "Input/output error")
+
+    with collecting(clock) as (trainer, _), Progress(8, EVERY_S, live=gone) as progress:
+        progress.of(trainer)
+        progress.look(clock.now)
+
+
 def test_a_step_is_expected_to_take_as_long_as_the_last_whole_ones(clock: Clock) -> None:
     lines: list[str] = []
     with (
