@@ -128,6 +128,7 @@ class GroupStream:
         self._clock = clock
         self._caps = caps or {}
         self._running: dict[str, tuple[int, asyncio.Task[Group | Cut]]] = {}  # by key, which names one start of a draw
+        self._leaving: dict[str, asyncio.Task[Group | Cut]] = {}  # that the engines are asked to end
         self._finished: deque[str] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -169,14 +170,15 @@ class GroupStream:
             self._pump = None
         if self._lender is not None:
             await self._lender.close()
-        if self._running:
+        left = {key: task for key, (_, task) in self._running.items()} | self._leaving
+        if left:
             with suppress(Exception):
-                await asyncio.wait_for(self._rollouts.abort(list(self._running)), CLOSE_GRACE_S)
-        tasks = [task for _, task in self._running.values()]
-        for task in tasks:
+                await asyncio.wait_for(self._rollouts.abort(list(left)), CLOSE_GRACE_S)
+        for task in left.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*left.values(), return_exceptions=True)
         self._running.clear()
+        self._leaving.clear()
 
     async def _run(self) -> None:
         """Pumps draws out and groups in."""
@@ -239,24 +241,21 @@ class GroupStream:
             self.buffer.generated(index, tokens)
 
     async def _abort(self, collected: Collected) -> Collected:
-        """Ends the draws that went back to the stream and counts what they had generated."""
+        """Ends the draws that went back to the stream and counts what they had generated. Where that fails or is cut
+        short, `close` ends them."""
         returned = set(collected.returned)
         gone = {key: place for key, place in self._running.items() if place[0] in returned}
-        unfinished: dict[str, asyncio.Task[Group | Cut]] = {}
         for key, (index, task) in gone.items():
             del self._running[key]
             if index in collected.unfinished:
-                unfinished[key] = task
+                self._leaving[key] = task
             else:
                 task.cancel()  # its verdict is not waited for
-        if not unfinished:
+        if not self._leaving:
             return collected
-        try:
-            await self._rollouts.abort(list(unfinished))
-            cut = await asyncio.gather(*unfinished.values())
-        finally:
-            for task in unfinished.values():  # where the abort failed
-                task.cancel()
+        await self._rollouts.abort(list(self._leaving))
+        cut = await asyncio.gather(*self._leaving.values())
+        self._leaving.clear()
         tokens = sum(group.num_tokens for group in cut)
         self.buffer.aborted(tokens)
         return replace(collected, lost=(*collected.lost, *cut), lost_tokens=collected.lost_tokens + tokens)

@@ -100,6 +100,33 @@ def test_close_needs_no_answer_of_the_engines(abort, monkeypatch):
     run(close_in_flight())
 
 
+def test_close_ends_what_a_cancelled_step_was_about_to_end(monkeypatch):
+    """The ranks are lost while the engines are asked; groups that they go on with would hold up those that come again,
+    under the same names."""
+    rollouts, asked = EndlessRollouts(), []
+    rollouts.first = 4
+    stream = make_stream(rollouts)
+
+    async def abort(keys: list[str]) -> None:
+        asked.append(sorted(keys))
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        await FakeRollouts.abort(rollouts, keys)
+
+    monkeypatch.setattr(rollouts, "abort", abort)
+
+    async def cancel_and_close() -> None:
+        collecting = asyncio.create_task(stream.collect())
+        while not asked:
+            await asyncio.sleep(0)
+        collecting.cancel()
+        await asyncio.wait([collecting])
+        await stream.close()
+
+    run(cancel_and_close())
+    assert len(asked) == 2 and asked[0] == asked[1] and len(asked[0]) == 8
+
+
 def test_what_aborted_groups_had_generated_is_counted():
     rollouts = EndlessRollouts()
     rollouts.first = 4
