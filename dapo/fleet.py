@@ -81,8 +81,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await engines.start(cfg.model.path, engine_args(cfg, device), gpus_of_engine)
 
     def gpus_of_engine(number: int) -> list[str]:
-        ranks = placement.ranks_of_engine(number)
-        return actors.gpus(ranks) if isinstance(actors, ActorPool) else []
+        return actors.gpus(placement.ranks_of_engine(number)) if isinstance(actors, ActorPool) else []
 
     async def start_rewards() -> None:
         if half != "train":
