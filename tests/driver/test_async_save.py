@@ -116,6 +116,9 @@ def test_a_save_that_is_due_waits_for_the_one_before(tmp_path):
     async def run() -> None:
         await taken(trainer, 1)
         second = asyncio.create_task(trainer.step())
+        async with asyncio.timeout(60):
+            while actors.log[-1] != "update 1":  # a thread that writes the batch of the first step comes before it
+                await asyncio.sleep(0.001)
         await turns(200)
         assert actors.log == ["update 0", "staged 1", "writes", "update 1"] and not second.done()
         assert trainer.saver.acts == ("save", "save")
