@@ -72,6 +72,8 @@ forward() {
 }
 
 begin() {
+  # Whatever the person who submitted has set: steps get the job's variables, and squeue writes dates that can be read.
+  export SLURM_EXPORT_ENV=ALL SLURM_TIME_FORMAT=standard
   trap teardown EXIT
   trap 'forward USR1' USR1
   trap 'forward USR2' USR2
@@ -87,14 +89,17 @@ begin() {
 }
 
 # Sets the words before a command that put it into the container: `enter` inside a step, `step` as options of srun, and
-# `here` on the head's node, outside of any step.
+# `here` on the head's node, outside of any step. Given a folder, it is mounted too.
 in_container() {
-  local mounts=$PWD,$SCRATCH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  local mounts=$PWD,$SCRATCH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}${1:+,$1} name
   enter=() step=() here=()
   [[ -n $CONTAINER ]] || return 0
   case $CONTAINER_RUNTIME in
-    pyxis) # named, so that the image is unpacked once on each node
-      step=(--container-image="$CONTAINER" --container-name=dapo --container-workdir="$PWD"
+    pyxis)
+      # Named, so that the image is unpacked once on each node; after its file, because pyxis takes the container of that
+      # name in the image's place, even one of a former job.
+      name=dapo-$({ echo "$CONTAINER" && stat -Lc '%s %Y' "$CONTAINER"; } 2>/dev/null | cksum | cut -d' ' -f1) || true
+      step=(--container-image="$CONTAINER" --container-name="$name" --container-workdir="$PWD"
         --container-mounts="$(sed -E 's/([^,:]+)(,|$)/\1:\1\2/g' <<<"$mounts")")
       here=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" --cpus-per-task="$cpus" --cpu-bind=none "${step[@]}")
       ;;
@@ -125,7 +130,11 @@ message above. Where only the planner does not know the model, give the seconds 
   again_by=()
   # shellcheck disable=SC2034  # train.sbatch reads it
   [[ $resume != never && (-n $resume || " $* " != *' checkpoint.resume=never '*) ]] || again_by=(checkpoint.resume=auto)
-  [[ -z $output_dir ]] || logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
+  [[ -n $output_dir ]] || return 0
+  logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
+  # What a container writes elsewhere goes with it; what lies in the checkout is mounted.
+  mkdir -p "$output_dir"
+  [[ $output_dir/ == "$PWD"/* ]] || in_container "$output_dir"
 }
 
 # Prints the first two free ports of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below

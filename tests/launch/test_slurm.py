@@ -2,81 +2,18 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.batch import UNTIL_TERM, ended, fake, start, wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
-REAL = sys.executable
-UNTIL_TERM = "trap 'exit 0' TERM; while true; do sleep 0.05; done"
-SRUN = """
-while [[ $1 == --* ]]; do
-  echo "$1" >>srun.options
-  case $1 in --output=*) log=${1#*=} && exec >>"${log//%N/node$RANDOM}" 2>&1 ;; esac
-  shift
-done
-exec "$@"
-"""
 SAVES = "trap 'sleep 0.3; echo saved; exit 85' USR1; touch started; while true; do sleep 0.05; done"
-
-
-def fake(folder: Path, name: str, body: str) -> Path:
-    path = folder / name
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
-    return path
-
-
-def start(
-    folder: Path,
-    *,
-    driver: str,
-    node: str = UNTIL_TERM,
-    alive: int = 2,
-    plan: str = "echo 'lead_s 600'; echo \"output_dir $PWD/outputs/run\"",
-    doctor: str = "true",
-    left: str = "7200",
-    script: str = "train",
-    **env: str,
-) -> subprocess.Popen[str]:
-    """A batch script on two nodes. driver, node, plan, doctor: bodies of the processes that Python would be; alive:
-    nodes that Ray counts; left: seconds of the allocation, a shell word."""
-    fakes = folder / "fake"
-    fakes.mkdir()
-    shutil.copytree(ROOT / "launch/slurm", folder / "launch/slurm")
-    fake(fakes, "scontrol", '[[ $1 == show ]] && echo localhost || echo "$*" >>scontrol.log')
-    fake(fakes, "srun", SRUN)
-    fake(fakes, "apptainer", 'echo "$*" >>apptainer.log; shift 4; shift; exec "$@"')
-    fake(fakes, "squeue", f'date --date="@$((EPOCHSECONDS + {left}))" +%Y-%m-%dT%H:%M:%S')
-    fake(fakes, "sleep", "exec /usr/bin/sleep 0.05")
-    cases = (
-        f"*ray.scripts*) {node};; *dapo.plan*) {plan};; *dapo.doctor*) {doctor};; "
-        f'*dapo.main_ppo*|*dapo.evaluate*) {driver};; *"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
-    )
-    python = fake(fakes, "python", f'case "$*" in {cases} esac')
-    job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
-    job |= {"SLURM_JOB_NODELIST": "n[0-1]", "READY_S": "1", "SCRATCH": str(folder / "scratch")}
-    job |= {"PATH": f"{fakes}:/usr/bin:/bin", "PYTHON": str(python), **env}
-    command = ["bash", str(ROOT / f"launch/slurm/{script}.sbatch"), "+experiment=dapo_qwen32b"]
-    return subprocess.Popen(command, env=job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
-
-
-def ended(job: subprocess.Popen[str]) -> str:
-    output, _ = job.communicate(timeout=300)
-    return output
 
 
 @pytest.mark.parametrize(
@@ -223,32 +160,6 @@ def test_the_time_limit_is_watched_and_may_move(tmp_path: Path) -> None:
     output = ended(job)
     assert job.returncode == 85 and "SIGUSR1: the driver saves" in output, output
     assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
-
-
-@pytest.mark.parametrize(
-    ("runtime", "expected"),
-    [
-        pytest.param("pyxis", "--container-image=image.sqsh", id="pyxis"),
-        pytest.param("apptainer", "exec --nv --bind {root},{root}/scratch,/models image.sqsh", id="apptainer"),
-    ],
-)
-def test_a_container_holds_nodes_and_driver(tmp_path: Path, runtime: str, expected: str) -> None:
-    env = {"CONTAINER": "image.sqsh", "CONTAINER_RUNTIME": runtime, "CONTAINER_MOUNTS": "/models", "PYTHON": ""}
-    output = ended(start(tmp_path, driver="echo trained", **env))
-    assert "trained" in output, output
-    options = (tmp_path / "srun.options").read_text()
-    record = options if runtime == "pyxis" else (tmp_path / "apptainer.log").read_text()
-    found = [line for line in record.splitlines() if expected.format(root=tmp_path) in line]
-    assert len(found) >= 6, "the plan, the port, the nodes, the wait, the doctor and the driver"
-    if runtime == "pyxis":
-        assert (
-            f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}/scratch:{tmp_path}/scratch,/models:/models" in options
-        )
-
-
-def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
-    job = start(tmp_path, driver="echo ran", CONTAINER="x", CONTAINER_RUNTIME="podman")
-    assert "it can be pyxis or apptainer" in ended(job) and job.returncode == 1
 
 
 def test_a_worker_starts_again_and_its_logs_come_home(tmp_path: Path) -> None:

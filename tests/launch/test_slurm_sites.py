@@ -1,0 +1,59 @@
+"""launch/slurm where sites differ: containers, networks, what sbatch passes on."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.batch import UNTIL_TERM, ended, start
+
+
+@pytest.mark.parametrize(
+    ("runtime", "expected"),
+    [
+        pytest.param(
+            "pyxis", "--container-mounts={here}:{here},{here}/scratch:{here}/scratch,/models:/models", id="pyxis"
+        ),
+        pytest.param("apptainer", "exec --nv --bind {here},{here}/scratch,/models", id="apptainer"),
+    ],
+)
+def test_a_container_holds_nodes_driver_and_what_they_write(tmp_path: Path, runtime: str, expected: str) -> None:
+    env = {"CONTAINER": "image.sqsh", "CONTAINER_RUNTIME": runtime, "CONTAINER_MOUNTS": "/models", "PYTHON": ""}
+    here, output = tmp_path / "checkout", tmp_path / "shared/run"
+    here.mkdir()
+    plan = f"echo lead_s 600; echo output_dir {output}"
+    said = ended(start(here, driver="echo trained", plan=plan, **env))
+    assert "trained" in said, said
+    record = (here / ("srun.options" if runtime == "pyxis" else "apptainer.log")).read_text()
+    mounts = expected.format(here=here)
+    mounted = f"{mounts},{output}:{output}\n" if runtime == "pyxis" else f"{mounts},{output} image.sqsh "
+    assert record.count(mounts) == record.count(mounted) + 1, "the plan alone does not know where the run writes"
+    assert record.count(mounted) >= 5, "the port, the nodes, the wait, the doctor and the driver"
+
+
+def test_an_image_that_was_built_again_is_unpacked_again(tmp_path: Path) -> None:
+    """A container that pyxis knows by its name outlives the job by default, and is taken in the image's place."""
+    image, names = tmp_path / "image.sqsh", []
+    for build in ("old", "newer"):
+        image.write_text(build)
+        (tmp_path / build).mkdir()
+        assert "trained" in ended(start(tmp_path / build, driver="echo trained", CONTAINER=str(image), PYTHON=""))
+        options = (tmp_path / build / "srun.options").read_text()
+        names.append(set(re.findall(r"--container-name=(\S+)", options)))
+    assert [len(each) for each in names] == [1, 1] and names[0] != names[1]
+
+
+def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
+    job = start(tmp_path, driver="echo ran", CONTAINER="x", CONTAINER_RUNTIME="podman")
+    assert "it can be pyxis or apptainer" in ended(job) and job.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "own", [{"SLURM_EXPORT_ENV": "NONE"}, {"SLURM_TIME_FORMAT": "%d %b"}], ids=lambda own: min(own)
+)
+def test_a_persons_settings_of_slurm_change_nothing(tmp_path: Path, own: dict[str, str]) -> None:
+    """With `sbatch --export=NONE` steps would get no variable of the job's; squeue writes dates as it is told."""
+    logs = "outputs/run/nodes/7.0/*.log"
+    driver = f"until (($(cat {logs} | wc -l) == 2)); do sleep 0.05; done; cat {logs}"
+    said = ended(start(tmp_path, driver=driver, node=f"echo by $RAY_AUTH_MODE; {UNTIL_TERM}", **own))
+    assert said.count("by token\n") == 2, said
