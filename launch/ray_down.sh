@@ -11,6 +11,8 @@ node_down() {
   rm -f "$own/token" "$own/env"
   [[ -f $own/pid ]] || return 0
   pid=$(<"$own/pid")
+  # Since the machine started anew the number may be another process's; a dead one has no command line.
+  [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline") =~ ^$|ray\.scripts ]] || { rm -f "$own/pid" && return; }
   kill -TERM "$pid" 2>/dev/null || true
   for _ in {1..60}; do
     grep -qs '^State:.[^Z]' "/proc/$pid/status" || break # Z: dead, and nobody waits for it
@@ -20,6 +22,10 @@ node_down() {
   rm -f "$own/pid"
 }
 
+(($#)) || {
+  echo "ray_down.sh: name the machines: bash launch/ray_down.sh node1 node2 node3" >&2
+  exit 1
+}
 status=0
 for machine in "$@"; do
   { declare -f node_down && echo node_down; } | ssh -o BatchMode=yes -o ConnectTimeout=15 "$machine" bash -s || {

@@ -39,7 +39,7 @@ done
 die() {
   trap - EXIT
   echo "ray_up.sh: $*" >&2
-  bash "$here/ray_down.sh" "${started[@]}"
+  ((${#started[@]} == 0)) || bash "$here/ray_down.sh" "${started[@]}"
   exit 1
 }
 
@@ -65,14 +65,16 @@ node_up() {
   # Without 0, a node on which anything runs would take half a minute to end.
   RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
   echo $! >"$own/pid"
+  # Before that it has this shell's command line, and passes for somebody else's process.
+  until grep -qsa ray.scripts "/proc/$!/cmdline" || ! kill -0 $! 2>/dev/null; do sleep 0.1; done
 }
 
 # 0 while the head does not answer; with the end of the log where a node has ended.
 node_count() {
   local own
   own=$HOME/.dapo-ray/$(hostname -s)
-  # A dead process that nobody waits for (Z) can still be signalled.
-  grep -qs '^State:.[^Z]' "/proc/$(<"$own/pid")/status" || { echo ended && tail -n 5 "$own/log" >&2 && return; }
+  # A dead process has no command line, though it can be signalled while nobody waits for it.
+  grep -qsa ray.scripts "/proc/$(<"$own/pid")/cmdline" || { echo ended && tail -n 5 "$own/log" >&2 && return; }
   RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token RAY_ADDRESS=$2:$3 timeout 30 "$1/.venv/bin/python" -c '
 import ray
 ray.init(log_to_driver=False)
@@ -98,12 +100,16 @@ started=()
 trap 'die interrupted' INT TERM
 trap 'die "stopped by the error above"' EXIT
 ip=${HEAD_IP:-}
-# shellcheck disable=SC2016  # the variable is the other side's
-[[ -n $ip ]] || ip=$(ssh "${options[@]}" "$head" 'set -- $SSH_CONNECTION; echo "$3"') || die "ssh $head failed"
+# The address that ssh has reached, unless no other node reaches it (a machine's own name often means 127.0.1.1 there) or
+# it is one of IPv6: then the first of the machine's others.
+# shellcheck disable=SC2016  # the variables are the other side's
+[[ -n $ip ]] || ip=$(ssh "${options[@]}" "$head" 'set -- $SSH_CONNECTION
+  case $3 in 127.* | *:*) hostname -I | tr " " "\n" | grep -m 1 -v -e : -e "^$" || echo "$3" ;; *) echo "$3" ;; esac') ||
+  die "ssh $head failed"
 token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 # Token and variables go over standard input: arguments can be read by everyone on a machine.
 # shellcheck disable=SC2016  # the variables are the other side's
-take='own=$HOME/.dapo-ray/$(hostname -s); if grep -qs "^State:.[^Z]" "/proc/$(cat "$own/pid" 2>/dev/null)/status"
+take='own=$HOME/.dapo-ray/$(hostname -s); if grep -qsa ray.scripts "/proc/$(cat "$own/pid" 2>/dev/null)/cmdline"
 then echo "a node of ray_up.sh runs there already; end it first: bash launch/ray_down.sh" >&2; exit 1
 fi; umask 077 && mkdir -p "$own" && IFS= read -r token && printf "%s\n" "$token" >"$own/token" && cat >"$own/env"'
 for machine in "${machines[@]}"; do
@@ -135,7 +141,7 @@ cluster all the same"
 fi
 trap - EXIT
 echo "${#machines[@]} nodes at $ip:$port after $SECONDS s. A run, on $head:"
-echo "  cd $dir &&${variables:+ . ~/.dapo-ray/\$(hostname -s)/env &&} RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token \\"
+echo "  cd $(printf %q "$dir") &&${variables:+ . ~/.dapo-ray/\$(hostname -s)/env &&} RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token \\"
 echo "    RAY_AUTH_TOKEN_PATH=~/.dapo-ray/\$(hostname -s)/token \\"
 echo "    .venv/bin/python -m dapo.main_ppo$(printf ' %q' "${run[@]}")"
 echo "To end the cluster: bash launch/ray_down.sh ${machines[*]}"

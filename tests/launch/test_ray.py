@@ -18,7 +18,7 @@ while [[ $1 == -o ]]; do shift 2; done
 mkdir -p "$HOMES/${SHARED:-$1}"
 echo "$*" >>"$HOMES/arguments"
 [[ -z ${NODE_ENV:-} ]] || unset $NODE_ENV  # nothing of this environment gets there
-HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" exec bash -c "${*:2}"
+HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 ${REACHED:-10.0.0.1} 22" exec bash -c "${*:2}"
 """
 PYTHON = r"""
 case "$*" in
@@ -42,11 +42,11 @@ def write(path: Path, body: str) -> None:
 @pytest.fixture
 def run(tmp_path: Path):
     write(tmp_path / "fake/ssh", SSH)
-    write(tmp_path / "fake/hostname", 'echo "$MACHINE"')
-    write(tmp_path / "checkout/.venv/bin/python", PYTHON)
+    write(tmp_path / "fake/hostname", '[[ $1 == -I ]] && echo "fd00::7 10.0.0.7 172.17.0.1 " || echo "$MACHINE"')
+    write(tmp_path / "check out/.venv/bin/python", PYTHON)
 
     def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
-        base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/checkout"}
+        base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/check out"}
         return subprocess.run(
             ["bash", str(ROOT / f"launch/{name}.sh"), *machines],
             env={**base, "READY_S": "1", **env},
@@ -79,7 +79,7 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
         up.stdout.startswith("2 nodes at 10.0.0.1:20379")
         and r"-m dapo.main_ppo +experiment=dapo_qwen7b data.val_files=\[/a\ b.parquet\]" in up.stdout
     )
-    assert "ray_down.sh a b\n" in up.stdout
+    assert "ray_down.sh a b\n" in up.stdout and rf"  cd {tmp_path}/check\ out && " in up.stdout
     a, b = tmp_path / "homes/a", tmp_path / "homes/b"
     assert alive(a) and alive(b)
     head, worker = ((home / "started").read_text() for home in (a, b))
@@ -165,9 +165,31 @@ def test_nodes_may_open_more_files_than_a_shell(run, tmp_path: Path) -> None:
         assert int((tmp_path / "homes" / name / "files").read_text()) == min(hard, 65536)
 
 
+@pytest.mark.parametrize("reached", ["127.0.1.1", "2001:db8::1"], ids=["its own name", "IPv6"])
+def test_the_heads_address_is_one_that_other_nodes_reach(run, tmp_path: Path, reached: str) -> None:
+    assert run("ray_up", "a", "b", REACHED=reached).returncode == 0
+    assert "--address=10.0.0.7:20379" in (tmp_path / "homes/b/started").read_text()
+
+
+def test_the_number_of_a_process_that_is_gone_may_be_anothers(run, tmp_path: Path) -> None:
+    """A machine that starts again gives numbers out anew, and leaves the file where it is."""
+    folder = tmp_path / "homes/a/.dapo-ray/a"
+    folder.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        try:
+            for script in ("ray_down", "ray_up"):
+                (folder / "pid").write_text(f"{other.pid}\n")
+                done = run(script, "a", ALIVE="1")
+                assert done.returncode == 0 and other.poll() is None, done.stderr
+        finally:
+            other.kill()
+
+
 def test_no_machine_is_a_message(run) -> None:
     assert "name the machines, the head first" in run("ray_up").stderr
     assert "name the machines, the head first" in run("ray_up", "--", *RUN).stderr
+    down = run("ray_down")
+    assert down.returncode == 1 and "name the machines" in down.stderr
 
 
 @pytest.mark.parametrize(("arguments", "told"), [(RUN, False), ([], True)], ids=["switched off", "no run is named"])
