@@ -92,15 +92,20 @@ choose_python() {
     problems+=("$venv was made with Python $version and 3.11 or 3.12 is needed. Remove it: rm -r $venv")
 }
 
+# The GPU build of vLLM and the CPU's are the same files.
+check_build() {
+  if compgen -G "$venv/lib/python3*/site-packages/vllm-[0-9]*.dist-info" >/dev/null; then
+    problems+=("$venv holds the packages of docker/gpu.lock, which those of docker/cpu.lock would spoil. Use a second\
+ checkout, or remove it: rm -r $venv. Tests run in it by $venv/bin/python -m pytest")
+  fi
+}
+
 check_machine() {
   local problems=()
-  if [[ $(uname -s) != Linux ]]; then
-    problems+=("vLLM and its CPU build run on Linux, and this is $(uname -s). Use docker/Dockerfile.cpu.")
-  else
-    choose_python
-    check_disk
-    [[ -z $python ]] || check_libnuma
-  fi
+  check_build
+  choose_python
+  check_disk
+  [[ -z $python ]] || check_libnuma
   ((${#problems[@]})) || return 0
   echo "install.sh: nothing was installed, because:" >&2
   printf '  - %s\n' "${problems[@]}" >&2
@@ -147,6 +152,12 @@ main() {
   trap - EXIT
 }
 
+# First, for flock and /proc are Linux's too.
+if [[ $(uname -s) != Linux ]]; then
+  echo "install.sh: nothing was installed: vLLM and its CPU build run on Linux, and this is $(uname -s). Use" \
+    "docker/Dockerfile.cpu." >&2
+  exit 1
+fi
 # One install at a time; the folder itself is the lock file, so nothing is left behind.
 {
   flock 9

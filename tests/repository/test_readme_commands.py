@@ -49,9 +49,9 @@ LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
 RUN_BY = {
-    r"bash launch/quickstart\.sh": "tests/launch/test_launch.py::test_quickstart_starts_the_main_job_from_any_folder",
-    r"bash launch/test\.sh": "tests/launch/test_launch.py::test_test_command_ends_with_pytest_and_hides_no_failure",
-    r"bash launch/install\.sh": "tests/launch/test_launch.py::test_install_is_idempotent_and_follows_the_lock",
+    r"bash launch/quickstart\.sh": "tests/launch/test_install.py::test_quickstart_starts_the_main_job_from_any_folder",
+    r"bash launch/test\.sh": "tests/launch/test_install.py::test_test_command_ends_with_pytest_and_hides_no_failure",
+    r"bash launch/install\.sh": "tests/launch/test_install.py::test_install_is_idempotent_and_follows_the_lock",
     r"\.ci/run": "tests/launch/test_launch.py::test_shellcheck_finds_nothing",
     r"sbatch (--\S+ )*launch/slurm/train\.sbatch": SLURM,
     r"sbatch launch/slurm/eval\.sbatch": SLURM,
@@ -208,3 +208,8 @@ def test_commands_are_found(readme: str, found: list[str]) -> None:
 def test_a_command_that_nothing_runs_fails() -> None:
     with pytest.raises(AssertionError, match="no test in RUN_BY runs `python -m dapo.frobnicate`"):
         test_a_test_runs_it(Command("python -m dapo.frobnicate", "README.md"))
+
+
+def test_the_environment_is_entered_before_its_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index("source .venv/bin/activate ") < text.index("python -m dapo."), "the quickstart leaves that to you"

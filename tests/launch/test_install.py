@@ -1,0 +1,216 @@
+"""launch/install.sh, quickstart.sh and test.sh on machines of all kinds.
+
+What a machine lacks is made of small fake commands (df, awk, python, pip, uname), first in PATH.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = sys.executable
+NO_ROOM = {"df": "echo header; echo '/dev/x 9999999 9000000 102400 99% /'"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A checkout of the scripts alone, and an empty folder of commands (`fake`) that come first in PATH."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "docker").mkdir()
+    shutil.copy(ROOT / "docker/cpu.lock", root / "docker")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (tmp_path / "fake").mkdir()
+    return root
+
+
+def fake(folder: Path, name: str, body: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def run_script(root: Path, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    # Without an index a check that fails to stop the install cannot download 2 GB.
+    search = f"{root.parent / 'fake'}:/usr/bin:/bin"
+    env = {"HOME": str(root), "PATH": search, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, **env}
+    return subprocess.run(
+        ["bash", str(root / script), *args], cwd=root.parent, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+OLD = "echo 3.9"
+NO_NUMA = f'case "$*" in *libnuma*) exit 1;; esac; exec {REAL} "$@"'
+NOT_LINUX = {"uname": "echo Darwin", "flock": "exit 127", "awk": "exit 2"}
+LITTLE_MEMORY = 'case "$*" in *MemAvailable*) echo 1048576;; *) exec /usr/bin/awk "$@";; esac'
+
+
+@pytest.mark.parametrize(
+    ("commands", "python", "expected", "absent"),
+    [
+        pytest.param({"old": OLD}, "old", ["Python 3.11 or 3.12 is needed", "old (3.9)", "PYTHON="], [], id="too_old"),
+        pytest.param({}, "nowhere", ["nowhere (absent, or does not run)"], [], id="python_absent"),
+        pytest.param(
+            {"novenv": f'case "$*" in *ensurepip*) exit 1;; esac; exec {REAL} "$@"'},
+            "novenv",
+            ["without the venv module: apt-get install python3."],
+            [],
+            id="no_venv_module",
+        ),
+        pytest.param(
+            {"numa": NO_NUMA}, "numa", ["libnuma.so.1 is missing", "apt-get install libnuma1"], [], id="libnuma"
+        ),
+        pytest.param({"good": f'exec {REAL} "$@"', **NO_ROOM}, "good", ["4 GiB", "100 MiB are free"], [], id="disk"),
+        pytest.param(NOT_LINUX, "nowhere", ["this is Darwin", "docker/Dockerfile.cpu"], ["absent"], id="not_linux"),
+        pytest.param({"old": OLD, **NO_ROOM}, "old", ["old (3.9)", "100 MiB are free"], [], id="two_in_one_message"),
+        pytest.param(
+            {"python3.12": "exit 127", "python3.11": f'exec {REAL} "$@"', **NO_ROOM},
+            "",
+            ["100 MiB are free"],
+            ["is needed; tried"],
+            id="broken_shim_passed_over",
+        ),
+        pytest.param(
+            {"python3.12": "exit 127", "python3.11": OLD, "python3": "echo 2.7"},
+            "",
+            ["python3.12 (absent, or does not run), python3.11 (3.9), python3 (2.7)"],
+            [],
+            id="all_candidates_named",
+        ),
+        pytest.param(
+            {"awk": LITTLE_MEMORY, "old": OLD},
+            "old",
+            ["warning: 1024 MiB of memory", "old (3.9)"],
+            [],
+            id="memory_warning",
+        ),
+    ],
+)
+def test_install_says_what_is_missing(
+    machine: Path, commands: dict[str, str], python: str, expected: list[str], absent: list[str]
+) -> None:
+    for name, body in commands.items():
+        fake(machine.parent / "fake", name, body)
+    result = run_script(machine, "launch/install.sh", PYTHON=python)
+    assert result.returncode == 1, result.stderr
+    assert all(text in result.stderr for text in expected), result.stderr
+    assert not any(text in result.stderr for text in absent), result.stderr
+    assert not (machine / ".venv").exists(), "nothing may be installed"
+
+
+def test_install_refuses_an_environment_of_another_python(machine: Path) -> None:
+    fake(machine / ".venv/bin", "python", OLD)
+    result = run_script(machine, "launch/install.sh", PYTHON=REAL)
+    assert result.returncode == 1
+    assert "made with Python 3.9" in result.stderr and f"rm -r {machine}/.venv" in result.stderr
+
+
+def test_install_leaves_an_environment_for_gpus_alone(installable: Path) -> None:
+    assert install(installable).returncode == 0
+    (installable / ".venv/.dapo-stamp").unlink()
+    (installable / ".venv/lib/python3.12/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
+    pip_calls(installable)
+    result = install(installable)
+    assert result.returncode == 1 and "holds the packages of docker/gpu.lock" in result.stderr, result.stderr
+    assert pip_calls(installable) == []
+
+
+@pytest.fixture
+def installable(machine: Path) -> Path:
+    """A machine on which `python -m venv` makes an environment whose pip writes its arguments to pip.log."""
+    log, fakes = machine.parent / "pip.log", machine.parent / "fake"
+    fake(fakes, "environment-pip", f'echo "$*" >>{log}; case "$*" in ${{FAIL:-nothing}}) exit 1;; esac')
+    fake(fakes, "environment-python", f'[[ "$*" == *"-m pip"* ]] || exec {REAL} "$@"')
+    make = 'mkdir -p "$4/bin" && for c in pip python; do cp "${0%/*}/environment-$c" "$4/bin/$c"; done'
+    fake(fakes, "base", f'if [[ "$*" == "-m venv"* ]]; then {make}; else exec {REAL} "$@"; fi')
+    return machine
+
+
+def pip_calls(root: Path) -> list[str]:
+    log = root.parent / "pip.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    log.write_text("")
+    return lines
+
+
+def install(root: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_script(root, "launch/install.sh", PYTHON=str(root.parent / "fake/base"), **env)
+
+
+def test_install_is_idempotent_and_follows_the_lock(installable: Path) -> None:
+    first = install(installable)
+    assert first.returncode == 0, first.stderr
+    torch, lock, project = pip_calls(installable)
+    assert "torch==" in torch and f"-r {installable}/docker/cpu.lock" in lock and f"-e {installable}" in project
+    assert all("--no-deps" in call for call in (torch, lock, project))
+    assert install(installable).returncode == 0
+    assert pip_calls(installable) == []
+    with (installable / "docker/cpu.lock").open("a") as lock_file:
+        lock_file.write("one-more==1.0\n")
+    assert install(installable).returncode == 0
+    assert len(pip_calls(installable)) == 3
+
+
+def test_packages_alone_need_no_sources_and_are_finished_later(installable: Path) -> None:
+    env = {"PYTHON": str(installable.parent / "fake/base")}
+    assert run_script(installable, "launch/install.sh", "--packages", **env).returncode == 0
+    assert not any("-e " in call for call in pip_calls(installable))
+    assert install(installable).returncode == 0
+    assert f"-e {installable}" in pip_calls(installable)[-1]
+
+
+def test_interrupted_install_is_repaired(installable: Path) -> None:
+    failed = install(installable, FAIL="*cpu.lock*")
+    assert failed.returncode == 1 and "run it again" in failed.stderr
+    pip_calls(installable)
+    half = installable / ".venv/lib/python3.11/site-packages/half-1.0.dist-info"
+    half.mkdir(parents=True)
+    assert install(installable).returncode == 0
+    assert len(pip_calls(installable)) == 3
+    assert not half.exists(), "a package without a RECORD would pass for installed"
+
+
+def test_torch_comes_from_its_own_index_where_the_default_has_none(installable: Path) -> None:
+    assert install(installable, FAIL="*no-deps?torch*").returncode == 0
+    calls = pip_calls(installable)
+    assert [("--index-url" in call, "torch==" in call) for call in calls[:2]] == [(False, True), (True, True)]
+    assert not any("--index-url" in call for call in calls[2:])
+
+
+def test_quickstart_starts_the_main_job_from_any_folder(installable: Path) -> None:
+    install(installable)
+    fake(installable / ".venv/bin", "python", '[[ $1 == -c ]] || echo "$PWD $*"')
+    result = run_script(installable, "launch/quickstart.sh", "some.key=1")
+    assert result.stdout == f"{installable} -m dapo.main_ppo +experiment=dapo_tiny some.key=1\n"
+    result = run_script(installable, "launch/quickstart.sh", "some.key=1", "+experiment=grpo_tiny")
+    assert result.stdout == f"{installable} -m dapo.main_ppo some.key=1 +experiment=grpo_tiny\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "pytest_status", "expected"),
+    [
+        pytest.param("", 0, 0, id="all_pass"),
+        pytest.param("ruff", 0, 1, id="linter_fails"),
+        pytest.param("mypy", 0, 1, id="types_fail"),
+        pytest.param("", 2, 2, id="tests_fail"),
+        pytest.param("ruff", 2, 2, id="both_fail"),
+    ],
+)
+def test_test_command_ends_with_pytest_and_hides_no_failure(
+    installable: Path, broken: str, pytest_status: int, expected: int
+) -> None:
+    install(installable)
+    for name in ("ruff", "mypy"):
+        fake(installable / ".venv/bin", name, f"exit {int(name == broken)}")
+    fake(installable / ".venv/bin", "python", f'[[ $1 == -c ]] || {{ echo "$*"; exit {pytest_status}; }}')
+    result = run_script(installable, "launch/test.sh", "-x")
+    assert result.returncode == expected
+    command = result.stdout.splitlines()[-1]
+    assert command.startswith("-m pytest -m not long -n 2 --dist loadfile ") and command.endswith(" -x")
+    assert ("test.sh: `" in result.stderr) == bool(broken)
