@@ -23,7 +23,11 @@ _own = ExitStack()  # what a cluster of our own has changed in this process
 
 def connect(address: str, *, worker_logs: bool) -> None:
     """Joins the cluster at `address` (`auto`, host:port), or starts one on this machine, and for it alone, where it is
-    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it."""
+    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it.
+
+    Raises:
+        ValueError: the address is of Ray's client (`ray://`) or job server; a run is a process of a node.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     target = _target(address)
@@ -48,7 +52,14 @@ def leave() -> None:
 
 
 def _target(address: str) -> str:
-    return address or os.environ.get("RAY_ADDRESS", "local")
+    target = address or os.environ.get("RAY_ADDRESS", "local")
+    if "://" in target:
+        raise ValueError(
+            f"`trainer.ray_address` or RAY_ADDRESS ({target}) is that of Ray's client or job server, and a run is a "
+            "process on a node of the cluster: give HOST:PORT of the head, or `auto`, there, or hand the run over by "
+            "`ray job submit --address http://HEAD:8265`"
+        )
+    return target
 
 
 def head(address: str) -> tuple[str, float]:

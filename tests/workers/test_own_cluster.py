@@ -78,6 +78,17 @@ def test_a_cluster_that_does_not_start_leaves_nothing(monkeypatch: pytest.Monkey
     assert own() == {} and ray_constants.ENABLE_RAY_CLUSTER and [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
+def test_an_address_of_rays_client_or_job_server_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[object] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **words: joined.append(words))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for written in (address, ""):
+        with pytest.raises(ValueError, match=rf"{address}\) is .*ray job submit"):
+            cluster.connect(written, worker_logs=False)
+    assert not joined
+
+
 def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = dict(os.environ), []
     monkeypatch.setattr(cluster.ray, "init", lambda **how: seen.append((how["address"], own())))
