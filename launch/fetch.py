@@ -1,6 +1,6 @@
-"""Brings model and data of a run to a local folder: `python launch/fetch.py FOLDER [+experiment=NAME] [key=value ...]`.
+"""Brings models and data of a run to a folder: `python launch/fetch.py FOLDER [+experiment=NAME] [key=value ...]`.
 
-    configuration ─▶ hub names in model.path, data.* ─▶ commit of each ─▶ files ─▶ checksums ─▶ overrides to use
+    configuration ─▶ hub names of models and data ─▶ commit of each ─▶ files ─▶ checksums ─▶ overrides to use
 
 What is in the folder already is not fetched again: an interrupted call goes on with the file that it broke off in. A
 snapshot lies in FOLDER/OWNER--NAME@COMMIT, with its checksums in a file of that name and `.sha256` (`sha256sum
@@ -44,11 +44,16 @@ def local_overrides(cfg: Config, copy: Callable[[str, str], Path]) -> list[str]:
     def source(one: SourceConfig) -> str:
         return _written(asdict(one) | {key: list(map(data, getattr(one, key))) for key in ("files", "val_files")})
 
-    model = str(copy("model", cfg.model.path)) if _on_hub(cfg.model.path) else resolve_path(cfg.model.path)
-    found = [f"model.path={model}", f"data.train_files={files(cfg.data.train_files)}"]
+    def model(name: str) -> str:
+        return str(copy("model", name)) if _on_hub(name) else resolve_path(name)
+
+    found = [f"model.path={model(cfg.model.path)}", f"data.train_files={files(cfg.data.train_files)}"]
     if cfg.data.sources:
         found.append(f"data.sources=[{','.join(map(source, cfg.data.sources))}]")
-    return [*found, f"data.val_files={files(cfg.data.val_files)}"] if cfg.data.val_files else found
+    if cfg.data.val_files:
+        found.append(f"data.val_files={files(cfg.data.val_files)}")
+    judges = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
+    return found + [f"{key}={model(name)}" for key, name in judges.items() if name]
 
 
 def _written(value: Any) -> str:

@@ -151,6 +151,21 @@ def test_a_model_and_its_data_come_whole_and_are_named(hub: Hub, tmp_path: Path)
     assert len(hub.asked) == before
 
 
+def test_models_that_judge_come_too(hub: Hub, tmp_path: Path) -> None:
+    names = ["reward.model.path=Qwen/Qwen2.5-32B", "reward.judge.engine.path=Qwen/Qwen2.5-32B"]
+    names.append("reward.functions=[{path: judge, wrong: 0.0}]")
+    own = [
+        "model.path=pkg://dapo.tiny/base",
+        "data.train_files=[pkg://dapo.tiny/data/train.parquet]",
+        "data.val_files=[]",
+    ]
+    done = fetch(hub, tmp_path, str(tmp_path / "shared"), "+experiment=dapo_tiny", *own, *names)
+    assert done.returncode == 0, done.stderr
+    overrides = shlex.split(done.stdout.splitlines()[-1])
+    model = tmp_path / f"shared/Qwen--Qwen2.5-32B@{SHA}"
+    assert overrides[-2:] == [f"reward.model.path={model}", f"reward.judge.engine.path={model}"] and model.is_dir()
+
+
 def test_a_broken_download_goes_on_with_the_file_it_broke_off_in(hub: Hub, tmp_path: Path) -> None:
     hub.cut = 40_000
     data = "data.train_files=[pkg://dapo.tiny/data/train.parquet]"
