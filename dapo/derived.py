@@ -18,6 +18,14 @@ def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
     return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))
 
 
+def device_of(cfg: Config) -> str:
+    """Returns `cpu` or `cuda`: `auto` is cuda, whatever is there, unless the configuration only fits a CPU: GPUs have
+    no float32 packed attention."""
+    if cfg.trainer.device != "auto":
+        return cfg.trainer.device
+    return "cpu" if cfg.model.dtype == "float32" else "cuda"
+
+
 def resolve_transport(cfg: Config) -> str:
     """Returns `weight_sync.transport` with `auto` decided; engines that are lent GPUs take `LENT_TRANSPORT`."""
     if cfg.weight_sync.transport != "auto":

@@ -15,7 +15,7 @@ from typing import Any
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.derived import lends, lent_engines, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
 from dapo.faults.signals import finish
 from dapo.pools import Pools
 from dapo.pools import RolloutPool as Rollouts
@@ -24,7 +24,7 @@ from dapo.report.console import say, warn
 from dapo.report.watchdog import waiting
 from dapo.sampling.lender import Lender
 from workers.actor import ActorPool
-from workers.cluster import connect, leave, resolve_device
+from workers.cluster import connect, leave
 from workers.engines.arguments import engine_args
 from workers.judge import JudgePool
 from workers.placement import Placement
@@ -69,7 +69,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
     half = cfg.trainer.only
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
-    device = resolve_device(cfg.trainer.device)
+    device = device_of(cfg)
     placement = await place(cfg, device)
     engines = create_rollouts(cfg, placement) if rollouts is None else rollouts
     actors = FixedPolicy() if half == "rollout" else ActorPool(cfg, device, placement.actors)
@@ -134,7 +134,7 @@ async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
     Raises:
         ValueError: on GPUs, which one placement group per run hands to engines and actors together.
     """
-    device = resolve_device(cfg.trainer.device)
+    device = device_of(cfg)
     if device != "cpu":
         raise ValueError(
             f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "

@@ -24,7 +24,7 @@ from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_train
 from dapo.data.tokenizer import check_rows, load_tokenizer
-from dapo.derived import halve_roles
+from dapo.derived import device_of, halve_roles
 from dapo.driver.preflight import preflight
 from dapo.evaluate.evaluation import Answered, Evaluation
 from dapo.faults.head import HeadLost, while_reachable
@@ -56,7 +56,7 @@ from dapo.store.samples import SampleStore
 from dapo.trainer import Trainer
 from dapo.turns.loading import file_of_function
 from dapo.types import HeldOut, Prompt
-from workers.cluster import head, resolve_device
+from workers.cluster import head
 from workers.engines.arguments import engine_args
 from workers.rollout import RolloutPool
 
@@ -208,7 +208,7 @@ async def evaluate(
     cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):
         Stop(task).install()
-        device = resolve_device(cfg.trainer.device)
+        device = device_of(cfg)
         placement = await place(cfg, device)
         engines, rewards = create_rollouts(cfg, placement), create_rewards(cfg, placement, device)
 

@@ -76,13 +76,6 @@ def _object_store_bytes() -> int:
     return min(get_system_memory() // 5, 8 * GIB)
 
 
-def resolve_device(requested: str) -> str:
-    """Returns `cpu` or `cuda`; `auto` is cuda where the cluster has GPUs."""
-    if requested != "auto":
-        return requested
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
-
-
 def nodes() -> list[Node]:
     """Returns the nodes that are alive, with what nobody holds of them."""
     free = available_resources_per_node()

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 
 from dapo.bench.setting import cluster, tiny_config
 from dapo.config.schema import Config
+from dapo.derived import device_of
 from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
 from dapo.run import load_data
 from dapo.types import Prompt, Sampling
-from workers.cluster import resolve_device
 from workers.engines.arguments import engine_args
 from workers.engines.slot import PULSE_S
 from workers.placement import Placement
@@ -41,7 +41,7 @@ def to_config(given: argparse.Namespace) -> tuple[Config, Config]:
 @asynccontextmanager
 async def engine(cfg: Config) -> AsyncIterator[RolloutPool]:
     """Yields one engine."""
-    device = resolve_device(cfg.trainer.device)
+    device = device_of(cfg)
     pool = RolloutPool(Placement(cfg, device).rollout(), cfg.rollout)
     try:
         await pool.start(cfg.model.path, engine_args(cfg, device))

@@ -18,11 +18,11 @@ from dapo.bench.shapes import SYNC_SHAPES
 from dapo.config.checks import validate
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
+from dapo.derived import device_of
 from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
 from workers.actor import ActorPool
-from workers.cluster import resolve_device
 from workers.engines.arguments import engine_args
 from workers.placement import Placement
 from workers.rollout import RolloutPool
@@ -54,7 +54,7 @@ async def measure(cfg: Config, transports: Sequence[str], turns: int, syncs: int
     """Returns the seconds of each counted sync by transport."""
     seconds: dict[str, list[float]] = {transport: [] for transport in transports}
     with cluster(cfg):
-        device = resolve_device(cfg.trainer.device)
+        device = device_of(cfg)
         placement = Placement(cfg, device)
         engines = RolloutPool(placement.rollout(), cfg.rollout)
         actors = ActorPool(cfg, device, placement.actors)

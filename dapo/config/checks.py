@@ -158,7 +158,7 @@ def _engine_args(cfg: Config) -> Iterator[str]:
             yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
     elsewhere = (*OWN_ENGINE_ARGS, "speculative_config")  # of which `decoding` tells
     yield from values(ENGINE, {name: one for name, one in cfg.rollout.vllm.items() if name not in elsewhere})
-    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`workers.placement`)
+    cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`dapo.derived`)
     yield from batches(cfg, "cpu" if cpu else cfg.trainer.device)
     if not cfg.rollout.vllm or not (known := engine_arguments()):
         return

@@ -156,7 +156,7 @@ class TrainerConfig:
     device: str = one_of(
         DEVICES,
         "auto",
-        "where actors and engines compute; `auto`: cuda where the cluster has GPUs",
+        "where actors and engines compute; `auto`: cuda, unless `model.dtype` is float32, which no GPU takes",
         verl="trainer.device",
     )
     preflight: bool = key(
@@ -171,8 +171,7 @@ class TrainerConfig:
         0,
         0.0,
         "longest wait in seconds for nodes that are still to join a Ray cluster which is too small for the run; its "
-        "autoscaler is told what is missing; where no GPU is there yet, set `trainer.device=cuda`; 0: such a cluster "
-        "is refused at once",
+        "autoscaler is told what is missing; 0: such a cluster is refused at once",
     )
     only: str = one_of(
         HALVES,

@@ -17,7 +17,7 @@ from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport
 from dapo.data.sources import load_train
 from dapo.data.tokenizer import load_tokenizer
-from dapo.plan.actor import device_of
+from dapo.derived import device_of
 from dapo.plan.report import checkpoint_terms
 from dapo.types import HeldOut, Prompt
 

@@ -17,7 +17,8 @@ from dapo.config.facts.model_shape import ModelShape, read_config, shape_of
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import batches
 from dapo.config.rules.model import architecture_problems, heads_problems
-from dapo.plan.actor import ELEMENT_BYTES, device_of
+from dapo.derived import device_of
+from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
 from dapo.plan.lead import job

@@ -13,20 +13,13 @@ from dataclasses import dataclass
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
-from dapo.derived import LENT_TRANSPORT, lends, num_shards, resolve_transport
+from dapo.derived import LENT_TRANSPORT, device_of, lends, num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
 from dapo.plan.terms import Phase, Term, product
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CANARY_TOKENS = 16  # `workers.engines.canary`
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def device_of(cfg: PlannedConfig) -> str:
-    """Returns `cuda`, unless the configuration says cpu or only fits one: GPUs have no float32 packed attention."""
-    if cfg.trainer.device != "auto":
-        return cfg.trainer.device
-    return "cpu" if cfg.model.dtype == "float32" else "cuda"
 
 
 def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) -> Term:

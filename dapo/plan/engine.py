@@ -13,8 +13,8 @@ from typing import Any
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
-from dapo.derived import gpus_per_engine, resolve_transport
-from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term, device_of
+from dapo.derived import device_of, gpus_per_engine, resolve_transport
+from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
 from dapo.plan.terms import Term
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).

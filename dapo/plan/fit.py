@@ -7,8 +7,8 @@ from typing import Any
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import lent_engines, shares_gpus, takes_turns
-from dapo.plan.actor import ActorMemory, device_of
+from dapo.derived import device_of, lent_engines, shares_gpus, takes_turns
+from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import CACHE, EngineMemory
 from dapo.plan.terms import size
 

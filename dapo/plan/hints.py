@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import num_shards
-from dapo.plan.actor import device_of
+from dapo.derived import device_of, num_shards
 from dapo.plan.engine import EngineMemory
 from dapo.plan.step import Step, mean_tokens
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.plan.actor import device_of
+from dapo.derived import device_of
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.step import Step, sync_bytes
 from dapo.plan.terms import duration, size

@@ -4,8 +4,8 @@ import textwrap
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
-from dapo.plan.actor import ActorMemory, device_of
+from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
+from dapo.plan.actor import ActorMemory
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import room_for_actors

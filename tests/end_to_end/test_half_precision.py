@@ -7,13 +7,19 @@ import pytest
 
 from tests.support.runs import Runs, metrics
 
+BOUND = "weight_sync.max_mean_logprob_diff=1e-2"
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
 def test_float16_removes_most_of_the_mismatch_between_engines_and_ranks(runs: Runs, tmp_path: Path) -> None:
     differences = {}
     for dtype in ("bfloat16", "float16"):
-        settings = (f"model.dtype={dtype}", "weight_sync.max_mean_logprob_diff=1e-2", "trainer.total_steps=3")
+        settings = (
+            f"model.dtype={dtype}",
+            "trainer.device=cpu",
+            "weight_sync.max_mean_logprob_diff=1e-2",
+            "trainer.total_steps=3",
+        )
         runs.small(tmp_path / dtype, *settings)
         steps = [line for line in metrics(tmp_path / dtype) if "actor/loss" in line]
         assert len(steps) == 3
