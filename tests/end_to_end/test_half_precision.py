@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.runs import Runs, metrics
 
-BOUND = "weight_sync.max_mean_logprob_diff=1e-2"
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 

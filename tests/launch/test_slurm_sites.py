@@ -52,7 +52,7 @@ def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
     "own", [{"SLURM_EXPORT_ENV": "NONE"}, {"SLURM_TIME_FORMAT": "%d %b"}], ids=lambda own: min(own)
 )
 def test_a_persons_settings_of_slurm_change_nothing(tmp_path: Path, own: dict[str, str]) -> None:
-    """With `sbatch --export=NONE` steps would get no variable of the job's; squeue writes dates as it is told."""
+    """Steps of `sbatch --export=NONE` would get no variable of the job's; squeue writes dates as it is told."""
     logs = "outputs/run/nodes/7.0/*.log"
     driver = f"until (($(cat {logs} | wc -l) == 2)); do sleep 0.05; done; cat {logs}"
     said = ended(start(tmp_path, driver=driver, node=f"echo by $RAY_AUTH_MODE; {UNTIL_TERM}", **own))
