@@ -210,13 +210,14 @@ end_of_allocation() {
 
 # sbatch's own --signal is a constant; an update and a save are not.
 watch_time_limit() {
-  local end
+  local end left
   end=$(end_of_allocation)
   if [[ -z $end ]]; then
     say "the allocation has no time limit that squeue tells; nothing will signal the run"
     return
   fi
-  ((end - EPOCHSECONDS > 2 * lead)) || die "$((end - EPOCHSECONDS)) s are left and the run must be signalled $lead s \
+  left=$((end - $(date +%s))) # EPOCHSECONDS came with bash 5, which RHEL 8 has not
+  ((left > 2 * lead)) || die "$left s are left and the run must be signalled $lead s \
 before the end, an update and a save; ask for more time, sbatch --time=24:00:00, or set LEAD_S"
   say "the run is signalled $lead s before the end of the allocation ($(date --date="@$end"))"
   signal_before "$end" &>/dev/null &
@@ -226,7 +227,7 @@ before the end, an update and a save; ask for more time, sbatch --time=24:00:00,
 signal_before() {
   local end=$1 now left sleeper=''
   trap 'kill $sleeper; exit' TERM
-  while left=$((end - EPOCHSECONDS - lead)) && ((left > 0)); do
+  while left=$((end - $(date +%s) - lead)) && ((left > 0)); do
     sleep $((left < 60 ? left : 60)) &
     sleeper=$!
     wait "$sleeper" || true

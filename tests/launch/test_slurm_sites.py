@@ -57,3 +57,10 @@ def test_a_persons_settings_of_slurm_change_nothing(tmp_path: Path, own: dict[st
     driver = f"until (($(cat {logs} | wc -l) == 2)); do sleep 0.05; done; cat {logs}"
     said = ended(start(tmp_path, driver=driver, node=f"echo by $RAY_AUTH_MODE; {UNTIL_TERM}", **own))
     assert said.count("by token\n") == 2, said
+
+
+def test_the_bash_of_older_systems_will_do(tmp_path: Path) -> None:
+    """What bash 5 has brought is not there in the 4.4 of RHEL 8."""
+    (tmp_path / "older").write_text("unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0")
+    said = ended(start(tmp_path, driver="echo trained", BASH_ENV=str(tmp_path / "older")))
+    assert "trained" in said and "unbound" not in said, said

@@ -20,7 +20,7 @@ exec "$@"
 """
 SQUEUE = """
 [[ ${SLURM_TIME_FORMAT:-standard} != standard ]] || SLURM_TIME_FORMAT=%Y-%m-%dT%H:%M:%S
-date --date="@$((EPOCHSECONDS + LEFT))" "+$SLURM_TIME_FORMAT"
+date --date="@$(($(date +%s) + LEFT))" "+$SLURM_TIME_FORMAT"
 """
 
 
