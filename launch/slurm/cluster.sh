@@ -255,7 +255,8 @@ drive() {
   wait "$driver" && code=0 || code=$?
   driver=''
   say "the driver ended with $code"
-  ((code == 85)) || exit "$code"
+  # 138: USR1 came before it could hear, and there is nothing to save.
+  ((code == 85 || code == 138)) || exit "$code"
 }
 
 # Slurm ends the script that asks for its own job to be queued again, so this comes last.

@@ -66,6 +66,7 @@ SAVES = "trap 'sleep 0.3; echo saved; exit 85' USR1; touch started; while true; 
             "dapo.evaluate +experiment=dapo_qwen32b",
             id="evaluates",
         ),
+        pytest.param({"driver": "exit 138", "script": "eval"}, 138, "ended with 138", id="evaluation_is_cut_off"),
     ],
 )
 def test_a_job_ends_as_its_driver_does(tmp_path: Path, cluster: dict, status: int, said: str) -> None:
@@ -138,6 +139,15 @@ def test_a_job_that_is_told_before_its_driver_runs_starts_over_where_it_was_pree
     assert job.returncode == (85 if requeued else 1) and "ran" not in output.split(), output
     assert (tmp_path / "scontrol.log").exists() == requeued, output
     assert not list((tmp_path / "outputs").glob(".ray-token*"))
+
+
+def test_a_driver_that_does_not_yet_hear_is_started_again(tmp_path: Path) -> None:
+    """Until Python has read its imports, from a busy disk, a signal ends it: nothing was trained that could be lost."""
+    job = start(tmp_path, driver="touch started; while true; do sleep 0.05; done")
+    wait_for(tmp_path / "started")
+    job.send_signal(signal.SIGUSR1)
+    output = ended(job)
+    assert job.returncode == 85 and (tmp_path / "scontrol.log").read_text() == "requeue 7\n", output
 
 
 def test_the_driver_is_told_once(tmp_path: Path) -> None:
