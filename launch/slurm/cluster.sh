@@ -91,7 +91,7 @@ begin() {
 # Sets the words before a command that put it into the container: `enter` inside a step, `step` as options of srun, and
 # `here` on the head's node, outside of any step. Given a folder, it is mounted too.
 in_container() {
-  local mounts=$PWD,$SCRATCH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}${1:+,$1} name
+  local mounts=$PWD,$NODE_DISK${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}${1:+,$1} name
   enter=() step=() here=()
   [[ -n $CONTAINER ]] || return 0
   case $CONTAINER_RUNTIME in
@@ -173,7 +173,7 @@ start_ray() {
   mkdir -p "$logs" outputs
   # Whoever can speak to Ray can run code as this user: the token is this job's own and readable by its owner only.
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
-  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token SCRATCH LOGS=$logs
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token NODE_DISK LOGS=$logs
   port=$(free_ports) || die "no ports for Ray's head"
   # The second is for Ray's client, which nobody uses and which cannot be left out.
   export RAY_ADDRESS=$ip:${port% *} CLIENT_PORT=${port#* }

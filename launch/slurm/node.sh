@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # One Ray node of a Slurm job, in the foreground: node.sh head|worker PYTHON, started by cluster.sh through srun.
-# In: RAY_ADDRESS, CLIENT_PORT (of a head, free), RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; SCRATCH, a folder of this node; LOGS, one that all nodes share.
+# In: RAY_ADDRESS, CLIENT_PORT (of a head, free), RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH; NODE_DISK, a folder of this node; LOGS, one that all nodes share.
 # Out: a node until SIGTERM or SIGUSR1, then Ray's own logs in LOGS/NODE. A worker that Ray gave up starts again; a head
 # that ends, ends the job.
 set -euo pipefail
 role=$1
 ray=("$2" -m ray.scripts.scripts start --block --disable-usage-stats)
 name=$(hostname -s)
-own=$SCRATCH/dapo-$SLURM_JOB_ID # short: Ray puts sockets below it, and Linux allows 107 characters
+own=$NODE_DISK/dapo-$SLURM_JOB_ID # short: Ray puts sockets below it, and Linux allows 107 characters
 restarts=3
 node='' stopped=''
 
@@ -27,12 +27,12 @@ bring_home() {
 trap stop TERM INT USR1
 trap bring_home EXIT
 if ! { mkdir -p "$own" && chmod 700 "$own"; }; then
-  echo "node.sh: $name cannot write to SCRATCH=$SCRATCH; name a folder of the node's own disk" >&2
+  echo "node.sh: $name cannot write to NODE_DISK=$NODE_DISK; name a folder of the node's own disk" >&2
   exit 1
 fi
 
 # Compiled kernels outlive the job; on a shared home every rank of every node would write the same files.
-caches=$SCRATCH/dapo-cache-$(id -u)
+caches=$NODE_DISK/dapo-cache-$(id -u)
 mkdir -p "$caches" && chmod 700 "$caches"
 export TRITON_CACHE_DIR=$caches/triton TORCHINDUCTOR_CACHE_DIR=$caches/inductor VLLM_CACHE_ROOT=$caches/vllm
 export FLASHINFER_WORKSPACE_BASE=$caches CUDA_CACHE_PATH=$caches/cuda

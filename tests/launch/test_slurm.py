@@ -179,7 +179,7 @@ def test_a_worker_starts_again_and_its_logs_come_home(tmp_path: Path) -> None:
     python = fake(
         tmp_path, "python", f"{logs}; {first}; echo $RAY_ADDRESS$TRITON_CACHE_DIR >$dir/raylet.out; {UNTIL_TERM}"
     )
-    env = {"RAY_ADDRESS": "10.0.0.1:20007", "SCRATCH": str(tmp_path / "s"), "LOGS": str(tmp_path / "logs")}
+    env = {"RAY_ADDRESS": "10.0.0.1:20007", "NODE_DISK": str(tmp_path / "s"), "LOGS": str(tmp_path / "logs")}
     node = subprocess.Popen(
         ["bash", str(ROOT / "launch/slurm/node.sh"), "worker", str(python)],
         cwd=tmp_path,

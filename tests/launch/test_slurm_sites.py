@@ -64,3 +64,11 @@ def test_the_bash_of_older_systems_will_do(tmp_path: Path) -> None:
     (tmp_path / "older").write_text("unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0")
     said = ended(start(tmp_path, driver="echo trained", BASH_ENV=str(tmp_path / "older")))
     assert "trained" in said and "unbound" not in said, said
+
+
+def test_scratch_is_a_folder_that_all_nodes_see_at_many_sites(tmp_path: Path) -> None:
+    """There SCRATCH is set to it for everyone; nodes that keep Ray's files in one folder take each other's."""
+    here = tmp_path / "checkout"
+    here.mkdir()
+    said = ended(start(here, driver="echo trained", SCRATCH=str(tmp_path / "lustre")))
+    assert "trained" in said and not (tmp_path / "lustre").exists(), said

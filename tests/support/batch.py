@@ -59,7 +59,7 @@ def start(
     )
     python = fake(fakes, "python", f'case "$*" in {cases} esac')
     job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
-    job |= {"SLURM_JOB_NODELIST": "n[0-1]", "READY_S": "1", "SCRATCH": str(folder / "scratch")}
+    job |= {"SLURM_JOB_NODELIST": "n[0-1]", "READY_S": "1", "NODE_DISK": str(folder / "scratch")}
     job |= {"PATH": f"{fakes}:/usr/bin:/bin", "PYTHON": str(python), **env}
     command = ["bash", str(ROOT / f"launch/slurm/{script}.sbatch"), "+experiment=dapo_qwen32b"]
     return subprocess.Popen(command, env=job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

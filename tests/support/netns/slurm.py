@@ -68,7 +68,7 @@ class Slurm:
             **{"PATH": f"{self._bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": self._python},
             **{"SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_ID": JOB, "SLURM_CPUS_ON_NODE": "8"},
             **{"SLURM_JOB_NUM_NODES": str(len(self.machines)), "SLURM_JOB_NAME": "dapo"},
-            **{"SLURM_JOB_NODELIST": ",".join(machine.name for machine in self.machines), "SCRATCH": SCRATCH},
+            **{"SLURM_JOB_NODELIST": ",".join(machine.name for machine in self.machines), "NODE_DISK": SCRATCH},
             **env,
         }
         self._start()
