@@ -10,7 +10,7 @@ nodes=$SLURM_JOB_NUM_NODES
 cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
 token=$PWD/outputs/.ray-token-$SLURM_JOB_ID
 logs=$PWD/outputs/slurm-$SLURM_JOB_ID # read_plan puts them in the output directory
-driver='' timer='' forwarded='' again=1
+driver='' timer='' early='' forwarded='' again=1
 steps=() again_by=()
 
 say() {
@@ -56,6 +56,10 @@ teardown() {
 # The driver takes a second signal as an order to leave at once, unsaved; so whatever else comes, it gets one.
 forward() {
   [[ $1 == USR1 ]] || again=0
+  if [[ $driver == starts ]]; then
+    early=$1
+    return 0
+  fi
   if [[ -z $driver ]]; then
     say "SIG$1 while no driver runs"
     # Preempted before it began: the job starts over. One whose driver has ended has its exit code.
@@ -243,9 +247,11 @@ exec_python() {
 
 # Sets `code` to the driver's exit code.
 drive() {
+  driver=starts # a signal that comes before its number is known waits for that
   # With exec, so that a signal for the process in the background is the driver's.
   exec_python -m "$@" &
   driver=$!
+  [[ -z $early ]] || forward "$early"
   # A signal interrupts `wait` with a code of its own; the driver's is the one of the wait that finds it ended.
   while true; do
     code=0

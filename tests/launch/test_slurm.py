@@ -150,6 +150,17 @@ def test_a_driver_that_does_not_yet_hear_is_started_again(tmp_path: Path) -> Non
     assert job.returncode == 85 and (tmp_path / "scontrol.log").read_text() == "requeue 7\n", output
 
 
+def test_a_signal_between_the_drivers_start_and_the_note_of_its_number_reaches_it(tmp_path: Path) -> None:
+    hook = "until [[ -e started ]]; do /usr/bin/sleep 0.05; done; kill -USR1 $$"
+    (tmp_path / "hook").write_text(f"""
+[[ $0 != *train.sbatch ]] || {{ set -T; trap '[[ $BASH_COMMAND != "driver=\\$!" ]] || {{ {hook}; }}' DEBUG; }}
+""")
+    driver = "exec >driver.log; trap 'echo saved; exit 85' USR1; touch started; for _ in {1..200}; do sleep 0.05; done"
+    job = start(tmp_path, driver=driver, BASH_ENV=str(tmp_path / "hook"))
+    output = ended(job)
+    assert job.returncode == 85 and (tmp_path / "driver.log").read_text() == "saved\n", output
+
+
 def test_the_driver_is_told_once(tmp_path: Path) -> None:
     """Its second signal would mean: leave at once."""
     told = "trap 'echo told >>told' USR1; trap 'echo term >>told; exit 85' TERM; touch started; "
