@@ -142,7 +142,7 @@ def test_a_job_that_is_told_before_its_driver_runs_starts_over_where_it_was_pree
 
 
 def test_a_driver_that_does_not_yet_hear_is_started_again(tmp_path: Path) -> None:
-    """Until Python has read its imports, from a busy disk, a signal ends it: nothing was trained that could be lost."""
+    """A signal ends it while Python reads its imports, from a busy disk: nothing was trained that could be lost."""
     job = start(tmp_path, driver="touch started; while true; do sleep 0.05; done")
     wait_for(tmp_path / "started")
     job.send_signal(signal.SIGUSR1)
