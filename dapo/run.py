@@ -100,7 +100,7 @@ async def train(
     Raises:
         ValueError, RuntimeError: what is wrong with the input, or what failed, with the remedy.
     """
-    began = time.monotonic()
+    began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)
     preflight(cfg)
     own = digests(cfg) | file_of_function(cfg.rollout.function)
@@ -124,7 +124,7 @@ async def train(
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
-            samples.begin(asdict(cfg), pools.gpus)
+            samples.begin(given, pools.gpus)
             logger = MetricsLogger(run_dir.path, sinks_of(cfg, run_dir.path, Gauge), samples)
             logger.event("inputs", "\n".join(f"{key}: {text}" for key, text in inputs.items()))
             limit = TimeLimit(cfg.trainer.max_hours, began if since is None else since)

@@ -155,7 +155,7 @@ USES: dict[str, tuple[Name, ...]] = {
     "dapo/config/checks.py": (
         Name(
             path=_ARGS,
-            has="model tokenizer skip_tokenizer_init logprobs_mode worker_extension_cls weight_transfer_config "
+            has="model tokenizer skip_tokenizer_init seed logprobs_mode worker_extension_cls weight_transfer_config "
             "data_parallel_size nnodes prefill_context_parallel_size max_model_len",
         ),
     ),

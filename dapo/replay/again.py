@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo.config.compose import checked_overrides, to_config
 from dapo.config.schema import Config
 from dapo.replay.batches import BATCHES, ranges, steps_kept
-from dapo.state.changes import alters_meaning, value_of
+from dapo.state.changes import alters_meaning
 from dapo.state.checkpoint import CheckpointStore, step_of
 from dapo.state.manifest import BrokenCheckpoint
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, STARTED
@@ -101,7 +101,7 @@ def _recorded(run: Path, step: int) -> Any:
     another start may have had another learning rate, or number of ranks."""
     with suppress(ValueError, sqlite3.Error), Reader(run) as store:  # off, damaged, or of another version
         found = [start["config"] for start in store.starts() if step in start["steps"]]
-        if found and value_of(found[0], "trainer.only") == "both":  # half a run has changed its own
+        if found:
             return OmegaConf.create(found[0])
     return OmegaConf.load(run / CONFIG)
 

@@ -79,12 +79,6 @@ def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Pa
     now = OmegaConf.load(run / CONFIG).actor.optim.lr
     assert [prepare(run, step, None, []).cfg.actor.optim.lr for step in (1, 2, 3)] == [1e-3, 2e-3, now]
     assert prepare(run, 1, None, ["actor.optim.lr=3e-3"]).cfg.actor.optim.lr == 3e-3
-    config["trainer"]["only"], config["actor"]["num_workers"] = "rollout", 0  # as a half run leaves them
-    store = SampleStore(run, LoggingConfig(), warn=pytest.fail)
-    store.begin(config)
-    store.step(1, collected_of([make_group(1, [1.0, 0.0])]))
-    store.close()
-    assert prepare(run, 1, None, []).cfg.actor.optim.lr == now
 
 
 def test_a_key_that_this_program_does_not_know_is_named(run: Path) -> None:

@@ -53,8 +53,9 @@ def test_200_solutions_with_one_process_are_scored_by_their_share():
 def test_200_solutions_with_four_processes_on_a_busy_machine_are_right_or_wrong(busy):
     cases = solutions(1)
     wanted = [(case.name, 1.0 if case.share == 1 else -1.0, float(case.share == 1), "") for case in cases]
-    got = [(name, score.reward, score.accuracy, score.failure) for name, score in scores(cases, False, 4)]
-    assert got == wanted
+    found = scores(cases, False, 4)
+    got = [(name, score.reward, score.accuracy, score.failure) for name, score in found]
+    assert got == wanted, [one for one, a, b in zip(found, got, wanted, strict=True) if a != b]
 
 
 def test_a_sandbox_that_is_killed_costs_no_verdict():
