@@ -87,7 +87,7 @@ def test_the_update_waits_for_a_wake_under_way_and_no_engine_wakes_twice_in_a_ba
         await asyncio.sleep(0.01)
         assert world.events == ["wake"] and not step.done()
         world.let_wake.set()
-        await asyncio.wait_for(step, 10)
+        await asyncio.wait_for(step, 60)
         assert world.events == ["wake", "serve", "sleep", "update"]
 
     asyncio.run(run())

@@ -55,7 +55,7 @@ def test_a_fork_that_holds_the_socket_hides_no_limit(program):
     async def body(children):
         return await children.score(item("forkspin")), await children.score(item("7"))
 
-    verdict, after = use(program, body, allow_processes=True, wall_s=1.5)
+    verdict, after = use(program, body, allow_processes=True, wall_s=4.0)
     assert (verdict.score.failure, after.score.accuracy) == ("cpu", 1.0)
 
 

@@ -101,7 +101,7 @@ def run(workers, body, count=1, timeout_s=5.0, window=WINDOW, **settings):
             **settings,
         )
         await fleet.start(5.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             try:
                 return await body(fleet)
             finally:

@@ -63,6 +63,7 @@ def scored(
     before: tuple[str, ...] = (),
     patience_s: float = 60.0,
     warnings: list[str] | None = None,
+    limit_s: float = 60.0,
 ) -> tuple[Score, list[Any]]:
     fleet = Fleet(judges, *before)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
@@ -77,7 +78,7 @@ def scored(
     pool = module.RewardPool({}, cfg, max_response_length=20, judges=judges, warn=warn)
     pool._asks = {"": True, "sums": False}  # as its workers say at their start
     scoring = pool.score(replace(make_prompt(0), entry=entry), 0, make_response())
-    return asyncio.run(asyncio.wait_for(scoring, 3)), fleet.asked
+    return asyncio.run(asyncio.wait_for(scoring, limit_s)), fleet.asked
 
 
 def test_a_response_is_judged_where_the_judges_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,7 @@ def test_a_source_that_asks_nobody_waits_for_no_judge_to_start_again(monkeypatch
     score, asked = scored(Away([]), monkeypatch, entry="sums")
     assert score.failure == "remote" and asked == [[]], "the stand-in for workers knows no other answer"
     with pytest.raises(TimeoutError):
-        scored(Away([]), monkeypatch)
+        scored(Away([]), monkeypatch, limit_s=1.0)
 
 
 def test_judges_that_stay_and_do_not_answer_make_it_unscorable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_a_source_that_asks_nobody_waits_for_none_that_does(tmp_path):
         async with Children([RewardFunctionConfig()], LimitsConfig(), 1, RemoteConfig(), 1, own=own) as children:
             judged = asyncio.ensure_future(children.score(replace(item("7"), entry="judged")))
             await asyncio.sleep(0.1)  # its only slot is taken
-            plain = await asyncio.wait_for(children.score(item("Answer: 7")), 10)
+            plain = await asyncio.wait_for(children.score(item("Answer: 7")), 60)
             assert not judged.done()
             judged.cancel()
             return plain

@@ -178,7 +178,7 @@ def test_ranks_at_work_are_asked_for_no_sign_of_life_and_tell_of_their_loss_all_
         assert idle.asked <= 1 and not watch.done()
         with pytest.raises(ActorsLost):
             await idle.ranks.call(lambda rank, _: (0, DEAD), 1, "the weight sync", "key")
-        return await asyncio.wait_for(watch, 5)
+        return await asyncio.wait_for(watch, 60)
 
     assert "ActorDiedError" in asyncio.run(both())
 
