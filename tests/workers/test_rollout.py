@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -232,14 +233,24 @@ def test_weights_that_change_in_flight_split_responses_into_spans(engines, loop)
         change(parameter, generator, 0.02, 0.0)
     sync = local_sync(pool, model)
 
-    async def on_all(ended):
-        return await asyncio.gather(
-            *[group_of(pool, f"flight{i}", 4000 + 100 * i, 32, LONG, ended) for i in range(count)]
-        )
+    async def update():
+        """Comes once a response of each group has ended: on a busy machine an engine may begin late."""
+        begun: set[int] = set()
+        all_run = asyncio.Event()
 
-    update = when_few_are_left(pool, on_all, 31 * count, lambda: sync(VERSION_1))
+        def ended(number: int) -> None:
+            begun.add(number)
+            if len(begun) == count:
+                all_run.set()
+
+        flights = [group_of(pool, f"flight{i}", 4000 + 100 * i, 32, LONG, partial(ended, i)) for i in range(count)]
+        running = asyncio.ensure_future(asyncio.gather(*flights))
+        await asyncio.wait_for(all_run.wait(), 300)
+        await sync(VERSION_1)
+        return await running
+
     counted(pool, loop)
-    groups = loop.run(update)
+    groups = loop.run(update())
     did = counted(pool, loop)
     assert sum(lap.tokens for lap in did) == sum(len(response.token_ids) for group in groups for response in group)
     assert len(did) == count and sum(lap.preemptions for lap in did) == 0, "a weight sync is none"
