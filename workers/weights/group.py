@@ -21,6 +21,7 @@ SENDER = 0
 GIVEN_UP = "given up"  # a key of the store
 POLL_S, ASK_S = 0.001, 0.2  # between two looks at the GPU, and at the store
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()  # members may meet in threads
 
 
 class WeightGroup:
@@ -49,8 +50,8 @@ class WeightGroup:
         self._until(lambda: self._store.check(everyone), f"for all {size} members")  # NCCL would wait for ever
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with _errors_raise():  # a store of its own: one that waits for a key lets nobody else ask
-            own = self._store.clone()  # type: ignore[attr-defined]
+        own = self._store.clone()  # type: ignore[attr-defined]  # one that waits for a key lets nobody else ask
+        with _errors_raise():
             group = dist.ProcessGroupNCCL(own, rank, size, options)
         group._set_sequence_number_for_group()
         self._connect(group, device)  # else the first bucket pays for it
@@ -140,12 +141,13 @@ def _errors_raise() -> Iterator[None]:
 
     Else torch has a thread look for them, which ends the process, and with it FSDP's group or the engine.
     """
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
+    with _environment:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before

@@ -139,7 +139,7 @@ def test_who_asks_while_all_servers_start_again_waits_for_one_and_sees_that_it_d
 
 def test_who_was_not_answered_hears_whether_the_judges_stand_still(pool: JudgePool, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.05)
-    pool._config.silence_s = 1.0
+    pool._config.silence_s = 4.0
 
     async def use() -> None:
         before = pool.servers()
