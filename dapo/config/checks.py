@@ -11,7 +11,7 @@ from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import ENGINE, nearest
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
-from dapo.config.rules.engine import batches, random_weights, starts, values
+from dapo.config.rules.engine import batches, random_weights, stages, starts, values
 from dapo.config.rules.judge import judge
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.objective import correction, objective
@@ -159,7 +159,9 @@ def _engine_args(cfg: Config) -> Iterator[str]:
     elsewhere = (*OWN_ENGINE_ARGS, "speculative_config")  # of which `decoding` tells
     yield from values(ENGINE, {name: one for name, one in cfg.rollout.vllm.items() if name not in elsewhere})
     cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`dapo.derived`)
-    yield from batches(cfg, "cpu" if cpu else cfg.trainer.device)
+    device = "cpu" if cpu else cfg.trainer.device
+    yield from batches(cfg, device)
+    yield from stages(cfg, device)
     if not cfg.rollout.vllm or not (known := engine_arguments()):
         return
     for name in sorted(cfg.rollout.vllm.keys() - known - OWN_ENGINE_ARGS.keys()):

@@ -116,7 +116,12 @@ def said(*overrides: str, experiment: str = "dapo_tiny") -> list[str]:
             id="two GPUs in one process",
         ),
         pytest.param(
-            [f"{V}.pipeline_parallel_size=5"],
+            [f"{V}.pipeline_parallel_size=2"],
+            f"`{V}.pipeline_parallel_size` (2) must be 1 on a CPU, where ",
+            id="stages on a CPU",
+        ),
+        pytest.param(
+            [f"{V}.pipeline_parallel_size=5", f"{V}.enforce_eager=false"],
             f"`{V}.pipeline_parallel_size` (5) must be at most 4, the layers of `model.path` (",
             id="more stages than layers",
         ),
@@ -148,8 +153,9 @@ def test_a_gpus_engine_splits_prompts_unless_it_is_told_not_to() -> None:
 
 
 def test_the_processes_of_an_engine_may_be_chosen_as_dapo_starts_them() -> None:
-    two = ["distributed_executor_backend=mp", "tensor_parallel_size=2", "pipeline_parallel_size=2", "load_format=dummy"]
-    for given in (two, ["distributed_executor_backend=uni", "max_num_active_seqs=256"]):
+    two = ["distributed_executor_backend=mp", "tensor_parallel_size=2", "load_format=dummy"]
+    stages = ["pipeline_parallel_size=2", "enforce_eager=false"]
+    for given in (two, stages, ["distributed_executor_backend=uni", "max_num_active_seqs=256"]):
         assert compose([f"{V}.{one}" for one in given], "dapo_tiny")
 
 

@@ -163,10 +163,17 @@ def test_ranks_send_their_whole_model_in_its_type_and_a_dead_one_is_named(actors
     assert ends.refused and "finish 2" not in ends.events
 
 
+def buffers_of_stages(worker) -> int:
+    """Has vLLM's processes make what an engine on GPUs has by now, and returns their number."""
+    everywhere = worker._engine.collective_rpc("execute_dummy_batch")
+    return len(asyncio.run_coroutine_threadsafe(everywhere, worker._engine.output_handler.get_loop()).result(60))
+
+
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster, tmp_path):
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_a_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_path, parallel):
     from dapo.tiny.random_model import make_random_model
     from tests.support.engines.two import make_config as engine_config
     from tests.workers.test_rollout import change, group_of, largest_difference
@@ -176,7 +183,7 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
 
     path = str(make_random_model(tmp_path / "model", layers=2))
     cfg = engine_config(path, 1)
-    cfg.rollout.vllm |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cfg.rollout.vllm |= {f"{parallel}_parallel_size": 2, "distributed_executor_backend": "mp"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
 
@@ -184,6 +191,7 @@ def test_a_tensor_parallel_engine_gets_its_part_from_each_transport(ray_cluster,
         pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
         try:
             await pool.start(path, engine_args(cfg, "cpu"))
+            assert await pool.workers[0].__ray_call__.remote(buffers_of_stages) == 2
             for version, transport in enumerate(("broadcast", "ipc"), start=1):
                 for parameter in model.parameters():
                     change(parameter, generator, 0.2, 0.05)

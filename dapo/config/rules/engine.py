@@ -118,6 +118,16 @@ def random_weights(cfg: Config) -> Iterator[str]:
         )
 
 
+def stages(cfg: Config, device: str) -> Iterator[str]:
+    """Refuses pipeline stages where no pass is compiled first: vLLM's CPU engine makes their buffers in that alone."""
+    args, name = cfg.rollout.vllm, "pipeline_parallel_size"
+    if device == "cpu" and args.get("enforce_eager", True) and (count := args.get(name, 1)) > 1:
+        yield (
+            f"`{ENGINE}.{name}` ({count}) must be 1 on a CPU, where vLLM's engine dies at its first pass over "
+            f"several stages; use `{ENGINE}.tensor_parallel_size`"
+        )
+
+
 def batches(cfg: Config, device: str) -> Iterator[str]:
     """Reports passes of an engine that hold fewer tokens than vLLM demands, and bounds beyond what they bound. device:
     cpu, cuda, or auto where it is not known yet."""
