@@ -85,7 +85,7 @@ RUN_BY = {
     r"python -m dapo\.simulate .*--table curricula\b": "tests/simulate/test_curricula.py::test_the_smallest_table",
     r"python -m dapo\.simulate .*--table\b": "tests/simulate/test_command.py::test_the_smallest_run_of_a_table",
     r"python -m dapo\.simulate\b": "tests/simulate/test_command.py::test_the_smallest_run_prints_its_table",
-    r"python -m dapo\.ablation\b": "tests/ablation/test_ablation.py::test_all_rungs_on_one_engine",
+    r"python -m dapo\.ablation\b": "tests/ablation/test_ablation.py::test_rungs_on_one_engine",
     r"python -m dapo\.bench[. ]rewards\b": "tests/bench/test_rewards.py::test_a_short_run_prints_a_table",
     r"python -m dapo\.bench[. ]code\b": "tests/bench/test_code.py::test_a_short_run_prints_a_table",
     r"python -m dapo\.bench[. ](actor )?(logprobs|actor)\b": LOGPROBS,

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ class Saboteur:
         if self.killed[-1] == "engine":
             self._kill_engine(engines)
         else:
-            ranks = [each for each in psutil.process_iter(["cmdline", "create_time"]) if self._is_rank(each)]
-            self._random.choice(ranks).kill()
+            self._random.choice([each for each in driver.children(recursive=True) if self._is_rank(each)]).kill()
         return False
 
     def _step(self) -> int:
@@ -53,8 +53,10 @@ class Saboteur:
         return json.loads(lines[-1])["step"] if lines else 0
 
     def _is_rank(self, process: psutil.Process) -> bool:
-        line = process.info["cmdline"] or [""]
-        return line[0].startswith("ray::ActorWorker") and process.info["create_time"] > self._began
+        with suppress(psutil.Error):  # it has just ended
+            line = process.cmdline() or [""]
+            return line[0].startswith("ray::ActorWorker") and process.create_time() > self._began
+        return False
 
 
 def test_a_run_with_many_faults_ends_as_one_without(runs: Runs, tmp_path: Path) -> None:
