@@ -6,7 +6,8 @@ an error that names the file, the row and the column.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -184,15 +185,29 @@ def _prompt(number: int, problem: _Problem, text: str, ids: list[int], entry: st
 
 def _chat_text(tokenizer: Any, problem: _Problem, today: datetime | None) -> str:
     messages = [{"role": role, "content": content} for role, content in problem.messages]
-    # What is given by name hides transformers' function of this name, which asks the clock.
-    clock = {DATE_FUNCTION: today.strftime} if today and DATE_FUNCTION in _template(tokenizer) else {}
+    clock = clock_at(today) if today and DATE_FUNCTION in _template(tokenizer) else nullcontext()
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **clock))
+        with clock:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates are programs of the model's maker and raise what they like
         raise ValueError(
             f"{problem.where}: the chat template of `model.path` refuses the messages of column `prompt` ({error}); "
             "use the roles that it knows"
         ) from error
+
+
+@contextmanager
+def clock_at(today: datetime) -> Iterator[None]:
+    """Has templates write this date: transformers hands no function of a caller's on to them, and asks `datetime` in
+    its own module."""
+    from transformers.utils import chat_template_utils
+
+    before = chat_template_utils.datetime
+    chat_template_utils.datetime = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None: today)})
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = before
 
 
 def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:

@@ -7,7 +7,7 @@ import importlib
 from datetime import datetime
 from typing import Any
 
-from dapo.data.prompts import DATE_FUNCTION
+from dapo.data.prompts import clock_at
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
 from dapo.rewards.calling.by_entry import source_functions
@@ -94,8 +94,8 @@ def template(subject: Subject) -> Finding:
 
 def _rendered(tokenizer: Any, day: datetime, *, generation: bool = True) -> str:
     messages = [{"role": "user", "content": QUESTION}]
-    clock = {DATE_FUNCTION: day.strftime}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **clock))
+    with clock_at(day):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
 
 
 def prompts(subject: Subject) -> Finding:
