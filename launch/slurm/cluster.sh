@@ -92,12 +92,28 @@ begin() {
   in_container
 }
 
+# Adds to `mounts` each folder that is there and does not lie in one of them.
+mount_too() {
+  local folder mount those
+  for folder; do
+    [[ $folder == /* && -d $folder ]] || continue
+    IFS=, read -ra those <<<"$mounts"
+    for mount in "${those[@]}"; do
+      [[ $folder/ != "$mount"/* ]] || continue 2
+    done
+    mounts+=,$folder
+  done
+}
+
 # Sets the words before a command that put it into the container: `enter` inside a step, `step` as options of srun, and
-# `here` on the head's node, outside of any step. Given a folder, it is mounted too.
+# `here` on the head's node, outside of any step. Folders that it is given are mounted too, and the hub's caches.
 in_container() {
-  local mounts=$PWD,$NODE_DISK${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}${1:+,$1} name
+  local mounts=$PWD,$NODE_DISK${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} name cache
   enter=() step=() here=()
   [[ -n $CONTAINER ]] || return 0
+  cache=${XDG_CACHE_HOME:-${HOME:-}/.cache}/huggingface # where it is by default; in the container another one is home
+  [[ -n ${HF_HOME:-} || ! -d $cache ]] || export HF_HOME=$cache
+  mount_too "${HF_HOME:-}" "${HF_HUB_CACHE:-}" "${HF_DATASETS_CACHE:-}" "$@"
   case $CONTAINER_RUNTIME in
     pyxis)
       # Named, so that the image is unpacked once on each node; after its file, because pyxis takes the container of that
@@ -136,9 +152,8 @@ message above. Where only the planner does not know the model, give the seconds 
   [[ $resume != never && (-n $resume || " $* " != *' checkpoint.resume=never '*) ]] || again_by=(checkpoint.resume=auto)
   [[ -n $output_dir ]] || return 0
   logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
-  # What a container writes elsewhere goes with it; what lies in the checkout is mounted.
   mkdir -p "$output_dir"
-  [[ $output_dir/ == "$PWD"/* ]] || in_container "$output_dir"
+  in_container "$output_dir" # what a container writes elsewhere goes with it
 }
 
 # Prints the first two free ports of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below

@@ -31,6 +31,31 @@ def test_a_container_holds_nodes_driver_and_what_they_write(tmp_path: Path, runt
     assert record.count(mounted) >= 5, "the port, the nodes, the wait, the doctor and the driver"
 
 
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+@pytest.mark.parametrize("named", [True, False], ids=["HF_HOME", "where_it_is_by_default"])
+def test_the_hubs_caches_are_in_the_container(tmp_path: Path, runtime: str, named: bool) -> None:
+    here, home = tmp_path / "checkout", tmp_path / ("hf" if named else "huggingface")
+    inside, other = here / "hub", tmp_path / "data sets"
+    for folder in (here, home, inside, other):
+        folder.mkdir()
+    caches = {"HF_HOME": str(home)} if named else {"XDG_CACHE_HOME": str(tmp_path)}
+    caches |= {"HF_HUB_CACHE": str(inside), "HF_DATASETS_CACHE": str(other)}
+    env = {"CONTAINER": "image.sqsh", "CONTAINER_RUNTIME": runtime, "PYTHON": "", **caches}
+    said = ended(start(here, driver="echo home $HF_HOME", **env))
+    assert f"home {home}\n" in said, said
+    record = (here / ("srun.options" if runtime == "pyxis" else "apptainer.log")).read_text()
+    mounts = [here, here / "scratch", home, other]
+    assert ",".join(f"{each}:{each}" if runtime == "pyxis" else str(each) for each in mounts) in record
+    assert str(inside) not in record, "the checkout holds it"
+
+
+def test_a_cache_that_is_not_there_is_not_mounted(tmp_path: Path) -> None:
+    caches = {"HF_HOME": str(tmp_path / "absent"), "HF_HUB_CACHE": "relative"}
+    said = ended(start(tmp_path, driver="echo trained", CONTAINER="image.sqsh", PYTHON="", **caches))
+    options = (tmp_path / "srun.options").read_text()
+    assert "trained" in said and "absent" not in options and "relative" not in options, said
+
+
 def test_an_image_that_was_built_again_is_unpacked_again(tmp_path: Path) -> None:
     """A container that pyxis knows by its name outlives the job by default, and is taken in the image's place."""
     image, names = tmp_path / "image.sqsh", []
