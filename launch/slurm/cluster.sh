@@ -120,7 +120,7 @@ in_container() {
       # name in the image's place, even one of a former job.
       name=dapo-$({ echo "$CONTAINER" && stat -Lc '%s %Y' "$CONTAINER"; } 2>/dev/null | cksum | cut -d' ' -f1) || true
       step=(--container-image="$CONTAINER" --container-name="$name" --container-workdir="$PWD"
-        --container-mounts="$(sed -E 's/([^,:]+)(,|$)/\1:\1\2/g' <<<"$mounts")")
+        --container-mounts="$(sed -E ':a; s/(^|,)([^,:]+)(,|$)/\1\2:\2\3/; ta' <<<"$mounts")")
       here=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" --cpus-per-task="$cpus" --cpu-bind=none "${step[@]}")
       ;;
     apptainer)

@@ -56,6 +56,14 @@ def test_a_cache_that_is_not_there_is_not_mounted(tmp_path: Path) -> None:
     assert "trained" in said and "absent" not in options and "relative" not in options, said
 
 
+def test_a_mount_may_have_another_name_in_the_container(tmp_path: Path) -> None:
+    mounts = "/models,/lustre/data:/data,/raw:/raw:ro"
+    said = ended(start(tmp_path, driver="echo trained", CONTAINER="image.sqsh", PYTHON="", CONTAINER_MOUNTS=mounts))
+    assert "trained" in said, said
+    options = (tmp_path / "srun.options").read_text()
+    assert "scratch,/models:/models,/lustre/data:/data,/raw:/raw:ro\n" in options
+
+
 def test_an_image_that_was_built_again_is_unpacked_again(tmp_path: Path) -> None:
     """A container that pyxis knows by its name outlives the job by default, and is taken in the image's place."""
     image, names = tmp_path / "image.sqsh", []
