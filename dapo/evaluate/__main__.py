@@ -5,6 +5,7 @@
 Any Hugging Face directory or hub name will do, also `checkpoints/step_*/hf` of a run. The keys are those of a run, the
 actors' without effect: `eval.n`, `eval.temperature`, `eval.top_p` and `data.max_response_length` say how answers are
 sampled. The tables come last; `evaluation_NNN.json` in `trainer.output_dir` holds them and the verdict on every answer.
+With `--job` it prints that directory alone, for `launch/slurm/eval.sbatch`.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from dapo.report.console import EXIT_INTERRUPTED, end, say
 from dapo.report.redact import redacted
 
 NO_TRAINING = "data.train_files=[none]"  # the configuration asks for some; nothing reads them here
+JOB = "--job"
 LINES_S = 30.0  # between two lines of progress where the output is a file
 
 
@@ -100,9 +102,13 @@ def main() -> None:
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         say(__doc__)
         return
+    arguments = [argument for argument in sys.argv[1:] if argument != JOB]
     try:
-        cfg = configuration(sys.argv[1:])
+        cfg = configuration(arguments)
         folder = output_path(cfg.trainer.output_dir)
+        if len(arguments) < len(sys.argv) - 1:
+            say(f"output_dir {folder}")
+            return
         folder.mkdir(parents=True, exist_ok=True)  # now, and not after hours
         answered = asyncio.run(evaluate(cfg))
         say(text(summaries(answered)))

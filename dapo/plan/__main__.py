@@ -21,7 +21,7 @@ from dapo.derived import device_of
 from dapo.plan.actor import ELEMENT_BYTES
 from dapo.plan.engine import KV_BYTES
 from dapo.plan.fit import problems
-from dapo.plan.lead import job
+from dapo.plan.lead import Lead, job
 from dapo.plan.report import report
 from dapo.report.console import end, say
 
@@ -33,12 +33,21 @@ def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
 
     Raises ValueError as a run would, and where the model's architecture is not known here.
     """
+    cfg = _configuration(overrides)
+    return cfg, _shape(cfg)
+
+
+def _configuration(overrides: Sequence[str]) -> PlannedConfig:
     cfg = compose(overrides, plan=True)
     assert isinstance(cfg, PlannedConfig)
+    return cfg
+
+
+def _shape(cfg: PlannedConfig) -> ModelShape:
     shape = shape_of(read_config(cfg.model.path), cfg.model.path)
     if found := [*refusals(cfg), *unpredictable(cfg)]:
         raise ValueError("\n".join(found))
-    return cfg, shape
+    return shape
 
 
 def refusals(cfg: PlannedConfig) -> list[str]:
@@ -68,12 +77,16 @@ def main() -> None:
     if {"-h", "--help"} & set(arguments):
         say(__doc__)
         return
+    for_launcher = len(arguments) < len(sys.argv) - 1
     try:
-        cfg, shape = plan(arguments)
+        cfg = _configuration(arguments)
+        if for_launcher:
+            say(job(cfg))  # whether or not the planner knows the model
+        shape = _shape(cfg)
     except ValueError as error:
         end(str(error), 1)
-    if len(arguments) < len(sys.argv) - 1:
-        say(job(cfg, shape))
+    if for_launcher:
+        say(f"lead_s {Lead(cfg, shape).seconds}")
         return
     say(report(cfg, shape))
     if found := problems(cfg, shape):

@@ -7,9 +7,9 @@ In: the planned configuration and the model's shape. Out: seconds, with their ar
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from dapo.config.facts.model_shape import ModelShape
+from dapo.config.paths import output_path
 from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of
 from dapo.plan.checkpoint import checkpoint_terms
@@ -59,8 +59,7 @@ class Lead:
         ]
 
 
-def job(cfg: PlannedConfig, shape: ModelShape) -> str:
-    """Returns what a launcher needs, one `name value` a line: the lead in seconds, the absolute output directory, and
-    what the run goes on from."""
-    output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
-    return f"lead_s {Lead(cfg, shape).seconds}\noutput_dir {output_dir}\nresume {cfg.checkpoint.resume}"
+def job(cfg: PlannedConfig) -> str:
+    """Returns what a launcher needs besides the lead, one `name value` a line: the absolute output directory, and what
+    the run goes on from."""
+    return f"output_dir {output_path(cfg.trainer.output_dir)}\nresume {cfg.checkpoint.resume}"

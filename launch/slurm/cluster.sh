@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What train.sbatch and eval.sbatch share: Ray on the nodes of an allocation, a driver beside its head, and their end.
-# In: Slurm's variables, and the site settings at the top of those two. They call, in this order: begin, read_plan (train),
-# start_ray, examine (train), watch_time_limit (train), drive, again_if_saved (train).
+# In: Slurm's variables, and the site settings at the top of those two. They call, in this order: begin, read_plan (train)
+# or read_output_dir (eval), start_ray, examine (train), watch_time_limit (train), drive, again_if_saved (train).
 # shellcheck disable=SC2317,SC2329  # the functions that traps call are reachable
 
 : "${SLURM_RESTART_COUNT:=0}"
@@ -9,7 +9,7 @@ script=${SLURM_JOB_NAME:-sbatch}
 nodes=$SLURM_JOB_NUM_NODES
 cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
 token=$PWD/outputs/.ray-token-$SLURM_JOB_ID
-logs=$PWD/outputs/slurm-$SLURM_JOB_ID # read_plan puts them in the output directory
+logs=$PWD/outputs/slurm-$SLURM_JOB_ID # use_output_dir puts them there
 driver='' timer='' early='' forwarded='' again=1
 steps=() again_by=()
 
@@ -137,23 +137,36 @@ on_nodes() {
   steps+=($!)
 }
 
-# Where the nodes' logs go, how long before the time limit to signal, and `again_by`: arguments by which a job that was
-# queued again goes on. A path in checkpoint.resume stays: the run knows whether it has gone on from there already.
+# Puts the nodes' logs into the output directory, which is mounted: what a container writes elsewhere goes with it. $1:
+# what `--job` printed.
+use_output_dir() {
+  local output_dir
+  output_dir=$(sed -n 's/^output_dir //p' <<<"$1")
+  [[ -n $output_dir ]] || return 0
+  logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
+  mkdir -p "$output_dir"
+  in_container "$output_dir"
+}
+
+read_output_dir() {
+  local said
+  said=$("${here[@]}" "$python" -m dapo.evaluate --job "$@") || die "this evaluation would be refused; see the message above"
+  use_output_dir "$said"
+}
+
+# Besides the output directory, how long before the time limit to signal, and `again_by`: arguments by which a job that
+# was queued again goes on. A path in checkpoint.resume stays: the run knows whether it has gone on from there already.
 read_plan() {
-  local plan planned_lead output_dir resume
+  local plan planned_lead resume
   plan=$("${here[@]}" "$python" -m dapo.plan --job "$@") || [[ -n $LEAD_S ]] || die "this run cannot be planned; see the \
 message above. Where only the planner does not know the model, give the seconds of an update and a save: LEAD_S=3600"
   planned_lead=$(sed -n 's/^lead_s //p' <<<"$plan")
-  output_dir=$(sed -n 's/^output_dir //p' <<<"$plan")
   resume=$(sed -n 's/^resume //p' <<<"$plan")
   lead=${LEAD_S:-$planned_lead}
   again_by=()
   # shellcheck disable=SC2034  # train.sbatch reads it
   [[ $resume != never && (-n $resume || " $* " != *' checkpoint.resume=never '*) ]] || again_by=(checkpoint.resume=auto)
-  [[ -n $output_dir ]] || return 0
-  logs=$output_dir/nodes/$SLURM_JOB_ID.$SLURM_RESTART_COUNT
-  mkdir -p "$output_dir"
-  in_container "$output_dir" # what a container writes elsewhere goes with it
+  use_output_dir "$plan"
 }
 
 # Prints the first two free ports of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below

@@ -114,6 +114,14 @@ def test_help(arguments, monkeypatch, capsys):
     assert "python -m dapo.evaluate" in capsys.readouterr().out
 
 
+def test_a_launcher_reads_where_it_writes(export, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = ["--job", "+experiment=dapo_tiny", f"model.path={export}", "trainer.output_dir=a b"]
+    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
+    command.main()
+    assert capsys.readouterr().out == f"output_dir {tmp_path}/a b\n" and not (tmp_path / "a b").exists()
+
+
 def test_nothing_is_asked_for_actors(export, monkeypatch):
     from contextlib import nullcontext
 

@@ -31,6 +31,24 @@ def test_a_container_holds_nodes_driver_and_what_they_write(tmp_path: Path, runt
     assert record.count(mounted) >= 5, "the port, the nodes, the wait, the doctor and the driver"
 
 
+def test_an_evaluation_writes_outside_of_the_checkout_too(tmp_path: Path) -> None:
+    here, output = tmp_path / "checkout", tmp_path / "shared/evaluated"
+    here.mkdir()
+    plan = f'echo "asked $*" >&2; echo output_dir {output}'
+    env = {"CONTAINER": "image.sqsh", "PYTHON": "", "script": "eval"}
+    said = ended(start(here, driver="echo evaluated", plan=plan, **env))
+    assert "\nevaluated\n" in said and "asked -m dapo.evaluate --job +experiment=dapo_qwen32b\n" in said, said
+    assert (here / "srun.options").read_text().count(f",{output}:{output}\n") >= 4, "port, nodes, wait and driver"
+    assert [*(output / "nodes/7.0").glob("*.log")], "where those of a run lie"
+
+
+def test_an_evaluation_that_would_be_refused_starts_nothing(tmp_path: Path) -> None:
+    job = start(tmp_path, driver="echo ran", plan="echo no such key >&2; exit 1", script="eval")
+    said = ended(job)
+    assert job.returncode == 1 and "no such key\n" in said and "see the message above" in said, said
+    assert "ran" not in said.split() and not (tmp_path / "outputs").exists()
+
+
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
 @pytest.mark.parametrize("named", [True, False], ids=["HF_HOME", "where_it_is_by_default"])
 def test_the_hubs_caches_are_in_the_container(tmp_path: Path, runtime: str, named: bool) -> None:

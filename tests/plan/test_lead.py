@@ -32,6 +32,18 @@ def test_a_launcher_reads_lead_directory_and_resume(name, capsys, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan", "--job", f"+experiment={name}", "trainer.output_dir=a b"])
     main()
-    lead, output_dir, resume = capsys.readouterr().out.splitlines()
+    output_dir, resume, lead = capsys.readouterr().out.splitlines()
     assert int(lead.removeprefix("lead_s ")) > 60 and output_dir == f"output_dir {tmp_path}/a b"
     assert resume == "resume auto"
+
+
+def test_a_launcher_learns_where_a_run_writes_whose_model_the_planner_does_not_know(capsys, monkeypatch, tmp_path):
+    """It is given the lead then, and mounts the directory in a container."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    given = ["--job", "+experiment=dapo_qwen7b", "model.path=nobody/unknown", f"trainer.output_dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["plan", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert said.out == f"output_dir {tmp_path}/run\nresume auto\n"
+    assert ended.value.code == 1 and "nobody/unknown" in said.err

@@ -54,7 +54,7 @@ def start(
     fake(fakes, "squeue", SQUEUE.replace("LEFT", left))
     fake(fakes, "sleep", "exec /usr/bin/sleep 0.05")
     cases = (
-        f"*ray.scripts*) {node};; *dapo.plan*) {plan};; *dapo.doctor*) {doctor};; "
+        f"*ray.scripts*) {node};; *' --job '*) {plan};; *dapo.doctor*) {doctor};; "
         f'*dapo.main_ppo*|*dapo.evaluate*) {driver};; *"import ray"*) echo {alive};; *) exec {REAL} "$@";;'
     )
     python = fake(fakes, "python", f'case "$*" in {cases} esac')
