@@ -169,6 +169,21 @@ message above. Where only the planner does not know the model, give the seconds 
   use_output_dir "$plan"
 }
 
+# Prints the head's IPv4 address in the network that NODE_NETWORK names.
+named_address() {
+  "${here[@]}" "$python" -c '
+import socket, sys, psutil
+named, found = sys.argv[1], psutil.net_if_addrs()
+those = {name: [one.address for one in found[name] if one.family == socket.AF_INET] for name in found}
+for name, addresses in those.items():
+    for address in addresses:
+        if named == name or named not in found and f"{address}.".startswith(named.rstrip(".") + "."):
+            sys.exit(print(address))
+listed = ", ".join(" ".join([name, *(addresses or ["without IPv4"])]) for name, addresses in those.items())
+sys.exit(f"NODE_NETWORK ({named}) is no interface with an IPv4 address, and begins none; there are: {listed}")
+' "$NODE_NETWORK"
+}
+
 # Prints the first two free ports of 50 from one that is the job's own: above Ray's worker ports (10002 to 19999), below
 # the kernel's ephemeral ones.
 free_ports() {
@@ -199,9 +214,13 @@ print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
 
 start_ray() {
   local alive deadline pid ip port
-  # A node's own name often means 127.0.1.1 on itself, which no other node can reach.
-  ip=$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ {print $1; exit}') || true
-  [[ -n $ip ]] || ip=$(hostname -I | awk '{print $1}')
+  if [[ -n $NODE_NETWORK ]]; then
+    ip=$(named_address) || die "no address for Ray's head on $head"
+  else
+    # A node's own name often means 127.0.1.1 on itself, which no other node can reach.
+    ip=$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ {print $1; exit}') || true
+    [[ -n $ip ]] || ip=$(hostname -I | awk '{print $1}')
+  fi
   mkdir -p "$logs" outputs
   # Whoever can speak to Ray can run code as this user: the token is this job's own and readable by its owner only.
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
@@ -220,7 +239,7 @@ start_ray() {
       kill -0 "$pid" 2>/dev/null || nodes_failed "a Ray node ended while the cluster came up"
     done
     ((SECONDS < deadline)) || nodes_failed "$alive of $nodes nodes joined $RAY_ADDRESS within $READY_S s; check that the nodes \
-reach that port, or allow more time: READY_S=600"
+reach that port, name the network by which they do (NODE_NETWORK=ib0), or allow more time: READY_S=600"
     sleep 1
   done
   say "$nodes nodes at $RAY_ADDRESS after $SECONDS s; their logs are in $logs"

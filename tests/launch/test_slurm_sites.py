@@ -99,6 +99,33 @@ def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
     assert "it can be pyxis or apptainer" in ended(job) and job.returncode == 1
 
 
+@pytest.mark.parametrize("network", ["lo", "127.0", "127.0.0.1"])
+def test_the_network_of_the_nodes_can_be_named(tmp_path: Path, network: str) -> None:
+    """By interface or by the beginning of an address: the first address of a name need not be the others' way there."""
+    said = ended(start(tmp_path, driver="echo at $RAY_ADDRESS", NODE_NETWORK=network))
+    assert "\nat 127.0.0.1:" in said, said
+
+
+@pytest.mark.parametrize("network", ["ib7", "127.0.0.11", "10.99.99", "12"])
+def test_a_network_that_the_head_does_not_have_is_named(tmp_path: Path, network: str) -> None:
+    job = start(tmp_path, driver="echo ran", NODE_NETWORK=network)
+    said = ended(job)
+    assert job.returncode == 1 and "ran" not in said.split()
+    assert f"NODE_NETWORK ({network}) " in said and "lo 127.0.0.1" in said, said
+
+
+def test_an_interface_without_an_address_is_no_network(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("""
+import socket, types
+address = types.SimpleNamespace(family=socket.AF_INET, address="10.1.0.7")
+net_if_addrs = lambda: {"eth0": [address], "ib0": []}
+""")
+    env = {"PYTHONPATH": str(tmp_path)}
+    job = start(tmp_path, driver="echo ran", NODE_NETWORK="ib0", **env)
+    assert "NODE_NETWORK (ib0) is no interface" in (said := ended(job))
+    assert "eth0 10.1.0.7, ib0 without IPv4\n" in said and job.returncode == 1
+
+
 @pytest.mark.parametrize(
     "own", [{"SLURM_EXPORT_ENV": "NONE"}, {"SLURM_TIME_FORMAT": "%d %b"}], ids=lambda own: min(own)
 )
