@@ -152,7 +152,18 @@ def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[s
         raise ValueError("\n".join(problems))
     if not own_configs and any(override.startswith("~") for override in overrides):
         _composed(overrides)  # only Hydra knows whether an experiment has what is to be removed
-    return checked
+    return _at_one_place(checked)
+
+
+def _at_one_place(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with all overrides where the first stands: argparse takes them nowhere else."""
+    parts: tuple[list[str], ...] = ([], [], [])
+    before = ""
+    for argument in arguments:
+        flag = argument.startswith("-") or before in WITH_VALUE
+        parts[(2 if parts[1] else 0) if flag else 1].append(argument)
+        before = argument
+    return [argument for part in parts for argument in part]
 
 
 def check_shown(arguments: Sequence[str]) -> None:

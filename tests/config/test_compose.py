@@ -154,6 +154,20 @@ def test_what_is_right_goes_to_hydra_as_it_is(arguments: list[str]) -> None:
     assert checked_overrides(arguments) == arguments
 
 
+@pytest.mark.parametrize(
+    ("given", "for_hydra"),
+    [
+        ("+experiment=dapo_tiny --cfg job trainer.seed=7", "+experiment=dapo_tiny trainer.seed=7 --cfg job"),
+        ("+experiment=dapo_tiny --help trainer.seed=7", "+experiment=dapo_tiny trainer.seed=7 --help"),
+        ("--resolve trainer.seed=7 -c job rollout.n=4", "--resolve trainer.seed=7 rollout.n=4 -c job"),
+        ("-m +experiment=dapo_tiny --info", "-m +experiment=dapo_tiny --info"),
+    ],
+)
+def test_overrides_may_stand_after_flags(given: str, for_hydra: str) -> None:
+    """Hydra's argparse takes them at one place alone."""
+    assert checked_overrides(given.split()) == for_hydra.split()
+
+
 def test_engine_arguments_are_added_and_removed() -> None:
     given = ["+experiment=dapo_tiny", "+rollout.n=4", "~rollout.vllm.max_num_seqs", "rollout.vllm.block_size=32"]
     checked = checked_overrides(given)
@@ -249,6 +263,12 @@ def test_a_configuration_that_is_printed_is_checked_too(arguments: list[str], sh
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and shown in done.stdout, done.stderr
     assert (told in done.stderr) if told else done.stderr == ""
+
+
+def test_a_configuration_is_printed_with_the_overrides_behind_the_flag() -> None:
+    command = [sys.executable, "-m", "dapo.main_ppo", "+experiment=dapo_tiny", "--cfg", "job", "trainer.seed=77"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "") and "  seed: 77\n" in done.stdout
 
 
 def test_the_checks_load_neither_torch_nor_transformers_nor_ray() -> None:
