@@ -13,9 +13,9 @@ from typing import Any
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
-from dapo.derived import device_of, gpus_per_engine, resolve_transport
+from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, takes_turns
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
-from dapo.plan.terms import Term
+from dapo.plan.terms import Term, size
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
@@ -143,6 +143,16 @@ class EngineMemory:
         """Returns what an engine that sleeps keeps: its process, kernels and CUDA graphs."""
         amount, formula = self.cfg.plan.engine_overhead_bytes, "assumed: plan.engine_overhead_bytes"
         return Term(name="engine asleep", amount=amount, formula=formula)
+
+    def on_host(self) -> tuple[Term, ...]:
+        """Returns what engines that sleep keep in a node's memory at vLLM's level 1, to which a run falls back
+        (`workers.engines.turns`); at level 2 nothing."""
+        if not takes_turns(self.cfg) or device_of(self.cfg) == "cpu":
+            return ()
+        asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines
+        count, own = min(self.cfg.plan.gpus_per_node, asleep * self.gpus), self.weights().amount
+        formula = f"{size(own)} x {count} GPUs of a node"
+        return (Term(name="copies of weights", amount=count * own, formula=formula),)
 
     def beyond(self) -> tuple[Term, ...]:
         """Lists what comes on top of the engine's share while weights are broadcast to it: the memory that they arrive

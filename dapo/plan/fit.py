@@ -32,6 +32,20 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
     return memory - engine.asleep().amount if takes_turns(cfg) else memory - engine.taken
 
 
+def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
+    """Returns why a run could not fall back to engines whose weights wait on the host while they sleep; empty where it
+    could, or never has to. It may never come to it: this is no problem of `problems`."""
+    copies = sum(term.amount for term in EngineMemory(cfg, shape).on_host())
+    needed = copies + ActorMemory(cfg, shape).on_host()
+    if not copies or needed <= cfg.plan.host_memory_bytes:
+        return ""
+    return (
+        f"should engines have to keep their weights on the host while they sleep (vLLM's level 1), they and what ranks "
+        f"have there need {size(needed)} of a node, which has {size(cfg.plan.host_memory_bytes)} "
+        "(`plan.host_memory_bytes`); a larger `rollout.vllm.tensor_parallel_size` makes the copies smaller"
+    )
+
+
 def _actors(cfg: PlannedConfig, shape: ModelShape) -> Iterator[str]:
     """Reports an actor rank beyond its device."""
     peak, room = ActorMemory(cfg, shape).peak(), room_for_actors(cfg, shape)

@@ -8,7 +8,7 @@ from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimi
 from dapo.plan.actor import ActorMemory
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
-from dapo.plan.fit import room_for_actors
+from dapo.plan.fit import beyond_host, room_for_actors
 from dapo.plan.hints import hints
 from dapo.plan.lead import Lead
 from dapo.plan.step import Step, mean_tokens, sync_bytes
@@ -87,6 +87,20 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
         f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
         f"in the mean; at most rollout.vllm.max_num_seqs = {engine.max_num_seqs}",
+        *_asleep(cfg, shape),
+    ]
+
+
+def _asleep(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
+    copies = EngineMemory(cfg, shape).on_host()
+    if not copies:
+        return []
+    needed = ActorMemory(cfg, shape).on_host() + sum(term.amount for term in copies)
+    return [
+        "in host memory while they sleep at vLLM's level 1, which a run takes where level 2 spoils what they compute:",
+        *table(copies),
+        f"  with what the ranks have there: {size(needed)} of {size(cfg.plan.host_memory_bytes)} "
+        f"(plan.host_memory_bytes): {'DOES NOT FIT' if beyond_host(cfg, shape) else 'fits'}",
     ]
 
 

@@ -1,13 +1,15 @@
 """Which GPUs a process may use, on machines that a stand-in for nvidia-smi describes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dapo.config.compose import compose
-from dapo.doctor.checked import planned
+from dapo.doctor.checked import limits, planned
 from dapo.doctor.checked.devices import seen_gpus, visible_gpus
 from dapo.doctor.checks import CHECKS, diagnose
+from dapo.doctor.finding import FAULT, OK, WARNING
 from dapo.doctor.machines import ThisMachine
 from dapo.doctor.subject import Subject
 
@@ -106,3 +108,22 @@ def test_what_is_told_of_gpus_is_told_of_those_that_are_visible(machine):
     machine(MIXED, "7")
     [outcome] = diagnose(subject, ThisMachine(), look)
     assert "no GPU in CUDA_VISIBLE_DEVICES (7)" in outcome.finding.found
+
+
+def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypatch):
+    """What is offloaded ends a run without room for it; weights that wait there are a way out that may be needed."""
+    memory = SimpleNamespace(total=150e9)
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(limits, "cgroup", lambda name: None)
+    subject = Subject(compose(["+experiment=dapo_qwen7b_hybrid"], plan=True))
+    machine([("H100", f"GPU-{number}", 81_559, 0, "") for number in range(8)], None)
+    found = planned.verdict(subject)
+    assert found.level == WARNING and "level 1" in found.found and "150.00 GB" in found.found, found
+    memory.total = 250e9
+    assert planned.verdict(subject).level == OK
+    subject.cfg.actor.offload = "host"
+    memory.total = 100e9
+    found = planned.verdict(subject)
+    assert found.level == FAULT and "`plan.host_memory_bytes` is 100.00 GB" in found.found, found
+    machine([], None)
+    assert planned.verdict(subject).level == OK, "the head may have none of the GPUs, and less memory"

@@ -4,7 +4,7 @@ import pytest
 
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
-from dapo.plan.fit import changed, problems, room_for_actors
+from dapo.plan.fit import beyond_host, changed, problems, room_for_actors
 from dapo.plan.report import report
 from dapo.plan.step import Step
 from dapo.plan.terms import size
@@ -50,6 +50,28 @@ def test_what_a_rank_computes_beside_an_engine_that_is_awake_is_counted():
     [problem] = problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.85}), shape)
     assert f"leaves 12.00 GB of a GPU, and an actor rank needs {size(beside.total)}" in problem
     assert "(gathering weights); set it to at most 0.81" in problem
+
+
+def test_weights_that_wait_on_the_host_are_counted_there():
+    """Where level 2 of vLLM's sleep does not bring back what the actors compute, a run goes on at level 1."""
+    cfg, shape = planned(experiment="dapo_qwen7b_hybrid")
+    engine, ranks = EngineMemory(cfg, shape), ActorMemory(cfg, shape).on_host()
+    [copies] = engine.on_host()
+    assert copies.amount == 8 * engine.weights().amount and "8 GPUs of a node" in copies.formula
+    needed = copies.amount + ranks
+    told = report(changed(cfg, {"plan.host_memory_bytes": needed}), shape)
+    assert "in host memory while they sleep at vLLM's level 1" in told
+    assert f"with what the ranks have there: {size(needed)} of {size(needed)} (plan.host_memory_bytes): fits" in told
+    short = changed(cfg, {"plan.host_memory_bytes": needed - 1})
+    assert problems(short, shape) == [] and beyond_host(changed(short, {"trainer.colocate": "none"}), shape) == ""
+    assert beyond_host(cfg, shape) == "" and "(plan.host_memory_bytes): DOES NOT FIT" in report(short, shape)
+    assert f"need {size(needed)}" in (said := beyond_host(short, shape)) and "tensor_parallel_size" in said
+    wide = changed(cfg, {"rollout.vllm.tensor_parallel_size": 2, "rollout.num_engines": 4})
+    assert EngineMemory(wide, shape).on_host()[0].amount == copies.amount / 2
+    assert EngineMemory(changed(cfg, {"trainer.device": "cpu"}), shape).on_host() == ()
+    cfg, shape = planned("trainer.colocate=lend", "actor.num_workers=2", experiment="dapo_qwen7b")
+    [copies] = EngineMemory(cfg, shape).on_host()
+    assert copies.amount == 2 * EngineMemory(cfg, shape).weights().amount, "the others do not sleep"
 
 
 def test_copies_of_an_engine_that_never_sleeps_are_counted_beside_its_rank():

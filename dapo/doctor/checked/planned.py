@@ -9,10 +9,10 @@ from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
 from dapo.plan.__main__ import refusals, unpredictable
 from dapo.plan.actor import ActorMemory
-from dapo.plan.fit import changed, problems
+from dapo.plan.fit import beyond_host, changed, problems
 from dapo.plan.terms import size
 
-MEMORY = "plan.gpu_memory_bytes"
+MEMORY, HOST = "plan.gpu_memory_bytes", "plan.host_memory_bytes"
 WATCH = "watch the memory of the first steps"
 HIDDEN = 0.03  # of a device's memory, which its driver keeps: an 80 GB one shows 79.6
 
@@ -36,6 +36,12 @@ def verdict(subject: Subject) -> Finding:
     if there is not None and there < (1 - HIDDEN) * assumed:
         if found := problems(changed(cfg, {MEMORY: there}), shape):
             return fault(f"with the {size(there)} that are there: {found[0]}", "")
+    if subject.uses_gpus and visible_gpus():
+        cfg = changed(cfg, {HOST: memory_bytes()})
+        if found := problems(cfg, shape):
+            return fault(f"with the host memory that is there: {found[0]}", "")
+    if short := beyond_host(cfg, shape):
+        return warning(short, WATCH)
     peak = ActorMemory(cfg, shape).peak()
     what = "GPU" if subject.uses_gpus else "machine"
     measured = "" if there is None else f"; this {what} has {size(there)}"
