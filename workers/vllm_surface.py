@@ -65,7 +65,7 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.outputs:WeightVersionSpan", has="version start end"),
         Name(path="vllm.logprobs:FlatLogprobs", has="logprobs"),
         Name(path="vllm.config:VllmConfig", has="scheduler_config cache_config model_config"),
-        Name(path="vllm.config:SchedulerConfig", has="max_num_seqs"),
+        Name(path="vllm.config:SchedulerConfig", has="max_num_seqs max_num_active_seqs"),
         Name(path="vllm.config:CacheConfig", has="num_gpu_blocks block_size"),
         Name(path="vllm.config:ModelConfig", has="max_model_len"),
         Name(path=f"{_TRANSFER}.base:WeightTransferInitRequest", call="init_info="),

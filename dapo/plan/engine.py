@@ -60,8 +60,14 @@ class EngineMemory:
 
     @property
     def max_num_seqs(self) -> int:
-        """Counts the sequences that the scheduler runs at once."""
+        """Counts the sequences that the engine has places for."""
         return int(self._arg("max_num_seqs", MAX_NUM_SEQS))
+
+    @property
+    def admitted(self) -> tuple[str, int]:
+        """Counts the sequences that the scheduler runs at once, after the name of the argument that says so."""
+        name = "max_num_active_seqs" if self._arg("max_num_active_seqs", None) else "max_num_seqs"
+        return name, int(self._arg(name, self.max_num_seqs))
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -179,4 +185,4 @@ class EngineMemory:
 
     def running(self, prompt: int, responses: Sequence[int]) -> int:
         """Counts the sequences that one engine runs at once."""
-        return max(1, min(self.max_num_seqs, int(self.at_lengths(prompt, responses))))
+        return max(1, min(self.admitted[1], int(self.at_lengths(prompt, responses))))

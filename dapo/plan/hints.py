@@ -84,11 +84,12 @@ def _engines(cfg: PlannedConfig, step: Step, engine: EngineMemory) -> Iterator[s
     prompt, _ = mean_tokens(cfg)
     holds, running = engine.at_lengths(prompt, step.responses), engine.running(prompt, step.responses)
     wanted = step.sequences / step.kept_rate
+    key, admitted = engine.admitted
     useful = min(holds, wanted / cfg.rollout.num_engines, engine.max_num_batched_tokens)
-    if useful > 1.25 * engine.max_num_seqs:
+    if useful > 1.25 * admitted:
         yield (
             f"an engine's cache holds {holds:.0f} sequences, a step has {wanted / cfg.rollout.num_engines:.0f} for it, "
-            f"and it runs {engine.max_num_seqs}: rollout.vllm.max_num_seqs={int(useful) // 8 * 8} would use it"
+            f"and it runs {admitted}: rollout.vllm.{key}={int(useful) // 8 * 8} would use it"
         )
     if engine.at_full_length < cfg.rollout.n:
         yield (

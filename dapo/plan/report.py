@@ -76,7 +76,7 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 
 def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     engine, (prompt, response) = EngineMemory(cfg, shape), mean_tokens(cfg)
-    responses = Step(cfg, shape).responses
+    responses, (key, admitted) = Step(cfg, shape).responses, engine.admitted
     layers, heads, head_dim, width = engine.kv_factors
     return [
         f"ENGINE (1 of {cfg.rollout.num_engines}, per GPU of {engine.gpus})",
@@ -86,7 +86,7 @@ def _engine(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{heads} key-value heads x {head_dim} x {width} B",
         f"  {engine.kv_tokens:,} tokens in blocks of {engine.block}: {engine.at_full_length:.1f} sequences of full "
         f"length ({engine.window:,} tokens), {engine.at_lengths(prompt, responses):.0f} growing ones of {response:,} "
-        f"in the mean; at most rollout.vllm.max_num_seqs = {engine.max_num_seqs}",
+        f"in the mean; at most rollout.vllm.{key} = {admitted}",
         *_asleep(cfg, shape),
     ]
 

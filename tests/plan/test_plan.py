@@ -178,6 +178,15 @@ def test_each_change_it_names_is_enough(experiment, overrides):
         assert not [p for p in problems(fixed, shape) if p.startswith("an actor rank")], keys
 
 
+def test_an_engine_runs_as_many_sequences_as_its_scheduler_admits():
+    cfg, shape = planned("rollout.vllm.max_num_seqs=64", "rollout.vllm.max_num_active_seqs=16")
+    engine = EngineMemory(cfg, shape)
+    assert engine.running(100, [1000]) == 16 and EngineMemory(*planned()).running(100, [1000]) == 128
+    told = report(cfg, shape)
+    assert "at most rollout.vllm.max_num_active_seqs = 16" in told and "rollout.vllm.max_num_active_seqs=" in told
+    assert "x 64 sequences x" in told, "places for that many are there"
+
+
 def test_nothing_is_promised_where_nothing_helps():
     cfg, shape = planned("plan.gpu_memory_bytes=5e9", "actor.num_workers=8")
     message = problems(cfg, shape)[0]

@@ -1,6 +1,7 @@
 """How many responses the engines run at once, against a simulated engine whose cache is counted token by token."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.capacity import EngineSize, FleetCapacity
+from workers.engines.worker import size_of
 
 WINDOW = 1100  # prompt and response together
 Lengths = tuple[int, int]  # prompt, response
@@ -15,6 +17,18 @@ Lengths = tuple[int, int]  # prompt, response
 
 def size(kv_tokens: int, sequences: int = 10**6, window: int = WINDOW) -> EngineSize:
     return EngineSize(sequences=sequences, kv_tokens=kv_tokens, window=window)
+
+
+@pytest.mark.parametrize(("active", "expected"), [(None, 128), (48, 48)])
+def test_an_engine_runs_as_many_as_its_scheduler_admits(active: int | None, expected: int) -> None:
+    """Fewer than it has places for where `max_num_active_seqs` says so."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=128, max_num_active_seqs=active),
+        cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
+        model_config=SimpleNamespace(max_model_len=WINDOW),
+    )
+    said = size_of(config, [7, 5])
+    assert said == EngineSize(sequences=expected, kv_tokens=160, window=WINDOW, cache_bytes=5)
 
 
 def cache_use(fleet: FleetCapacity, draw: Callable[[], Lengths], ticks: int, warm_up: int) -> float:

@@ -26,6 +26,16 @@ T = TypeVar("T")
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
+def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
+    """Returns an engine's size. config: vLLM's. measured: bytes of cache that each GPU has room for."""
+    return EngineSize(
+        sequences=config.scheduler_config.max_num_active_seqs or config.scheduler_config.max_num_seqs,
+        kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+        window=config.model_config.max_model_len,
+        cache_bytes=min(measured),
+    )
+
+
 class RolloutWorker:
     """Runs one engine. Every method runs on the actor's event loop; `start` comes first."""
 
@@ -50,13 +60,7 @@ class RolloutWorker:
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}
         self._asleep = self._stirring = False  # the latter: its weights are awake for a sync, and the rest sleeps
-        config, measured = self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes")
-        return EngineSize(
-            sequences=config.scheduler_config.max_num_seqs,
-            kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
-            window=config.model_config.max_model_len,
-            cache_bytes=min(measured),
-        )
+        return size_of(self._engine.vllm_config, await self._engine.collective_rpc("measured_cache_bytes"))
 
     async def pulse(self) -> Pulse:
         """Returns signs of life. Raises WorkerLost where the engine's process has ended."""
