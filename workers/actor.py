@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 
+from dapo.allocator import check_allocator
 from dapo.config.schema import Config
 from dapo.derived import LENT_TRANSPORT, transfer_timeout_s
 from dapo.faults.points import fault_point
@@ -59,16 +60,12 @@ class ActorWorker:
 
     def start(self, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the process group, load and shard the model, build the optimizer."""
+        check_allocator(self._cfg, self._device)
         if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
-        self._rank = rank
+        self._rank, limit_s = rank, self._cfg.actor.timeout_s
         mesh.join(
-            self._device,
-            rank=rank,
-            world_size=world_size,
-            address=master_addr,
-            port=master_port,
-            timeout_s=self._cfg.actor.timeout_s,
+            self._device, rank=rank, world_size=world_size, address=master_addr, port=master_port, timeout_s=limit_s
         )
         self._build()
 

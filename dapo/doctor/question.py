@@ -9,10 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dapo.allocator import hands_over_memory
 from dapo.config.paths import checked_path, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
-from dapo.derived import LENT_TRANSPORT, lends, resolve_transport
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION
 
@@ -71,7 +71,7 @@ def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question
         data=_data(cfg),
         sizes={key: sizes_of(Path(path)) for key, path in models.items() if Path(path).is_dir()},
         gpus=gpus,
-        shares=gpus and cfg.trainer.only == "both" and (lends(cfg) or resolve_transport(cfg) == LENT_TRANSPORT),
+        shares=gpus and hands_over_memory(cfg),
     )
 
 

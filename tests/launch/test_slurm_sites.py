@@ -101,7 +101,7 @@ def test_an_unknown_container_runtime_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("network", ["lo", "127.0", "127.0.0.1"])
 def test_the_network_of_the_nodes_can_be_named(tmp_path: Path, network: str) -> None:
-    """By interface or by the beginning of an address: the first address of a name need not be the others' way there."""
+    """The first address of a node's own name need not be the way that others have to it."""
     said = ended(start(tmp_path, driver="echo at $RAY_ADDRESS", NODE_NETWORK=network))
     assert "\nat 127.0.0.1:" in said, said
 

