@@ -23,6 +23,10 @@ SLICES = [("1g.10gb", "MIG-1111-a", 9_728, 12), ("3g.40gb", "MIG-2222-b", 40_192
 SLICED = [("H100", "GPU-bbbb-2", 81_559, 5, ""), ("H100", "GPU-dddd-4", 81_559, 0, SLICES)]
 
 
+def memory(told: int | str) -> str:
+    return told if isinstance(told, str) else f"{told} MiB"
+
+
 def described(gpu: tuple) -> str:
     name, uuid, total, used, slices = gpu
     inner = "".join(
@@ -33,7 +37,7 @@ def described(gpu: tuple) -> str:
     return (
         f"<gpu><product_name>{name}</product_name><mig_mode><current_mig>{'Enabled' if slices else 'N/A'}</current_mig>"
         f"</mig_mode><mig_devices>{inner or 'None'}</mig_devices><uuid>{uuid}</uuid><fb_memory_usage>"
-        f"<total>{total} MiB</total><used>{used} MiB</used></fb_memory_usage></gpu>"
+        f"<total>{memory(total)}</total><used>{memory(used)}</used></fb_memory_usage></gpu>"
     )
 
 
@@ -88,6 +92,22 @@ def test_the_gpus_that_cuda_visible_devices_names_are_those_that_count(machine, 
     machine(gpus, visible)
     assert [gpu.total / MIB for gpu in visible_gpus()] == totals
     assert ThisMachine().gpus() == len(totals)
+
+
+@pytest.mark.parametrize("told", ["[N/A]", "N/A", "Not Supported"])
+def test_a_gpu_without_memory_of_its_own_is_one(machine, told):
+    """It shares the machine's, of which nvidia-smi tells nothing: NVIDIA GB10."""
+    unified = ("NVIDIA GB10", "GPU-cccc-5", told, told, "")
+    machine([unified, *MIXED], None)
+    assert [gpu.total for gpu in visible_gpus()] == [None, 24_000 * MIB, 80_000 * MIB, 24_000 * MIB]
+    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
+    assert "with the 25.17 GB that are there" in planned.verdict(subject).found, "the smallest that is known"
+    machine([unified], None)
+    assert ThisMachine().gpus() == 1 and "that are there" not in planned.verdict(subject).found
+    [outcome] = diagnose(subject, ThisMachine(), [check for check in CHECKS if check.name == "GPUs"])
+    assert "1 x NVIDIA GB10, memory not told" in outcome.finding.found
+    machine([("lost", "GPU-eeee-6", "Unknown Error", "Unknown Error", "")], None)
+    assert visible_gpus() == []
 
 
 def test_a_slice_has_the_memory_of_a_slice(machine):

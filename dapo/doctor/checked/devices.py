@@ -8,21 +8,24 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from xml.etree import ElementTree
 
 SMI_S = 30.0
+NOT_TOLD = ("N/A", "Not Supported")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """Describes one GPU, or a slice of one, as its driver does; memory in bytes. number: of the GPU on its node. uuids:
-    its own, and of a slice that of its GPU too."""
+    its own, and of a slice that of its GPU too. total: None where the driver does not tell it, as of memory that is the
+    machine's."""
 
     number: int
     uuids: tuple[str, ...]
     name: str
-    total: float
+    total: float | None
     used: float
 
     def is_called(self, name: str) -> bool:
@@ -65,12 +68,14 @@ def visible_gpus() -> list[Gpu]:
     return found
 
 
-def _memory(device: ElementTree.Element) -> Iterator[dict[str, float]]:
-    """Yields a device's bytes; nothing where it has no memory of its own."""
+def _memory(device: ElementTree.Element) -> Iterator[dict[str, Any]]:
+    """Yields a device's bytes; nothing where it does not answer."""
     texts = {name: device.findtext(f"fb_memory_usage/{name}", "") for name in ("total", "used")}
     numbers = {name: re.fullmatch(r"(\d+) MiB", text.strip()) for name, text in texts.items()}
     if numbers["total"]:
         yield {name: float(number[1]) * 2**20 if number else 0.0 for name, number in numbers.items()}
+    elif texts["total"].strip().strip("[]") in NOT_TOLD:
+        yield {"total": None, "used": 0.0}
 
 
 def _slices() -> list[list[tuple[str, str]]]:

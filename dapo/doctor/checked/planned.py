@@ -51,5 +51,5 @@ def verdict(subject: Subject) -> Finding:
 def _memory(subject: Subject) -> float | None:
     """Returns the bytes of this machine's smallest GPU, or of the machine for a run on CPUs; None: not known here."""
     if subject.uses_gpus:
-        return min((gpu.total for gpu in visible_gpus()), default=None)
+        return min((gpu.total for gpu in visible_gpus() if gpu.total is not None), default=None)
     return float(memory_bytes())

@@ -91,7 +91,8 @@ def gpus(question: Question) -> Finding:
                 "trainer.device=cpu model.dtype=float32",
             )
         return ok("no GPU, and none asked for here")
-    found = f"{len(devices)} x {devices[0].name}, {size(devices[0].total)}"
+    total = devices[0].total
+    found = f"{len(devices)} x {devices[0].name}, {'memory not told' if total is None else size(total)}"
     import torch
 
     if torch.version.cuda is None:
