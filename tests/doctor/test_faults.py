@@ -244,6 +244,19 @@ def test_a_planted_fault_is_found(
     assert [part for part in parts if part not in text] == [], text
 
 
+@pytest.mark.parametrize("name", ["free disk", "disk speed"])
+def test_an_output_directory_in_the_home_is_the_one_of_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    found = doctor("trainer.output_dir='~/run'", only=name)
+    assert str(home) in found.found and str(here) not in found.found and found.level == OK
+
+
 def test_what_needs_a_faulty_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cause is one fault."""
     subject = Subject(compose(model(cut_off)(tmp_path, monkeypatch), "dapo_tiny", plan=True))

@@ -3,7 +3,9 @@
 In: a `Subject`. Out: one `Finding`.
 """
 
-from dapo.doctor.checked.devices import visible_gpus
+from collections.abc import Sequence
+
+from dapo.doctor.checked.devices import Gpu, visible_gpus
 from dapo.doctor.checked.limits import memory_bytes
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
@@ -32,11 +34,12 @@ def verdict(subject: Subject) -> Finding:
         return warning(unknown[0], WATCH)
     if found := refused or problems(cfg, shape):
         return fault(found[0], f"and {len(found) - 1} more: `python -m dapo.plan`" if found[1:] else "")
-    there, assumed = _memory(subject), cfg.plan.gpu_memory_bytes
+    devices = visible_gpus() if subject.uses_gpus else []
+    there, assumed = _memory(subject, devices), cfg.plan.gpu_memory_bytes
     if there is not None and there < (1 - HIDDEN) * assumed:
         if found := problems(changed(cfg, {MEMORY: there}), shape):
             return fault(f"with the {size(there)} that are there: {found[0]}", "")
-    if subject.uses_gpus and visible_gpus():
+    if devices:
         cfg = changed(cfg, {HOST: memory_bytes()})
         if found := problems(cfg, shape):
             return fault(f"with the host memory that is there: {found[0]}", "")
@@ -48,8 +51,8 @@ def verdict(subject: Subject) -> Finding:
     return ok(f"fits in {size(assumed)} (`{MEMORY}`): a rank's peak is {size(peak.total)}{measured}")
 
 
-def _memory(subject: Subject) -> float | None:
+def _memory(subject: Subject, devices: Sequence[Gpu]) -> float | None:
     """Returns the bytes of this machine's smallest GPU, or of the machine for a run on CPUs; None: not known here."""
     if subject.uses_gpus:
-        return min((gpu.total for gpu in visible_gpus() if gpu.total is not None), default=None)
+        return min((gpu.total for gpu in devices if gpu.total is not None), default=None)
     return float(memory_bytes())

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dapo.config.paths import output_path
 from dapo.config.schema import Config
 from dapo.doctor.finding import Finding, fault, ok
 from dapo.doctor.machines import Machines
@@ -27,7 +28,7 @@ MISSING = "give a `trainer.output_dir` on a file system that all nodes share, an
 
 def free_disk(subject: Subject) -> Finding:
     """Compares the free space with the checkpoints that the run keeps, one more while it writes."""
-    directory = Path(subject.cfg.trainer.output_dir).absolute()
+    directory = output_path(subject.cfg.trainer.output_dir)
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
     one = subject.checkpoint_bytes
@@ -55,7 +56,7 @@ def _kept(cfg: Config) -> int:
 
 def write_speed(subject: Subject) -> Finding:
     """Writes up to 64 MiB there, and asks what that means for a checkpoint."""
-    directory = Path(subject.cfg.trainer.output_dir).absolute()
+    directory = output_path(subject.cfg.trainer.output_dir)
     block = os.urandom(BLOCK_BYTES)
     try:
         with _scratch(directory) as folder, (folder / "speed").open("wb") as file:
@@ -83,7 +84,7 @@ def write_speed(subject: Subject) -> Finding:
 
 def shared(subject: Subject, machines: Machines) -> Finding:
     """Writes a token there, has every node read it and answer with a file of its own, and reads these."""
-    directory = Path(subject.cfg.trainer.output_dir).absolute()
+    directory = output_path(subject.cfg.trainer.output_dir)
     if len(machines.names) == 1:
         return ok("one machine")
     token = secrets.token_hex(16)
