@@ -202,7 +202,8 @@ def _unreadable(argument: str, error: Exception, plan: bool) -> str:
     if "=" not in argument:
         what = "lacks a value" if argument in known_keys(plan) else "is no override"
         return f"`{argument}` {what}; write KEY=VALUE"
-    return f"cannot read the override `{argument}`: {error}"
+    remedy = "; write the whole path, as in $HOME/..." if "=~" in argument else ""
+    return f"cannot read the override `{argument}`: {error}{remedy}"
 
 
 def _unknown_experiment(name: str) -> Iterator[str]:

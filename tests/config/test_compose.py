@@ -74,6 +74,8 @@ def said(*arguments: str) -> str:
         pytest.param("~rollout.vllm.nothing", "'rollout.vllm.nothing' does not exist", id="removed argument"),
         pytest.param("rollout.n=1,2", "`rollout.n=1,2` gives several values; write a list as rollout.n=", id="sweep"),
         pytest.param("rollout.n", "`rollout.n` lacks a value; write KEY=VALUE", id="no value"),
+        pytest.param("trainer.output_dir=~/a", "cannot read the override `trainer.output_dir=~/a`: ", id="home"),
+        pytest.param("trainer.output_dir=~/a", "'~'; write the whole path, as in $HOME/...", id="home, remedy"),
         pytest.param("fast", "`fast` is no override; write KEY=VALUE", id="a word"),
         pytest.param("model={pat: x}", "unknown key `model.pat`; did you mean `model.path`?", id="key in a mapping"),
         pytest.param(
