@@ -137,6 +137,15 @@ def test_a_persons_settings_of_slurm_change_nothing(tmp_path: Path, own: dict[st
     assert said.count("by token\n") == 2, said
 
 
+def test_python_may_be_a_name_in_the_path(tmp_path: Path) -> None:
+    """A module or a conda environment that was loaded before sbatch has put it there."""
+    (tmp_path / "there").mkdir()
+    assert "trained" in ended(start(tmp_path / "there", driver="echo trained", PYTHON="python"))
+    (tmp_path / "not").mkdir()
+    said = ended(start(tmp_path / "not", driver="echo trained", PYTHON="python9"))
+    assert "python9 does not exist" in said and "trained" not in said
+
+
 def test_the_bash_of_older_systems_will_do(tmp_path: Path) -> None:
     """What bash 5 has brought is not there in the 4.4 of RHEL 8."""
     (tmp_path / "older").write_text("unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0")
