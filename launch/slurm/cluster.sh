@@ -224,7 +224,9 @@ start_ray() {
   mkdir -p "$logs" outputs
   # Whoever can speak to Ray can run code as this user: the token is this job's own and readable by its owner only.
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
+  unset RAY_AUTH_TOKEN # a person's, for another cluster, which Ray would take before the file
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token NODE_DISK LOGS=$logs
+  export RAY_TMPDIR=$NODE_DISK # where the doctor looks for room
   port=$(free_ports) || die "no ports for Ray's head"
   # The second is for Ray's client, which nobody uses and which cannot be left out.
   export RAY_ADDRESS=$ip:${port% *} CLIENT_PORT=${port#* }

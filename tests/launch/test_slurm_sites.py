@@ -137,6 +137,21 @@ def test_a_persons_settings_of_slurm_change_nothing(tmp_path: Path, own: dict[st
     assert said.count("by token\n") == 2, said
 
 
+def test_the_doctor_looks_at_the_disk_that_ray_writes_to(tmp_path: Path) -> None:
+    """It asks RAY_TMPDIR, on the nodes and, for what each run checks, beside the driver; /tmp may be small."""
+    disk, logs = tmp_path / "disk", "outputs/run/nodes/7.0/*.log"
+    driver = f"until (($(cat {logs} | wc -l) == 2)); do sleep 0.05; done; cat {logs}; echo driver on $RAY_TMPDIR"
+    env = {"NODE_DISK": str(disk), "RAY_TMPDIR": "/elsewhere"}
+    said = ended(start(tmp_path, driver=driver, node=f"echo node on $RAY_TMPDIR; {UNTIL_TERM}", **env))
+    assert said.count(f"node on {disk}\n") == 2 and f"driver on {disk}\n" in said, said
+
+
+def test_a_token_of_another_cluster_in_the_environment_is_not_taken(tmp_path: Path) -> None:
+    """Ray takes RAY_AUTH_TOKEN before the file that RAY_AUTH_TOKEN_PATH names."""
+    said = ended(start(tmp_path, driver="echo token ${RAY_AUTH_TOKEN:-of the file}", RAY_AUTH_TOKEN="0" * 64))
+    assert "token of the file\n" in said, said
+
+
 def test_python_may_be_a_name_in_the_path(tmp_path: Path) -> None:
     """A module or a conda environment that was loaded before sbatch has put it there."""
     (tmp_path / "there").mkdir()

@@ -79,7 +79,7 @@ def temporary_disk(question: Question) -> Finding:
     except OSError as error:
         return fault(f"Ray's temporary directory {folder}: {error}", "create it, or set RAY_TMPDIR to another one")
     found = f"{folder} has {size(disk.free)} free of {size(disk.total)}"
-    remedy = "make room there, or set RAY_TMPDIR to a directory on a local disk with room"
+    remedy = "make room there, or name a directory on a local disk with room: RAY_TMPDIR, for launch/slurm NODE_DISK"
     if disk.free < MIN_TEMPORARY_BYTES:
         short = fault if question.gpus or disk.free < FEW_TEMPORARY_BYTES else warning
         return short(f"{found}; Ray's session takes up to {size(MIN_TEMPORARY_BYTES)}", remedy)
