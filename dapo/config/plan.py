@@ -18,7 +18,9 @@ class PlanConfig:
         0, 3e9, "bytes that a rank's process holds besides its tensors (CUDA context, NCCL's buffers, fragments)"
     )
     engine_overhead_bytes: float = at_least(0, 4e9, "the same of an engine, CUDA graphs included")
-    host_memory_bytes: float = at_least(0, 1e12, "bytes of one node's memory, for what is offloaded")
+    host_memory_bytes: float = at_least(
+        0, 1e12, "bytes of one node's memory, for what is offloaded and for weights of engines that sleep"
+    )
     gpus_per_node: int = positive(8, "GPUs of one node")
     gpu_flops: float = positive(PEAK_FLOPS["H200"], "dense peak of one GPU in `model.dtype`, FLOP/s")
     hfu: float = share(0.5, "share of it that an update reaches, recomputation counted (hardware FLOPs utilization)")
