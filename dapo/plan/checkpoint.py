@@ -7,7 +7,10 @@ from dapo.plan.terms import Term, product
 
 
 def checkpoint_terms(cfg: PlannedConfig, shape: ModelShape) -> tuple[Term, ...]:
-    """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it."""
+    """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it, and all that a
+    run without actors has."""
+    if cfg.trainer.only == "rollout":
+        return ()
     memory = ActorMemory(cfg, shape)
     terms = [product("parameters and Adam m, v, float32", 12, memory.trained)]
     if cfg.checkpoint.hf_export:

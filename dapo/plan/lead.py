@@ -31,6 +31,8 @@ class Lead:
     @cached_property
     def update_s(self) -> float:
         """Returns the seconds of an update that has just begun, the weight sync behind it included."""
+        if self.cfg.trainer.only == "rollout":
+            return 0.0
         if device_of(self.cfg) == "cpu":
             return CPU_UPDATE_S
         return Step(self.cfg, self.shape).update_s + sync_bytes(self.shape) / self.cfg.plan.sync_bandwidth

@@ -106,6 +106,8 @@ def _asleep(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 
 def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     terms = checkpoint_terms(cfg, shape)
+    if not terms:
+        return ["CHECKPOINT ON DISK: no weights, for there are no actors (trainer.only)"]
     kept = cfg.checkpoint.keep or cfg.trainer.total_steps
     whole = size(kept * sum(term.amount for term in terms))
     lines = ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]

@@ -176,6 +176,10 @@ def expandable(name: str, *overrides: str) -> Plant:
     return plant
 
 
+def combined(*plants: Plant) -> Plant:
+    return lambda folder, patch: [override for plant in plants for override in plant(folder, patch)]
+
+
 ON_GPUS = ("trainer.device=cuda", "model.dtype=bfloat16", "actor.num_workers=1", "rollout.num_engines=1")
 APART = (*ON_GPUS, "trainer.colocate=none")
 TURNS, LENT = (*ON_GPUS, "trainer.colocate=time"), (*ON_GPUS, "trainer.colocate=lend")
@@ -205,6 +209,7 @@ PLANTED = [
     ("files", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["functions[0].path` (/no/such.py)", "node"]),
     ("files", arguments("rollout.function.path=/no/such.py"), FAULT, ["`rollout.function.path` (/no/such.py)", "node"]),
     ("free disk", NEVER_DELETED, FAULT, ["100000002 checkpoints of 14.73 MB need 1.47 PB", "keep"]),
+    ("free disk", combined(NEVER_DELETED, arguments("trainer.only=rollout")), OK, ["writes no weights"]),
     ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
     ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
     ("authentication", variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/no/such"), FAULT, ["/no/such", "umask"]),

@@ -8,6 +8,7 @@ from dapo.config.compose import experiments
 from dapo.plan.__main__ import main
 from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.lead import Lead
+from dapo.plan.report import report
 from dapo.plan.step import Step
 from tests.support.plan.plans import planned
 
@@ -25,6 +26,12 @@ def test_a_save_that_runs_beside_the_steps_may_have_to_end_first():
     alone, beside = (Lead(*planned(slow, f"checkpoint.async_save={on}")).seconds for on in ("false", "true"))
     assert alone == pytest.approx(60 + 1.5 * (626 + 2293), rel=0.01)
     assert beside == pytest.approx(60 + 1.5 * (2293 + 2293), rel=0.01)
+
+
+def test_a_run_without_actors_has_neither_update_nor_weights_to_save():
+    cfg, shape = planned("trainer.only=rollout")
+    assert checkpoint_terms(cfg, shape) == () and Lead(cfg, shape).seconds == 60
+    assert "CHECKPOINT ON DISK: no weights" in report(cfg, shape)
 
 
 @pytest.mark.parametrize("name", experiments())

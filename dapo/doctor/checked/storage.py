@@ -34,6 +34,8 @@ def free_disk(subject: Subject) -> Finding:
     one = subject.checkpoint_bytes
     if one is None:
         return ok(f"{size(free)} free; the planner does not know this model, nor its checkpoints")
+    if not one:
+        return ok(f"{size(free)} free; a run without actors writes no weights")
     kept = _kept(subject.cfg)
     written = sum(path.stat().st_size for path in directory.glob("checkpoints/**/*") if path.is_file())
     needed = max(0.0, one * (kept + 1) - written)
@@ -70,7 +72,7 @@ def write_speed(subject: Subject) -> Finding:
     except OSError as error:
         return fault(f"`trainer.output_dir` ({directory}) cannot be written to: {error}", "give another one")
     found = f"{size(speed)}/s to {directory}, synced"
-    if subject.checkpoint_bytes is None:
+    if not subject.checkpoint_bytes:  # not known, or none
         return ok(found)
     seconds, limit = subject.checkpoint_bytes / speed, subject.cfg.checkpoint.timeout_s
     # Ranks write side by side: with as many nodes as a run of that size has, one node's time is a bound from above.
