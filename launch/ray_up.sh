@@ -62,8 +62,9 @@ node_up() {
   files=$(ulimit -Hn)
   [[ $files != unlimited ]] && ((files < 65536)) || files=65536
   [[ $(ulimit -Sn) == unlimited ]] || (($(ulimit -Sn) >= files)) || ulimit -Sn "$files"
+  # A RAY_AUTH_TOKEN of the machine's environment, for another cluster, would be taken before the file.
   # Without 0, a node on which anything runs would take half a minute to end.
-  RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
+  RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN='' RAY_AUTH_TOKEN_PATH=$own/token setsid "${ray[@]}" >"$own/log" 2>&1 </dev/null &
   echo $! >"$own/pid"
   # Before that it has this shell's command line, and passes for somebody else's process.
   until grep -qsa ray.scripts "/proc/$!/cmdline" || ! kill -0 $! 2>/dev/null; do sleep 0.1; done
@@ -75,7 +76,7 @@ node_count() {
   own=$HOME/.dapo-ray/$(hostname -s)
   # A dead process has no command line, though it can be signalled while nobody waits for it.
   grep -qsa ray.scripts "/proc/$(<"$own/pid")/cmdline" || { echo ended && tail -n 5 "$own/log" >&2 && return; }
-  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$own/token RAY_ADDRESS=$2:$3 timeout 30 "$1/.venv/bin/python" -c '
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN='' RAY_AUTH_TOKEN_PATH=$own/token RAY_ADDRESS=$2:$3 timeout 30 "$1/.venv/bin/python" -c '
 import ray
 ray.init(log_to_driver=False)
 print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null || echo 0
@@ -86,7 +87,7 @@ examine() {
   cd "$1" || return
   # shellcheck source=/dev/null
   source "$HOME/.dapo-ray/$(hostname -s)/env"
-  RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/$(hostname -s)/token RAY_ADDRESS=$2:$3 \
+  RAY_AUTH_MODE=token RAY_AUTH_TOKEN='' RAY_AUTH_TOKEN_PATH=$HOME/.dapo-ray/$(hostname -s)/token RAY_ADDRESS=$2:$3 \
     .venv/bin/python -m dapo.doctor "${@:4}" </dev/null
 }
 
@@ -141,7 +142,7 @@ cluster all the same"
 fi
 trap - EXIT
 echo "${#machines[@]} nodes at $ip:$port after $SECONDS s. A run, on $head:"
-echo "  cd $(printf %q "$dir") &&${variables:+ . ~/.dapo-ray/\$(hostname -s)/env &&} RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token \\"
+echo "  cd $(printf %q "$dir") &&${variables:+ . ~/.dapo-ray/\$(hostname -s)/env &&} RAY_ADDRESS=$ip:$port RAY_AUTH_MODE=token RAY_AUTH_TOKEN= \\"
 echo "    RAY_AUTH_TOKEN_PATH=~/.dapo-ray/\$(hostname -s)/token \\"
 echo "    .venv/bin/python -m dapo.main_ppo$(printf ' %q' "${run[@]}")"
 echo "To end the cluster: bash launch/ray_down.sh ${machines[*]}"

@@ -21,6 +21,7 @@ echo "$*" >>"$HOMES/arguments"
 HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 ${REACHED:-10.0.0.1} 22" exec bash -c "${*:2}"
 """
 PYTHON = r"""
+echo "token ${RAY_AUTH_TOKEN:-of the file}" >>"$HOME/tokens"
 case "$*" in
   *ray.scripts*)
     printf '%s\n' "${HF_HOME:-}" "${HF_TOKEN:-}" >"$HOME/variables"
@@ -197,6 +198,14 @@ def test_a_cluster_comes_up_without_the_doctor(run, tmp_path: Path, arguments: l
     up = run("ray_up", "a", "b", *(["--", *arguments] if arguments else []), DOCTOR="0", FAULT="1")
     assert up.returncode == 0 and not (tmp_path / "homes/a/examined").exists()
     assert ("the doctor has looked at nothing" in up.stdout) == told
+
+
+def test_a_token_of_another_cluster_in_a_machines_environment_is_not_taken(run, tmp_path: Path) -> None:
+    """Ray takes RAY_AUTH_TOKEN before the file that RAY_AUTH_TOKEN_PATH names."""
+    up = run("ray_up", "a", "b", "--", *RUN, RAY_AUTH_TOKEN="0" * 64)
+    assert up.returncode == 0 and " RAY_AUTH_TOKEN= " in up.stdout, up.stderr
+    for home in ("a", "b"):
+        assert set((tmp_path / "homes" / home / "tokens").read_text().splitlines()) == {"token of the file"}
 
 
 def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
