@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
@@ -25,7 +24,7 @@ NAME = "judge"  # of the model at the endpoint
 LOOK_S = 0.2  # between two looks at the process
 PROBE_S = 5.0  # between two requests for one token
 FAILURES = 2  # requests in a row that fail at once: then the server is lost
-READ_BYTES = 100_000  # of the end of its output, for the reason in it
+KEPT_BYTES = 100_000  # of the end of its output, for the reason in it; more than a pipe holds
 _REASON = re.compile(r"^(?:\(.*?pid=\d+\)\s*)?((?:[\w.]*(?:Error|Exception)\b|vllm: error):.*)$", re.MULTILINE)
 
 
@@ -43,7 +42,7 @@ class Server:
         self._silence_s, self._limit = silence_s, Restarts(max_restarts)
         self._process: subprocess.Popen[bytes] | None = None
         self._client = httpx.AsyncClient(timeout=silence_s, trust_env=False, verify=False)  # without TLS
-        self._output: IO[bytes] = tempfile.TemporaryFile()
+        self._output: _Output | None = None
 
     @property
     def url(self) -> str:
@@ -59,8 +58,6 @@ class Server:
         """Starts the process and waits until it has answered a request. Raises RuntimeError, with the reason."""
         if not self._port:
             self._port = _free_port(self._host)
-        self._output.close()
-        self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, *PROGRAM, *self._arguments, "--served-model-name", NAME),
@@ -68,11 +65,13 @@ class Server:
                 *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             ],
             stdin=subprocess.PIPE,  # its end tells the process that this one has gone
-            stdout=self._output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(self.key),
             start_new_session=True,
         )
+        assert self._process.stdout is not None
+        self._output = _Output(self._process.stdout)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until_up()
@@ -111,8 +110,9 @@ class Server:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            assert self._process.stdin is not None
+            assert self._process.stdin is not None and self._output is not None
             self._process.stdin.close()
+            self._output.close()
             self._process = None
 
     async def _until_up(self) -> None:
@@ -172,11 +172,38 @@ class Server:
 
     def _reason(self) -> str:
         """Returns the last error in its output, else its last line."""
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - READ_BYTES))
-        text = self._output.read().decode("utf-8", "replace")
+        assert self._output is not None
+        text = self._output.end()
         found = _REASON.findall(text) or [line for line in text.splitlines() if line.strip()] or ["it wrote nothing"]
         return str(found[-1])[:300]
+
+
+class _Output:
+    """Keeps the end of what a process writes, in memory: nothing grows, and the process never waits for a reader."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._kept, self._loop = pipe, b"", asyncio.get_running_loop()
+        os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(pipe.fileno(), self._read)
+
+    def end(self) -> str:
+        """Returns it as it is now: what a process has written that has just ended is in the pipe yet."""
+        self._read()
+        return self._kept.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Reads no more."""
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+
+    def _read(self) -> None:
+        try:
+            part = os.read(self._pipe.fileno(), KEPT_BYTES)
+        except BlockingIOError:
+            return
+        if not part:
+            self._loop.remove_reader(self._pipe.fileno())
+        self._kept = (self._kept + part)[-KEPT_BYTES:]
 
 
 def _free_port(host: str) -> int:

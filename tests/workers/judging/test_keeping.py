@@ -136,3 +136,18 @@ def test_one_that_does_not_start_is_an_error_with_the_reason(program: Path) -> N
     (program / "broken").touch()
     with pytest.raises(RuntimeError, match="its process ended .exit status 1.: ValueError: no such model"):
         asyncio.run(start(60))
+
+
+def test_what_it_writes_is_kept_to_its_end_alone_and_never_holds_it_up(program: Path) -> None:
+    (program / "chatty").touch()
+
+    async def use(server: Server) -> None:
+        assert os.stat(f"/proc/{server.pid}/fd/1").st_size < 1e6  # of 16 MiB
+        (program / "broken").touch()
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: bool(server.failure))
+        assert server.failure.endswith("ValueError: no such model")
+
+    before = len(os.listdir("/proc/self/fd"))
+    run(use, max_restarts=2)
+    assert len(os.listdir("/proc/self/fd")) <= before
