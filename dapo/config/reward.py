@@ -79,7 +79,7 @@ class RemoteConfig:
         0,
         1800.0,
         "longest wait of a response in seconds for a server that takes no connection, while it is started again, say, "
-        "or that wants a pause beyond `reward.remote.timeout_s`; generation goes on meanwhile",
+        "or that asks to be left alone (a limit of calls, `Retry-After`); generation goes on meanwhile",
         "; 0: no longer than for an answer",
     )
     calls_per_minute: float = at_least(0, 0.0, "calls of the whole run, shared evenly by the workers", "; 0: no bound")

@@ -21,7 +21,7 @@ from dapo.rewards.calling.loading import OWN
 
 RETRIED = (408, 409, 425, 429)  # and all from 500 on: the server's trouble, not the request's
 TOO_LONG = (400, 413, 422)
-AWAY = (502, 503, 504)  # what a gateway says, or a server that is starting: nobody has read the request
+AWAY = (429, 502, 503, 504)  # a limit of calls, a gateway, a server that is starting: nobody has read the request
 CONNECT_S = 10.0  # a node that has gone refuses no connection, and takes none
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 _clients: dict[str, httpx.AsyncClient] = {}

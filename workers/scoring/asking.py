@@ -1,7 +1,7 @@
 """Asks again where it is the servers of async reward functions that failed, and not the response.
 
 In: a response to be scored, and who scores it. Out: its verdict, once a judge of the run's own has been there to give
-it, and an endpoint that takes no connection has come back, or has been away for too long.
+it, and an endpoint that takes no connection, or asks to be left alone, has come back, or has been away for too long.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Asking:
         try:
             with waiting("a server that reward functions ask", each="responses"):
                 while verdict.score.failure == "away" and (left := until - time.monotonic()) > 0:
-                    await asyncio.sleep(min(pause, left))
+                    await asyncio.sleep(min(max(pause, verdict.after_s), left))
                     pause = min(2 * pause, MAX_PAUSE_S)
                     verdict, worker = await self._judged(item, avoid, score)
         finally:

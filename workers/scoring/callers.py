@@ -73,7 +73,8 @@ class Callers:
             began = time.monotonic()
             reply = await self._ask(request)
         if "failure" in reply:
-            return verdict_of_failure(reply["failure"], reply["detail"], time.monotonic() - began)
+            wall_s, after_s = time.monotonic() - began, float(reply.get("after_s", 0.0))
+            return verdict_of_failure(reply["failure"], reply["detail"], wall_s, after_s)
         return dict(reply["given"])
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -36,13 +36,14 @@ class Verdict:
     """Holds the score of one response. Made by `workers.scoring.children`, consumed by the reward pool.
 
     score: NaN where there is none. detail: why not, for a person. cpu_s: seconds of the child, NaN where that is
-    unknown. wall_s: seconds from hand-over to reply.
+    unknown. wall_s: seconds from hand-over to reply. after_s: for so many seconds a server wants to be left alone.
     """
 
     score: Score
     detail: str
     cpu_s: float
     wall_s: float
+    after_s: float = 0.0
 
 
 class KnownMetrics:
@@ -82,9 +83,9 @@ def verdict_at_limit(failure: str, at_limit: dict[str, Any], cpu_s: float, wall_
     return Verdict(score=score, detail=LIMIT_REACHED[failure], cpu_s=spent, wall_s=wall_s)
 
 
-def verdict_of_failure(failure: str, detail: str, wall_s: float) -> Verdict:
+def verdict_of_failure(failure: str, detail: str, wall_s: float, after_s: float = 0.0) -> Verdict:
     """Returns no score: the process ended, and the response is not known to be the cause."""
-    return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s)
+    return Verdict(score=unscorable(failure), detail=detail, cpu_s=math.nan, wall_s=wall_s, after_s=after_s)
 
 
 def is_told(count: int) -> bool:

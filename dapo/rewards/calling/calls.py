@@ -34,8 +34,9 @@ servers: ContextVar[Sequence[Mapping[str, str]]] = ContextVar("servers", default
 
 class Retry(Exception):
     """Says that a call may do better later; for async reward functions to raise. after_s: the least pause in seconds,
-    such as a server's Retry-After. alike: the server was well, and will probably give the same again, at its price:
-    this is tried `MAX_ALIKE` times more at most. away: no server is there, which says nothing about the response."""
+    as a server asks for it, such as its Retry-After. alike: the server was well, and will probably give the same again,
+    at its price: this is tried `MAX_ALIKE` times more at most. away: no server is there, which says nothing about the
+    response, and neither does `after_s`."""
 
     def __init__(self, reason: str, after_s: float = 0.0, *, alike: bool = False, away: bool = False) -> None:
         super().__init__(reason)
@@ -44,11 +45,11 @@ class Retry(Exception):
 
 class Unanswered(Exception):
     """Says that no call was answered in time, and why the last one was not. away: that one found no server, or one
-    that wants to be left alone for longer than there ever is time."""
+    that wants to be left alone, for `after_s`."""
 
-    def __init__(self, reason: str, *, away: bool) -> None:
+    def __init__(self, reason: str, *, away: bool, after_s: float) -> None:
         super().__init__(reason)
-        self.away = away
+        self.away, self.after_s = away, after_s
 
 
 class _Late(Exception):
@@ -102,14 +103,13 @@ async def answer(
             reason, away = describe(error), _is_away(error)
             if isinstance(error, Retry):
                 asked_s, alike = error.after_s, alike + error.alike
-        away = away or asked_s > config.timeout_s
         wait_s = max(asked_s, pause * (rng or random).uniform(0.5, 1.0))
         pause = min(2 * pause, MAX_PAUSE_S)
         left -= time.monotonic() - began + wait_s
         if left <= 0 or tries == config.retries or alike > MAX_ALIKE:
             break
         await asyncio.sleep(wait_s)
-    raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}", away=away)
+    raise Unanswered(f"{tries + 1} calls were not answered; the last: {reason}", away=away, after_s=asked_s)
 
 
 async def _within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -184,8 +184,8 @@ def _is_cancelled() -> bool:
 
 
 async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> dict[str, Any]:
-    """Returns `given`, what each async function gave by its label, or `failure` (a kind of `Score.failure`) and
-    `detail`. A function of weight 0 that was not answered gives None: it is only recorded."""
+    """Returns `given`, what each async function gave by its label, or `failure` (a kind of `Score.failure`),
+    `detail` and `after_s`. A function of weight 0 that was not answered gives None: it is only recorded."""
     own = functions.of(item["entry"])
     jobs = {label: asyncio.create_task(_one(label, f, config, pace, item)) for label, f in own.asynchronous()}
     found: dict[str, Any] = {}
@@ -195,8 +195,8 @@ async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, i
                 found[label] = await job
             except Unanswered as error:
                 if own.counts(label):
-                    failure = "away" if error.away else "remote"
-                    return {"failure": failure, "detail": f"reward function `{label}`: {error}"}
+                    failure, detail = "away" if error.away else "remote", f"reward function `{label}`: {error}"
+                    return {"failure": failure, "detail": detail, "after_s": error.after_s}
                 found[label] = None
             except RewardFunctionError as error:
                 return {"failure": "error", "detail": str(error)}
@@ -242,7 +242,7 @@ def _transport_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_away(error: Exception) -> bool:
-    """Returns whether no server took the connection: nobody has seen the response then."""
+    """Returns whether no server took the connection, or one asks to be left alone: nobody has seen the response."""
     httpx, aiohttp = sys.modules.get("httpx"), sys.modules.get("aiohttp")
     kinds: list[type[Exception]] = [ConnectionRefusedError, socket.gaierror]
     if httpx is not None:
@@ -251,4 +251,6 @@ def _is_away(error: Exception) -> bool:
         kinds.append(aiohttp.ClientConnectorError)
     if isinstance(error, OSError) and error.errno in NOWHERE:
         return True
-    return error.away if isinstance(error, Retry) else isinstance(error, tuple(kinds))
+    if isinstance(error, Retry):
+        return error.away or (error.after_s > 0 and not error.alike)
+    return isinstance(error, tuple(kinds))

@@ -79,6 +79,8 @@ def test_what_does_not_pass_is_no_zero(tmp_path: Path) -> None:
         pytest.param([socket.gaierror("unknown name")], True, id="no-name"),
         pytest.param([httpx.ConnectTimeout("the node is off")], True, id="no-answer-to-a-connection"),
         pytest.param([Retry("loads its model", away=True)], True, id="as-the-function-says"),
+        pytest.param([Retry("busy", after_s=0.001)], True, id="asks-to-be-left-alone"),
+        pytest.param([Retry("no score", after_s=0.001, alike=True)], False, id="has-answered"),
         pytest.param([ConnectionResetError(), ConnectionRefusedError()], True, id="gone-meanwhile"),
         pytest.param([ConnectionRefusedError(), ConnectionResetError()], False, id="back-and-cut-off"),
         pytest.param([ConnectionRefusedError(), Retry("busy")], False, id="back-and-busy"),
@@ -173,6 +175,7 @@ def test_a_server_that_asks_for_a_long_pause_ends_the_waiting(tmp_path: Path) ->
     """A limit of calls strikes all responses at once, and is none of their faults: the pool waits for the server."""
     found = score(tmp_path, "raise Retry('busy', after_s=3600)", ["a"])
     assert found[0].score.failure == "away" and "1 calls were not answered" in found[0].detail
+    assert found[0].after_s == 3600
 
 
 @pytest.mark.parametrize(

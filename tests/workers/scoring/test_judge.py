@@ -83,7 +83,7 @@ def test_all_faults_together_change_no_reward() -> None:
     assert set(server.seen) == {*FAULTS, "answered"}
 
 
-@pytest.mark.parametrize("fault", ["500", "429", "silent", "cut", "no score"])
+@pytest.mark.parametrize("fault", ["500", "silent", "cut", "no score"])
 def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> None:
     with judge_server(always=fault) as server:
         found = verdicts(judged(server), 6, replace(QUICK, timeout_s=1.5, retries=3))
@@ -98,8 +98,11 @@ def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer() -> N
     with judge_server(always="503") as server:  # as a gateway says, or a server that loads its model
         found = verdicts(judged(server), 2, short)
     found += verdicts(judged(server), 2, short)  # its port is closed now
-    assert [one.score.failure for one in found] == ["away"] * 4
-    assert "answered 503" in found[0].detail and "ConnectError" in found[2].detail
+    with judge_server(always="429") as server:  # a limit of calls, of which there may be one for long
+        found += verdicts(judged(server), 2, short)
+    assert [one.score.failure for one in found] == ["away"] * 6
+    assert "answered 503" in found[0].detail and "ConnectError" in found[2].detail and "429" in found[4].detail
+    assert [one.after_s for one in found] == [0.0] * 4 + [0.3] * 2
     assert all(math.isnan(reward) for reward in rewards(found))
 
 

@@ -1,6 +1,7 @@
 """Responses whose judges are replaced or away while they are scored: asked again, where the judges are now."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -41,14 +42,15 @@ class Judges:
 class Fleet:
     """Has an answer at `AFTER` alone. before: what it gives before anything else, kinds of failure."""
 
-    def __init__(self, judges: Judges | None, *before: str) -> None:
+    def __init__(self, judges: Judges | None, *before: str, after_s: float = 0.0) -> None:
         self.asked: list[Any] = []
+        self._after_s = after_s
         self._judges, self._before = judges, list(before)
 
     async def score(self, item: Any, *, avoid: int) -> tuple[Verdict, int]:
         self.asked.append(list(item.servers))
         if self._before:
-            return verdict_of_failure(self._before.pop(0), "nobody is there", 0.0), 0
+            return verdict_of_failure(self._before.pop(0), "nobody is there", 0.0, self._after_s), 0
         if self._judges is None or item.servers == AFTER:
             return Verdict(score=RIGHT, detail="", cpu_s=0.0, wall_s=0.0), 0
         if len(self._judges.lists) > 1:
@@ -64,8 +66,9 @@ def scored(
     patience_s: float = 60.0,
     warnings: list[str] | None = None,
     limit_s: float = 60.0,
+    after_s: float = 0.0,
 ) -> tuple[Score, list[Any]]:
-    fleet = Fleet(judges, *before)
+    fleet = Fleet(judges, *before, after_s=after_s)
     monkeypatch.setattr(module, "Fleet", lambda *_, **__: fleet)
     monkeypatch.setattr(asking, "PAUSE_S", 0.001)
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
@@ -120,6 +123,14 @@ def test_a_response_waits_for_an_endpoint_that_takes_no_connection(monkeypatch: 
     assert warnings == [
         "reward: nobody is there; responses wait for a server to be there, 60 s at most (`reward.remote.patience_s`)"
     ]
+
+
+def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    score, asked = scored(None, monkeypatch, before=("away",) * 3, after_s=0.2)
+    assert score.reward == 1.0 and len(asked) == 4 and time.monotonic() - began >= 0.6
+    score, asked = scored(None, monkeypatch, before=("away",) * 3, after_s=3600.0, patience_s=0.2)
+    assert score.failure == "away" and len(asked) == 2  # the last time at the end of its patience
 
 
 def test_an_endpoint_that_is_there_and_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
