@@ -97,7 +97,7 @@ class TrajectoryPool:
         self._engines, self._functions = engines, functions
         self._retries, self._warn = retries, warn
         self._groups: dict[str, _Group] = {}
-        self._failed_in_a_row = self._failed = 0
+        self._failed_in_a_row = self._failed = self._longest = 0
 
     @property
     def capacity(self) -> int:
@@ -174,9 +174,12 @@ class TrajectoryPool:
                 self._tell(f"prompt {prompt.id}, attempt {failed + gone}: {error}")
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            self._failed_in_a_row = 0
+            self._failed_in_a_row, self._longest = 0, max(held.length, self._longest)
             return response
-        self._failed_in_a_row += failed > self._retries  # workers that end again and again end the run by themselves
+        # The longest may be too long for what the function asks, and end together: longer than any that has come out,
+        # it says nothing. Workers that end again and again end the run by themselves.
+        if failed > self._retries and (held.length <= self._longest or not self._longest):
+            self._failed_in_a_row += 1
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(f"`rollout.function` failed for {MAX_FAILURES_IN_A_ROW} responses in a row; fix it")
         return held.response("error")
