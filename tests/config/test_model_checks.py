@@ -190,6 +190,40 @@ def test_what_the_actors_do_not_compute_is_refused(
     assert len(problems) == (message is not None) and all(message in problem for problem in problems), problems
 
 
+def dynamic(**rope: Any) -> dict[str, Any]:
+    """Of a model with 4,096 positions, to which a dynamic NTK scaling adds as many as there are in the sequence."""
+    return {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 8.0}} | rope
+
+
+@pytest.mark.parametrize(
+    ("content", "longest", "refused"),
+    [
+        pytest.param(dynamic(), 4097, True, id="beyond"),
+        pytest.param(dynamic(), 4096, False, id="within"),
+        pytest.param(dynamic(rope_parameters={"rope_type": "dynamic", "factor": 8.0}), 4097, True, id="another_key"),
+        pytest.param(
+            dynamic(rope_parameters={"full_attention": {"rope_type": "dynamic", "factor": 8.0}}),
+            4097,
+            True,
+            id="by_kinds_of_layers",
+        ),
+        pytest.param(dynamic(rope_scaling={"type": "linear", "factor": 8.0}), 4097, False, id="linear"),
+        pytest.param({"text_config": dynamic()}, 4097, True, id="of_text"),
+    ],
+)
+@pytest.mark.parametrize("reads", [actor, served])
+def test_frequencies_that_change_with_the_length_are_refused_where_they_do(
+    tmp_path: Path, content: dict[str, Any], longest: int, refused: bool, reads: Any
+) -> None:
+    """transformers makes them anew for each length, and vLLM once, for the positions that the model was trained on."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    data = {"max_prompt_length": 1000, "max_response_length": longest - 1000}
+    found = list(reads(config(model={"path": str(tmp_path)}, data=data)))
+    assert len(found) == refused
+    if refused:
+        assert "dynamic" in found[0] and f"(1000 + 3097 = {longest}) must be at most 4096" in found[0]
+
+
 def test_another_attention_may_compute_a_window(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WINDOW | {"attn_logit_softcapping": 50.0}))
     assert list(actor(config(model={"path": str(tmp_path), "attn_implementation": "flash_attention_2"}))) == []

@@ -128,7 +128,10 @@ def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Ite
     """Reports what ranks and engines would refuse of a model; config: what its config.json says. trains: whether there
     are ranks."""
     yield from heads_problems(cfg, config, trains=trains)
-    yield from architecture_problems(cfg, config) if trains else ()
+    if trains:
+        yield from architecture_problems(cfg, config)
+    elif "hf_overrides" not in cfg.rollout.vllm:
+        yield from _frequencies(cfg, config | (config.get("text_config") or {}))
     yield from _context(cfg, config)
 
 
@@ -212,6 +215,7 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     """Reports what the model computes and the actors would not; config: as for `heads_problems`."""
     named = f"`model.path` ({cfg.model.path})"
     config = config | (config.get("text_config") or {})  # of one that also sees images
+    yield from _frequencies(cfg, config)
     if others := sorted({*(config.get("layer_types") or ())} - {*LAYER_KINDS}):
         yield (
             f"{named} has layers of {', '.join(others)} (layer_types in config.json), and the actors, which lay "
@@ -237,6 +241,22 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{named} has layers that see {window} tokens (sliding_window in config.json), fewer than "
             f"`data.max_prompt_length` + `data.max_response_length` ({longest}), which {remedy}, or lower the lengths"
+        )
+
+
+def _frequencies(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
+    """Reports rotary frequencies that transformers makes anew for each length of a sequence, and vLLM once and for the
+    model's own positions alone."""
+    prompt, response, window = cfg.data.max_prompt_length, cfg.data.max_response_length, "max_position_embeddings"
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [one.get("rope_type") or one.get("type") for one in (scaling, *scaling.values()) if isinstance(one, dict)]
+    if "dynamic" in kinds and prompt + response > config.get(window, math.inf):
+        yield (
+            f"`model.path` ({cfg.model.path}) has rotary frequencies of the type dynamic (rope_parameters or "
+            "rope_scaling in config.json), which ranks and engines make otherwise beyond its own positions: "
+            f"`data.max_prompt_length` + `data.max_response_length` ({prompt} + {response} = {prompt + response}) must "
+            f"be at most {config[window]} ({window} there); lower the lengths, or give that config.json another type, "
+            "such as yarn"
         )
 
 
