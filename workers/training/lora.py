@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dapo.config.actor import LoraConfig
 from dapo.config.rules.model import ALL_LINEAR
 
 ADAPTER = "default"  # peft's name of an adapter that is given none
+LINEAR = (nn.Linear, Conv1D)  # the latter: GPT-2's, whose weight is the other one's transposed
 Gather = Callable[[Tensor], Tensor]  # a sharded parameter -> the full tensor; a collective
 
 _BASE = ".base_layer."
@@ -42,6 +44,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         target_modules=_targets(model, cfg),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         lora_dropout=0.0,  # log-probabilities must be those of the policy that sampled
         bias="none",
         init_lora_weights=False,
@@ -56,7 +59,12 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> None:
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
     """Returns the names of the layers that `model.lora.target_modules` means."""
     head = model.get_output_embeddings()
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
+    if not layers:
+        raise ValueError(
+            f"`model.lora.target_modules` ({', '.join(cfg.target_modules)}): {type(model).__name__} has no linear layer "
+            "other than its head; set `model.lora.rank=0`"
+        )
     if ALL_LINEAR in cfg.target_modules:
         return layers
     chosen = {target: [n for n in layers if f".{n}".endswith(f".{target}")] for target in cfg.target_modules}
@@ -123,8 +131,9 @@ def _whole(model: nn.Module, parameters: dict[str, nn.Parameter], name: str, gat
     layer = name.removesuffix(f"{_BASE}weight")
     if layer == name:
         return full
-    up, down = gather(parameters[layer + UP]), gather(parameters[layer + DOWN])
-    return torch.addmm(full.float(), up, down, alpha=peft_layer(model, layer).scaling[ADAPTER])
+    up, down, adapted = gather(parameters[layer + UP]), gather(parameters[layer + DOWN]), peft_layer(model, layer)
+    first, second = (down.T, up.T) if adapted.fan_in_fan_out else (up, down)
+    return torch.addmm(full.float(), first, second, alpha=adapted.scaling[ADAPTER])
 
 
 def peft_layer(model: nn.Module, name: str) -> Any:
