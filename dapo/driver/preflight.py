@@ -8,7 +8,9 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from dapo.config.facts.model_class import why_not_packed
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig
@@ -105,8 +107,30 @@ def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
             f"`model.path` ({path}) is of the kind {config.model_type}, of which transformers has no causal language "
             "model; choose another model, or set `model.trust_remote_code=true` where it brings its own code"
         )
+    if trains and (why := _class(config, path, trusted=trusted)):
+        yield f"`model.path` ({path}): {why}; choose another architecture"
     if not Path(path).is_dir():
         yield from config_problems(cfg, config.to_dict(), trains=trains)
+
+
+def _class(config: Any, path: str, *, trusted: bool) -> str:
+    """Returns what the class of the model's own code or of transformers' says against it; of code that cannot be
+    imported the ranks tell."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own is not None and trusted:
+        try:
+            model, base = get_class_from_dynamic_module(own, path), None
+        except Exception:
+            return ""
+    else:
+        model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
+    if model is None or isinstance(model, tuple):  # one of several, by what the configuration says
+        return ""
+    why = why_not_packed(model, None if isinstance(base, tuple) else base)
+    return why and f"{model.__name__} {why}"
 
 
 def _reward_functions(cfg: Config) -> Iterator[str]:

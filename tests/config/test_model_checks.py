@@ -191,7 +191,7 @@ def test_what_the_actors_do_not_compute_is_refused(
 
 
 def dynamic(**rope: Any) -> dict[str, Any]:
-    """Of a model with 4,096 positions, to which a dynamic NTK scaling adds as many as there are in the sequence."""
+    """What a model with 4,096 positions says of itself, which changes its frequencies by the length of a sequence."""
     return {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 8.0}} | rope
 
 

@@ -12,11 +12,21 @@ import transformers
 from huggingface_hub import constants
 
 from dapo.config.compose import compose
+from dapo.config.facts.model_class import why_not_packed
 from dapo.config.facts.model_files import INDEX
 from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
 from dapo.doctor.checked.files import models
 from dapo.doctor.question import question
 from dapo.driver.preflight import preflight
+
+
+def lines(cfg: Config) -> list[str]:
+    try:
+        preflight(cfg)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +193,8 @@ def without_weights(folder: Path) -> None:
 def of_kind(kind: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        config = {key: value for key, value in config.items() if key != "layer_types"} | {"model_type": kind}
+        (folder / "config.json").write_text(json.dumps(config))
 
     return change
 
@@ -260,6 +271,68 @@ def test_a_model_of_another_task_is_refused_where_there_are_ranks(model: Path) -
     preflight(cfg, trains=False)
     with pytest.raises(ValueError, match="is of the kind vit, of which transformers has no causal language model"):
         preflight(cfg)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gptj", "GPTJForCausalLM computes attention by itself"),
+        ("falcon", "FalconForCausalLM computes attention by itself"),
+        ("falcon_h1", "FalconH1ForCausalLM keeps a state from token to token"),
+        ("qwen2", ""),
+    ],
+)
+def test_a_model_whose_attention_does_not_hear_of_sequences_is_refused_where_there_are_ranks(
+    model: Path, kind: str, says: str, attention: str
+) -> None:
+    """Those end to end would attend to each other, or those of sequence-parallel ranks to their own part alone."""
+    of_kind(kind)(model)
+    cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
+    cfg.model.attn_implementation = attention
+    preflight(cfg, trains=False)
+    problems = lines(cfg)
+    assert [f"`model.path` ({model}): {says}" in line for line in problems].count(True) == bool(says), problems
+    assert len(problems) == bool(says) + (attention == "flash_attention_2")  # which is not installed here
+
+
+OWN = """
+from transformers import PreTrainedModel, Qwen2Config
+
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = Qwen2Config
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=None):
+        pass
+"""
+
+
+def test_code_of_a_models_own_is_looked_at_where_it_is_trusted(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "modeling_own.py").write_text(OWN)
+    cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
+    assert lines(cfg) == []
+    cfg.model.trust_remote_code = True
+    [line] = lines(cfg)
+    assert "OwnForCausalLM computes attention by itself" in line
+    (model / "modeling_own.py").write_text("import no_such_package\n")
+    assert lines(cfg) == []
+
+
+def test_a_base_model_that_takes_no_further_arguments_hears_of_no_sequences() -> None:
+    class Model:
+        _is_stateful, _supports_attention_backend = False, True
+
+    class Takes:
+        def forward(self, input_ids, **kwargs): ...
+
+    class TakesNone:
+        def forward(self, input_ids, position_ids=None): ...
+
+    assert [bool(why_not_packed(Model, base)) for base in (Takes, TakesNone, None)] == [False, True, False]
 
 
 def test_an_engine_may_be_told_to_read_other_files(model: Path) -> None:

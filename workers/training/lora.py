@@ -62,8 +62,8 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
     layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
     if not layers:
         raise ValueError(
-            f"`model.lora.target_modules` ({', '.join(cfg.target_modules)}): {type(model).__name__} has no linear layer "
-            "other than its head; set `model.lora.rank=0`"
+            f"`model.lora.target_modules` ({', '.join(cfg.target_modules)}): {type(model).__name__} has no linear "
+            "layer other than its head; set `model.lora.rank=0`"
         )
     if ALL_LINEAR in cfg.target_modules:
         return layers

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from dapo.config.facts.model_class import why_not_packed
 from workers.training.forward.ulysses import gather_heads, scatter_heads
 
 PACKED_ATTENTION = "dapo_packed"
@@ -98,10 +99,8 @@ def implementation(name: str) -> str:
 def why_unpackable(model: PreTrainedModel) -> str:
     """Returns why a model would not keep the sequences of a micro-batch apart, could not be called on them, or has
     other logits than the actors compute; "" where nothing of it is known."""
-    if model._is_stateful:
-        return "keeps a state from token to token, which would run from one sequence of a micro-batch into the next"
-    if model.config._attn_implementation == PACKED_ATTENTION and not model._supports_attention_backend:
-        return "computes attention by itself, over all sequences of a micro-batch at once"
+    if why := why_not_packed(type(model), type(model.base_model)):
+        return why
     if model.config.get_text_config() is not model.config:
         return "is not of text alone"
     if {*model.children()} - {model.base_model, model.get_output_embeddings()}:
