@@ -32,6 +32,7 @@ _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a prod
 _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
 _INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 _RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
+_BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # of a number, 1010_2: the library drops it
 _ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
 _SET = re.compile(r"(?:([A-Za-z]) ?\\in ?)?((?:\\left ?)?[(\[].*[)\]])")  # x \in [-2,7], or the interval alone
 
@@ -78,6 +79,9 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
         if solved is None or (solved[1] or "") not in left:
             return False
         right = solved[2]
+    bases = [sorted(_BASE.findall(side)) for side in (left, right)]
+    if all(bases) and bases[0] != bases[1]:
+        return False
     return left.replace(" ", "") == right.replace(" ", "") or _equal(left, right)
 
 
@@ -100,7 +104,7 @@ def _items(text: str) -> str:
 def _expression(text: str, *, right_side: bool) -> str:
     """Returns what the library gets: the formula alone, without units."""
     text = without_units(formula(text, right_side=right_side)).replace("$", "").replace("\\displaystyle", "")
-    return text.replace("{,}", ",").strip()
+    return text.replace("{,}", ",").replace("\\varnothing", "\\emptyset").strip()
 
 
 def _equal(left: str, right: str) -> bool:

@@ -33,6 +33,9 @@ from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
         pytest.param(r"(-\infty, 2) \cup (6/2, \infty)", r"(-\infty,2)\cup(3,\infty)", id="union-of-intervals"),
         pytest.param(r"2 \leq x", r"x \geq 2", id="inequality-turned"),
         pytest.param("x^2 = 4 - y^2", "x^2+y^2=4", id="equation-rearranged"),
+        pytest.param("1010_{2}", "1010_2", id="a-number-of-another-base"),
+        pytest.param("1010", "1010_2", id="its-base-in-the-problem"),
+        pytest.param(r"\varnothing", r"\emptyset", id="no-solution"),
         pytest.param(
             r"\begin{pmatrix} 2/2 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", id="matrix"
         ),
@@ -66,6 +69,9 @@ def test_right_answers(answer: str, truth: str) -> None:
         pytest.param("(1, 2)", "[1,2]", id="open-for-closed"),
         pytest.param("(2, 1)", "(1,2)", id="pair-exchanged"),
         pytest.param("neve", r"\text{even}", id="letters-in-another-order"),
+        pytest.param("1010_3", "1010_2", id="another-base"),
+        pytest.param("42_{10}", "42_{5}", id="another-base-in-braces"),
+        pytest.param("11_2, 21_{3}", "11_2, 21_{7}", id="another-base-in-a-list"),
         pytest.param("0.0", r"(\frac{1}{6})^{10}", id="zero-for-a-small-number"),
         pytest.param("0.0+0", r"2^{-30}", id="a-sum-of-zeros-for-a-small-number"),
         pytest.param("(0.0, 1)", r"(2^{-30}, 1)", id="zero-in-a-pair"),
