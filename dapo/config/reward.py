@@ -130,7 +130,9 @@ class JudgeConfig:
     engine: JudgeEngineConfig = section(JudgeEngineConfig)
     prompt: str = key(JUDGE_PROMPT, "what it is asked; {prompt}, {response} and {ground_truth} are filled in")
     pattern: str = key(
-        r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)", "regular expression; the first group of its last match is the score"
+        # In bold letters too; of 1/10, 1% or 0,5 no part is the score.
+        r"Score:\s*[*_]*\s*(-?[0-9]+(?:\.[0-9]+)?)(?!\s*%)(?!\s*/(?!\s*1\b))(?![.,]?[0-9])",
+        "regular expression; the first group of its last match is the score",
     )
     values: dict[str, float] = key({}, "the score of each text that the group may hold; empty: it holds a number")
     lowest: float = key(0.0, "a score below is malformed, and asked for again")

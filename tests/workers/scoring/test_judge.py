@@ -149,6 +149,34 @@ def test_a_reply_that_ended_in_its_thoughts_is_one_without_a_score() -> None:
     assert judge._read(httpx.Response(200, json=body)) == ("", {"prompt_tokens": 3})
 
 
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("So it is right.\nScore: 1", 1.0),
+        ("Score: 0.5.", 0.5),
+        ("**Score:** 0.8", 0.8),
+        ("**Score: 1**", 1.0),
+        ("Score: **0**", 0.0),
+        ("Score: 1/1", 1.0),
+        ("Score: 0, because 1 is not it", 0.0),
+        ("Score: 1/10", None),
+        ("Score: 1 / 5", None),
+        ("Score: 1%", None),
+        ("Score: 0,5", None),
+        ("Score: 10/100", None),
+        ("Score: N", None),
+    ],
+)
+def test_what_a_model_makes_of_the_line_that_it_is_asked_for(reply: str, score: float | None) -> None:
+    keys = JudgeConfig()
+    read = partial(read_score, pattern=keys.pattern, values={}, lowest=keys.lowest, highest=keys.highest)
+    if score is not None:
+        assert read(reply) == score
+        return
+    with pytest.raises(Retry):
+        read(reply)
+
+
 @pytest.mark.parametrize(("status", "says"), [(400, "too long for its context"), (404, "`reward.judge.model`")])
 def test_a_refusal_says_what_to_look_at(status: int, says: str) -> None:
     with pytest.raises(ValueError, match=f"{status}.*{says}"):
