@@ -81,6 +81,7 @@ _POWER_OF_TEN = re.compile(
     rf"([+-]?{_DECIMAL})\\(?:times|cdot)10\^(?:([0-9])|\{{([+-]?[0-9]{{1,2}})\}})"
 )  # 1.5\times10^3
 _IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
+_CHOICE = re.compile(r"\([A-Z]\)")
 _LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
 
 
@@ -126,14 +127,16 @@ def _formula_is_all(text: str) -> bool:
 
 
 def careful_spelling(text: str, *, right_side: bool = True) -> str:
-    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup or closing dot."""
+    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup, closing dot, or
+    parentheses around a choice."""
     text = formula(text, right_side=right_side)
     if _PLAIN.fullmatch(text):
         return text
     text = _DOLLAR_INSIDE.sub("\ufffd", text)
     text = without_units(_SPACE.sub(" ", _REMOVED.sub("", text)).replace("{,}", ","))
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", _SQRT.sub(r"\\sqrt{\1}", _SCRIPT.sub(r"\1\2", text)))
-    return _trim(text if _MIXED.fullmatch(text) else text.replace(" ", ""))
+    text = _trim(text if _MIXED.fullmatch(text) else text.replace(" ", ""))
+    return text[1] if _CHOICE.fullmatch(text) else text
 
 
 def formula(text: str, *, right_side: bool = True) -> str:
