@@ -125,6 +125,7 @@ class CheckpointStore:
 
         A sealed directory that is whole becomes the checkpoint of its step; one that was moved aside for it comes back
         if nothing whole is in its place. All other left-overs are removed.
+        Raises UnreadableCheckpoint, before anything else is removed, where it cannot tell what is whole.
         """
         if not self._root.is_dir():
             return
@@ -158,7 +159,8 @@ class CheckpointStore:
         """Returns the newest checkpoint that is whole, `origin` when there is none at all, else None.
 
         Hashes what it returns unless it has done so before: minutes where it is large.
-        Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss.
+        Raises ValueError when there are checkpoints but none is whole: starting again would be a silent loss; and
+        UnreadableCheckpoint, for the same reason, where one cannot be read that is newer than all that are whole.
         """
         broken: list[str] = []
         for path in sorted(self._steps(), key=step_of, reverse=True):
@@ -179,7 +181,8 @@ class CheckpointStore:
         return self._origin
 
     def check(self, path: Path) -> None:
-        """Raises BrokenCheckpoint unless the checkpoint is whole; none is hashed twice."""
+        """Raises BrokenCheckpoint, or UnreadableCheckpoint, unless the checkpoint is whole; none that could be read is
+        hashed twice."""
         if path not in self._faults:
             try:
                 verify(path)

@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo.state.durable import sync_directory, write_text
 
@@ -22,10 +23,18 @@ DIGESTS = "*.sha256.json"  # left by a writer that hashed what it wrote
 SHARDS_OF = ".metadata"  # DCP's table of what lies where
 SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle and must not be loaded to be read
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
+WAITS_S = (0.5, 2.0, 5.0)  # before a read that failed is tried again
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of all that a read may raise, these are facts
+
+T = TypeVar("T")
 
 
 class BrokenCheckpoint(RuntimeError):
     """Says that a checkpoint is not as it was written; the message names the file."""
+
+
+class UnreadableCheckpoint(RuntimeError):
+    """Says that a checkpoint could not be read, and may be whole; the message names the file and what to do."""
 
 
 def seal(directory: Path) -> None:
@@ -71,11 +80,12 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 def verify(directory: Path) -> None:
     """Compares every file with the manifest, and the list of files both ways.
 
-    Raises BrokenCheckpoint naming the first that differs, is missing or is in no list.
+    Raises BrokenCheckpoint naming the first that differs, is missing or is in no list, and UnreadableCheckpoint where
+    that cannot be told, for a disk or a file system of the network fails.
     """
     manifest = directory / MANIFEST
     try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+        recorded = json.loads(_tried(lambda: manifest.read_text(encoding="utf-8"), directory))
         version, files = recorded["format"], dict(recorded["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
@@ -83,11 +93,11 @@ def verify(directory: Path) -> None:
         raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
     if recorded.get("sha256") != _checksum({"format": version, "files": files}):
         raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
-    for name in _files(directory):
+    for name in _tried(lambda: _files(directory), directory):
         if name not in files:
             raise BrokenCheckpoint(f"{directory / name} is not listed in {MANIFEST}; remove it if it was added by hand")
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        for fault in threads.map(lambda item: _fault(directory / item[0], item[1]), files.items()):
+        for fault in threads.map(lambda item: _fault(directory, *item), files.items()):
             if fault:
                 raise BrokenCheckpoint(fault)
 
@@ -130,21 +140,41 @@ def _check_shards(metadata: Path) -> None:
         )
 
 
-def _fault(path: Path, recorded: dict[str, Any]) -> str:
+def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
-    faults.
+    faults. Raises UnreadableCheckpoint.
     """
+    path = directory / name
     try:
-        size = path.stat().st_size
+        size = _tried(lambda: path.stat().st_size, directory)
         if size != recorded["bytes"]:
             return f"{path} has {size} bytes where {recorded['bytes']} were written"
-        if _digest(path) != recorded["sha256"]:
+        if _tried(lambda: _digest(path), directory) != recorded["sha256"]:
             return f"{path} has other content than was written (sha256 differs)"
-    except OSError as error:
+    except NOT_THERE as error:
         return f"{path} cannot be read ({error})"
     except (KeyError, TypeError):
         return f"{path} has no size and sha256 in {MANIFEST}"
     return ""
+
+
+def _tried(read: Callable[[], T], directory: Path) -> T:
+    """Returns what `read` does, of a file in `directory`, also where only a later try works. Raises UnreadableCheckpoint
+    where none does, and one of `NOT_THERE` at once."""
+    for wait_s in (*WAITS_S, None):
+        try:
+            return read()
+        except NOT_THERE:
+            raise
+        except OSError as error:
+            if wait_s is None:
+                raise UnreadableCheckpoint(
+                    f"{directory} cannot be read ({error}; tried {len(WAITS_S) + 1} times) and may be whole all the same; "
+                    "see to the disk or the rights and give the same command again; or move that directory away, and the "
+                    "run goes on without it"
+                ) from error
+            time.sleep(wait_s)
+    raise AssertionError("the last try returns or raises")
 
 
 def _digest(path: Path, *, sync: bool = False) -> str:

@@ -2,6 +2,7 @@
 is taken."""
 
 import asyncio
+import errno
 import json
 import logging
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dapo.state import manifest
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, verify
+from dapo.state.manifest import UnreadableCheckpoint
 
 FILES = ("actor/.metadata", "actor/__0_0.distcp", "hf/model.safetensors", "driver.json")
 
@@ -220,3 +223,66 @@ def test_the_shards_of_a_real_distributed_checkpoint_are_found_in_its_metadata(t
     with pytest.raises(BrokenCheckpoint, match="actor lacks __0_0.distcp"):
         asyncio.run(write(lose=True))
     verify(tmp_path / "step_000001")
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, reader: str, name: str, number: int, times: int) -> None:
+    """Lets reads of files of this name, in a directory that is or was to be step 10, fail so many times."""
+    left = times
+    owner, attribute = (Path, reader) if hasattr(Path, reader) else (manifest, reader)
+    read = getattr(owner, attribute)
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        if path.name == name and "step_000010" in str(path) and left > 0:
+            left -= 1
+            raise OSError(number, "of the disk", str(path))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(manifest, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(owner, attribute, failing)
+
+
+READS = [("_digest", "model.safetensors"), ("stat", "model.safetensors"), ("read_text", "manifest.json"), ("rglob", "")]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize(("reader", "name"), READS)
+def test_one_that_cannot_be_read_is_not_broken(
+    reader: str, name: str, number: int, tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system of the network may be gone for a minute; going on from step 5 would remove step 10 at step 6."""
+    directory = tmp_path / "step_000010"
+    with monkeypatch.context() as patch:
+        fails(patch, reader, name or directory.name, number, times=99)
+        for _ in range(2):
+            with pytest.raises(UnreadableCheckpoint, match=rf"{directory} cannot be read .*step_000010.*tried 3 times"):
+                store.latest()
+    assert store.latest() == directory, "nothing was taken for known"
+
+
+@pytest.mark.parametrize(("reader", "name"), READS)
+def test_one_that_can_be_read_at_a_later_try_is_whole(
+    reader: str, name: str, tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(monkeypatch, reader, name or "step_000010", errno.EIO, times=2)
+    assert store.latest() == tmp_path / "step_000010"
+
+
+@pytest.mark.parametrize("left", ["step_000010.0badcafe.tmp", "step_000010.aside"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_crash_left_is_not_removed_while_nobody_knows_what_is_whole(
+    left: str, in_place: bool, tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step_000010").rename(tmp_path / left)
+    if in_place:
+        save(CheckpointStore(tmp_path / "x", keep=0), 10, "other weights")
+        (tmp_path / "x" / "step_000010").rename(tmp_path / "step_000010")
+    there = sorted(path.name for path in tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        fails(patch, "_digest", "model.safetensors", errno.EIO, times=99)
+        if in_place or left.endswith(".tmp"):
+            with pytest.raises(UnreadableCheckpoint, match="step_000010.* cannot be read"):
+                store.recover()
+            assert sorted(path.name for path in tmp_path.rglob("*")) == there
+    store.recover()
+    assert store.latest() == tmp_path / "step_000010"
