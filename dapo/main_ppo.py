@@ -20,6 +20,7 @@ from dapo.config.compose import check_shown, checked_overrides, to_config
 from dapo.config.paths import config_dir
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
+from dapo.faults.signals import caught
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling.driver_state import owes_evaluation
@@ -28,8 +29,9 @@ from dapo.state.run_dir import claim_output_dir
 
 def main() -> None:
     """Checks the command line, then lets Hydra compose and run."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run catches them
-        signal.signal(number, _end_early)
+    for number in caught():  # until the run catches them; Ctrl-C is Python's
+        if number != signal.SIGINT:
+            signal.signal(number, _end_early)
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:

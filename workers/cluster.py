@@ -12,7 +12,7 @@ import ray
 from ray._common.utils import get_system_memory
 from ray._private.state import available_resources_per_node
 
-from workers.own_cluster import on_loopback, own_token
+from workers.own_cluster import deaf_to_hangups, on_loopback, own_token
 from workers.placing.fit import Node
 
 GIB = 1 << 30
@@ -36,7 +36,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
         local = {"include_dashboard": False, "object_store_memory": _object_store_bytes()}
         _own.enter_context(own_token())
     try:
-        with on_loopback() if target == "local" else nullcontext():
+        with deaf_to_hangups(), on_loopback() if target == "local" else nullcontext():
             ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
     except BaseException:
         leave()

@@ -6,6 +6,7 @@ environment alone, which only the same user reads: no file, no command line, no 
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -54,6 +55,17 @@ def on_loopback() -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clusters
         _put_back(before)
+
+
+@contextmanager
+def deaf_to_hangups() -> Iterator[None]:
+    """Has processes that are started in the block, and theirs, hear nothing of a terminal that closes: the driver does,
+    and ends them when it has saved."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _put_back(before: Mapping[str, str | None]) -> None:

@@ -1,6 +1,7 @@
 """Lets signals end a run in order: the first one saves, the second one ends the process at once.
 
-In: SIGINT (Ctrl-C), SIGTERM, SIGUSR1. Out: the cancelled task of the run, or the end of the process.
+In: SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a terminal that closes). Out: the cancelled task of the run, or the end
+of the process.
 """
 
 import asyncio
@@ -12,8 +13,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # a launcher and the shell around it forward one signal both
+
+
+def caught() -> list[signal.Signals]:
+    """Returns the signals that save: SIGHUP not where it is ignored, as under nohup."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (deaf and number is signal.SIGHUP)]
 
 
 class Stop:
@@ -28,7 +35,7 @@ class Stop:
     def install(self) -> None:
         """Catches the signals from now on, also those that a library (Ray) has caught since the last call."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in caught():
             loop.add_signal_handler(number, self._signal, number)
 
     def _signal(self, number: int) -> None:

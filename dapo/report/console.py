@@ -4,6 +4,7 @@ In: text, which may quote what a model, a file or a server says. Out: standard o
 for what went wrong; no control character in either, and no secret of an address or of the environment.
 """
 
+import atexit
 import contextlib
 import os
 import re
@@ -20,7 +21,7 @@ from dapo.report.redact import without_secrets
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # the shell's code for Ctrl-C
-EXIT_RESUMABLE = 85  # SIGTERM or SIGUSR1 (Slurm, spot machines): saved, to be continued
+EXIT_RESUMABLE = 85  # SIGTERM, SIGUSR1 (Slurm, spot machines) or SIGHUP: saved, to be continued
 
 AGAIN_S = 3600.0  # after which a warning that comes again is printed again
 # Of two warnings that differ in these numbers alone, the second says nothing new; others say which engine, how often.
@@ -102,6 +103,19 @@ def _print(line: str, to: TextIO) -> None:
     with contextlib.suppress(OSError):
         print(plain(without_secrets(line)).encode(encoding, "replace").decode(encoding), file=to, flush=True)
     seen()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drops what no stream takes any more: Python's end would fail over it, and 120 be the exit code whatever ours is."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except ValueError:  # it is closed
+            continue
 
 
 def end_at_once(message: str) -> NoReturn:

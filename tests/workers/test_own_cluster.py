@@ -1,6 +1,9 @@
 """What a Ray cluster of our own changes in this process, and puts back; that it works is seen in whole runs."""
 
 import os
+import signal
+import subprocess
+import sys
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,3 +116,18 @@ def test_the_object_store_fits_into_the_memory_of_a_container(
     cluster.connect("local", worker_logs=False)
     cluster.leave()
     assert started["object_store_memory"] == store
+
+
+def test_its_processes_leave_a_terminal_that_closes_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells all processes of the run; where Ray's end, there is no save."""
+    told: list[str] = []
+
+    def init(**how: object) -> None:
+        script = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        told.append(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    cluster.connect("local", worker_logs=False)
+    cluster.leave()
+    assert told == ["True\n"]
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the driver hears it"
