@@ -107,7 +107,7 @@ def _print(line: str, to: TextIO) -> None:
 
 @atexit.register
 def _let_go() -> None:
-    """Drops what no stream takes any more: Python's end would fail over it, and 120 be the exit code whatever ours is."""
+    """Drops what no stream takes any more: Python's end would fail over it, and its code 120 stand for ours."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

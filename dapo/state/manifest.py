@@ -159,8 +159,8 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
 
 
 def _tried(read: Callable[[], T], directory: Path) -> T:
-    """Returns what `read` does, of a file in `directory`, also where only a later try works. Raises UnreadableCheckpoint
-    where none does, and one of `NOT_THERE` at once."""
+    """Returns what `read` does, of a file in `directory`, also where only a later try works. Raises
+    UnreadableCheckpoint where none does, and one of `NOT_THERE` at once."""
     for wait_s in (*WAITS_S, None):
         try:
             return read()
@@ -169,9 +169,9 @@ def _tried(read: Callable[[], T], directory: Path) -> T:
         except OSError as error:
             if wait_s is None:
                 raise UnreadableCheckpoint(
-                    f"{directory} cannot be read ({error}; tried {len(WAITS_S) + 1} times) and may be whole all the same; "
-                    "see to the disk or the rights and give the same command again; or move that directory away, and the "
-                    "run goes on without it"
+                    f"{directory} cannot be read ({error}; tried {len(WAITS_S) + 1} times) and may be whole all the "
+                    "same; see to the disk or the rights and give the same command again; or move that directory away, "
+                    "and the run goes on without it"
                 ) from error
             time.sleep(wait_s)
     raise AssertionError("the last try returns or raises")

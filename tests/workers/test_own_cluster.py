@@ -1,10 +1,10 @@
 """What a Ray cluster of our own changes in this process, and puts back; that it works is seen in whole runs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import MagicMock
