@@ -73,6 +73,7 @@ def launch(cfg: Config) -> None:
         store = run_dir.store
         last = store.completed(cfg.trainer.total_steps)
         if last is not None and not owes_evaluation(last, run_dir.path):
+            run_dir.begin()
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
         if cfg.trainer.preflight:

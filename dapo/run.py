@@ -131,6 +131,7 @@ async def train(
             try:
                 async with while_reachable(*head(cfg.trainer.ray_address)):
                     await pools.actors.check_shared(*run_dir.token())
+                    run_dir.begin()
                     with hearing_warnings(lambda line: logger.event("warning", line)), progress:
                         made = partial(
                             Trainer, cfg, pools, prompts, held_out, store, logger, say=say, limit=limit, until=until

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from dapo.faults.points import fault_point
 from dapo.report.watchdog import waiting
-from dapo.state.durable import sync_directory, write_text
+from dapo.state.durable import remove, sync_directory, write_text
 from dapo.state.manifest import MANIFEST, BrokenCheckpoint, seal, verify
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class CheckpointStore:
         self._writing = asyncio.Lock()
         self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
         self._misnamed: str | None = None
+        self._back: tuple[Path, list[Path]] | None = None  # the checkpoint to go back to, and later ones still there
         self.keeps_groups = True  # whether groups sampled before still mean what they did; true of what is written here
 
     @asynccontextmanager
@@ -148,9 +149,9 @@ class CheckpointStore:
     def _clear(self) -> None:
         """Removes what is left over of saves that failed."""
         for left_over in self._root.glob(f"*{TEMPORARY}"):
-            _remove(left_over)
+            remove(left_over)
         for left_over in self._root.glob(f"*{CONDEMNED}"):
-            _remove(left_over)
+            remove(left_over)
         for aside in self._root.glob(f"step_*{ASIDE}"):
             if aside.with_name(aside.name.removesuffix(ASIDE)).exists():
                 self._discard(aside)
@@ -209,19 +210,28 @@ class CheckpointStore:
         return newest if newest is not None and step_of(newest) >= total_steps else None
 
     def go_back_to(self, path: Path) -> list[Path]:
-        """Renames the checkpoints later than `path`, so that the run goes on from there, and returns what they were.
+        """Takes `path` for the newest from now on, and returns the later ones, which stay as they are until
+        `leave_later`.
 
-        Raises BrokenCheckpoint, and changes nothing, where `path` is not whole.
+        Raises BrokenCheckpoint, or UnreadableCheckpoint, where `path` is not whole.
         """
         self.check(path)
         later = sorted(found for found in self._steps() if step_of(found) > step_of(path))
+        self._back = path, later
+        return later
+
+    def leave_later(self) -> None:
+        """Renames the checkpoints that `go_back_to` has returned, so that no start finds them."""
+        if self._back is None:
+            return
+        path, later = self._back
         for found in later:
             left = found.with_name(found.name.replace("step_", LEFT, 1))
             if left.exists():
-                _remove(left)
+                remove(left)
             found.replace(left)
         write_text(self._root / LATEST, path.name + "\n")
-        return later
+        self._back = None
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, whole or not."""
@@ -230,10 +240,14 @@ class CheckpointStore:
     def _steps(self) -> list[Path]:
         if not self._root.is_dir():
             return []
-        return [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        left = self._back[1] if self._back else []
+        there = [path for path in self._root.iterdir() if STEP_NAME.fullmatch(path.name) and path not in left]
+        return [path for path in there if path.is_dir()]
 
     def _check_name(self, taken: Path) -> None:
         """Says where `LATEST` names another checkpoint than the one that is taken."""
+        if self._back is not None:
+            return
         try:
             name = (self._root / LATEST).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -260,7 +274,7 @@ class CheckpointStore:
         self._faults.pop(path, None)
         condemned = path.with_name(f"{path.name}.{secrets.token_hex(4)}{CONDEMNED}")
         path.replace(condemned)
-        _remove(condemned)
+        remove(condemned)
 
 
 def step_of(path: Path) -> int:
@@ -283,13 +297,3 @@ async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
     if cancelled is not None:
         raise cancelled from task.exception()
     return task.result()
-
-
-def _remove(path: Path) -> None:
-    """Removes a left-over. What cannot be removed is told, and is in nobody's way."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-    if path.exists():
-        log.warning("%s is a left-over and cannot be removed", path)

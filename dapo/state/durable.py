@@ -3,9 +3,12 @@
 In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_dir` and `dapo.report.log`.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,6 +29,16 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a left-over. What cannot be removed is told, and is in nobody's way."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    if path.exists():
+        log.warning("%s is a left-over and cannot be removed", path)
 
 
 def free_space(directory: Path) -> str:

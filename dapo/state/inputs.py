@@ -10,7 +10,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dapo.report.redact import redacted
-from dapo.state.durable import write_text
 
 INPUTS = "inputs.json"
 
@@ -24,11 +23,15 @@ def read_inputs(folder: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def record_inputs(folder: Path, before: Path | None, found: dict[str, str]) -> list[str]:
-    """Writes them into `folder`, and returns a line for each that is another one in the folder `before`."""
+def inputs_text(found: dict[str, str]) -> str:
+    """Returns the content of `inputs.json`."""
+    return json.dumps(redacted(found), indent=1) + "\n"
+
+
+def changed_inputs(before: Path | None, found: dict[str, str]) -> list[str]:
+    """Returns a line for each that is another one in the folder `before`."""
     there = read_inputs(before) if before else {}
-    write_text(folder / INPUTS, json.dumps(redacted(found), indent=1) + "\n")
-    here = read_inputs(folder)
+    here: dict[str, str] = redacted(found)
     return [f"`{key}` was {there[key]}, and is {now}" for key, now in here.items() if there.get(key, now) != now]
 
 

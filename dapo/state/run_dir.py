@@ -6,12 +6,8 @@ asked for. What a run knows of itself (`ABOUT`) also lies in each checkpoint: th
 with.
 """
 
-import fcntl
-import logging
-import os
 import secrets
 import shutil
-import socket
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -25,14 +21,13 @@ from dapo.report.redact import redacted
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
-from dapo.state.inputs import INPUTS, read_config, read_inputs, record_inputs
+from dapo.state.hold import LEASE, LOCK, hold
+from dapo.state.inputs import INPUTS, changed_inputs, inputs_text, read_config, read_inputs
 from dapo.state.journal import holds_groups
-from dapo.state.lease import Lease, LeaseHeld
+from dapo.state.lease import Lease
 from dapo.state.manifest import BrokenCheckpoint
 
-log = logging.getLogger(__name__)
-
-CONFIG, CHECKPOINTS, METRICS, LOCK, LEASE = "config.yaml", "checkpoints", "metrics.jsonl", ".lock", ".lease"
+CONFIG, CHECKPOINTS, METRICS = "config.yaml", "checkpoints", "metrics.jsonl"
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
 ABOUT, NODES = "run", "nodes"  # folders: in a checkpoint, for copies of these files; logs that a launcher began
 COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
@@ -40,7 +35,8 @@ HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.ya
 
 
 class RunDirectory:
-    """Holds an output directory for this process until `release` or its end, however it ends.
+    """Holds an output directory for this process until `release` or its end, however it ends. Where it holds a run,
+    nothing of that changes before `begin`: a start that is refused leaves it to another one.
 
     store: its checkpoints. notices: what a person should know of this start, one line each. accepted: the keys that
     alter the run's meaning and differ from those of the checkpoint that it goes on from, as
@@ -54,6 +50,7 @@ class RunDirectory:
         self._config = config
         self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
         self._before: Path | None = None  # where the files of `COPIED` are that count, of a run that goes on
+        self._later: dict[str, str] | None = None  # files that `begin` writes; None: they are written at once
         self._lock = lock
         self._lease = lease
         self.store = self._open(None)
@@ -70,7 +67,7 @@ class RunDirectory:
     @property
     def started(self) -> datetime:
         """Returns when the run was started first, in local time: the date that its prompts name."""
-        return datetime.fromisoformat((self.path / STARTED).read_text(encoding="utf-8").strip())
+        return datetime.fromisoformat(self._started().strip())
 
     def token(self) -> tuple[str, str]:
         """Writes a file with random content and returns its path and content: who reads the same shares the
@@ -88,13 +85,13 @@ class RunDirectory:
         self._lease.when_lost(call)
 
     def check_data(self, fingerprint: str) -> None:
-        """Records `dapo.data.prompts.fingerprint` of the training prompts; raises ValueError when the run had
+        """Notes `dapo.data.prompts.fingerprint` of the training prompts; raises ValueError when the run had
         others."""
         recorded = self._before / FINGERPRINT if self._before else None
         if recorded and recorded.exists() and (before := recorded.read_text(encoding="utf-8").strip()) != fingerprint:
             what = f"gives other prompts (fingerprint {fingerprint}) than the run in {self.path} was trained on"
             self._allow("data.train_files", f"{what} ({before})", "restore the files or the tokenizer")
-        write_text(self.path / FINGERPRINT, fingerprint + "\n")
+        self._write(FINGERPRINT, fingerprint + "\n")
 
     def check_own(self, found: dict[str, str]) -> None:
         """Raises ValueError when the run had other functions of a person's own (`dapo.own.loading.digests`)."""
@@ -112,8 +109,9 @@ class RunDirectory:
             self.accepted.append(key)
 
     def record_inputs(self, found: dict[str, str]) -> list[str]:
-        """Does what `dapo.state.inputs.record_inputs` says, against what the run read before."""
-        return record_inputs(self.path, self._before, found)
+        """Notes them, and returns a line for each that is another one than the run read before."""
+        self._write(INPUTS, inputs_text(found))
+        return changed_inputs(self._before, found)
 
     def go_on(self, resume: str) -> None:
         """Finds what the run goes on from, and compares its configuration. Raises ValueError."""
@@ -129,7 +127,8 @@ class RunDirectory:
         if (newest := back or self.store.latest()) is not None or held:
             self._before = _about(newest, self.path)
             self._compare(read_config(self._before / CONFIG, self._where))
-        if back is not None and (later := self.store.go_back_to(back)):  # a command that is refused changes nothing
+        self._later = {} if held else None
+        if back is not None and (later := self.store.go_back_to(back)):
             told = f"going back to step {step_of(back)}; {len(later)} later checkpoints are kept as left_*"
             self.notices.insert(0, f"`checkpoint.resume` ({resume}): {told}")
 
@@ -174,14 +173,27 @@ class RunDirectory:
             self.notices.append(f"changed since the last checkpoint: {told}")
 
     def record(self) -> None:
-        """Writes configuration, without secrets, and date of the first start into the directory."""
-        before = [folder / STARTED for folder in (self._before, self.path) if folder and (folder / STARTED).exists()]
-        if before:
-            started = before[0].read_text(encoding="utf-8")
+        """Notes configuration, without secrets, and date of the first start."""
+        self._write(STARTED, self._started())
+        self._write(CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(redacted(self._config))))
+
+    def _started(self) -> str:
+        there = [folder / STARTED for folder in (self._before, self.path) if folder and (folder / STARTED).exists()]
+        return there[0].read_text(encoding="utf-8") if there else datetime.now().isoformat(timespec="seconds") + "\n"
+
+    def _write(self, name: str, text: str) -> None:
+        if self._later is None:
+            write_text(self.path / name, text)
         else:
-            started = datetime.now().isoformat(timespec="seconds") + "\n"
-        write_text(self.path / STARTED, started)
-        write_text(self.path / CONFIG, HEADER + OmegaConf.to_yaml(OmegaConf.create(redacted(self._config))))
+            self._later[name] = text
+
+    def begin(self) -> None:
+        """Goes back where `checkpoint.resume` says so, and writes what was noted: the start is not refused any more."""
+        self.check()
+        self.store.leave_later()
+        noted, self._later = self._later or {}, None
+        for name, text in noted.items():
+            self._write(name, text)
 
     def _record(self, checkpoint: Path) -> None:
         """Copies what the run knows of itself into a checkpoint."""
@@ -207,7 +219,7 @@ class RunDirectory:
 
 
 def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> RunDirectory:
-    """Takes `output_dir` for this run and writes `config` into it.
+    """Takes `output_dir` for this run and writes `config` into it, where it holds a run only with `RunDirectory.begin`.
 
     resume: `checkpoint.resume`. config: the resolved configuration as plain containers. Hashes the checkpoint to go on
     from. Raises ValueError as `output_path` does, and when the directory holds something else, another run, a live one.
@@ -217,8 +229,7 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
     try:
         path.mkdir(parents=True, exist_ok=True)
         _refuse_strangers(path, where)
-        lock, locked = _locked(path, where)
-        run = RunDirectory(path, lock, _taken(path, where, lock, locked), config)
+        run = RunDirectory(path, *hold(path, where), config)
     except OSError as error:
         raise ValueError(f"{where} cannot be used ({error}); give a directory that can be written to") from error
     try:
@@ -261,40 +272,3 @@ def _about(checkpoint: Path | None, path: Path) -> Path:
         return path
     inside = checkpoint / ABOUT
     return inside if (inside / CONFIG).is_file() else checkpoint.parent.parent
-
-
-def _taken(path: Path, where: str, lock: TextIO, locked: bool) -> Lease:
-    lease = Lease(path / LEASE)
-    try:
-        lease.take(locked=locked)
-    except BaseException as error:
-        lock.close()
-        if isinstance(error, LeaseHeld):
-            raise ValueError(_in_use(where, str(error))) from error
-        raise
-    return lease
-
-
-def _in_use(where: str, holder: str) -> str:
-    return f"{where} is in use by a live run ({holder}); wait for it, or give another `trainer.output_dir`"
-
-
-def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
-    """Returns the lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to
-    remove. False: this file system has no locks."""
-    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ValueError(_in_use(where, holder)) from error
-    except OSError as error:
-        log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
-        locked = False
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock, locked

@@ -227,7 +227,8 @@ def test_a_run_recorded_with_the_planners_section_goes_on(tmp_path: Path) -> Non
     recorded = dataclasses.asdict(compose(["plan.hfu=0.4"], "dapo_tiny", plan=True))
     claim_output_dir(str(tmp_path), "auto", recorded).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    claim_output_dir(str(tmp_path), "auto", dataclasses.asdict(compose([], "dapo_tiny"))).release()
+    with claim_output_dir(str(tmp_path), "auto", dataclasses.asdict(compose([], "dapo_tiny"))) as run:
+        run.begin()
     now = (tmp_path / "config.yaml").read_text()
     assert now.startswith(HEADER) and "\nplan:" not in now
 

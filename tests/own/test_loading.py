@@ -101,6 +101,7 @@ def start(folder, cfg):
     with claim_output_dir(str(folder), "auto", asdict(cfg)) as run:
         run.check_own(digests(cfg))
         told = run.record_inputs(digests(cfg))
+        run.begin()
         (folder / "metrics.jsonl").write_text("{}\n")  # it got somewhere
         return told, run.accepted
 

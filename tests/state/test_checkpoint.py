@@ -127,10 +127,14 @@ def test_a_course_that_was_left_is_set_aside_and_cannot_return(root: Path) -> No
     for step in (5, 10, 15):
         save(store, step)
     assert store.go_back_to(root / "step_000005") == [root / "step_000010", root / "step_000015"]
+    assert store.latest() == root / "step_000005" and store.steps() == [5]
+    assert CheckpointStore(root, keep=0).latest() == root / "step_000015", "until the start is not refused any more"
+    store.leave_later()
     assert CheckpointStore(root, keep=0).latest() == root / "step_000005"
     assert names(root) == ["LATEST", "left_000010", "left_000015", "step_000005"]
     save(store, 10, "another course")
     assert store.go_back_to(root / "step_000005") == [root / "step_000010"]
+    store.leave_later()
     assert (root / "left_000010" / "actor" / "rank0.bin").read_text() == "another course of step 10"
 
 

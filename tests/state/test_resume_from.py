@@ -1,6 +1,7 @@
 """`checkpoint.resume=PATH`: a new run from another one's checkpoint, or back to an earlier one of its own."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,20 @@ import pytest
 
 from dapo.config.checks import validate
 from dapo.config.compose import compose
+from dapo.main_ppo import launch
 from dapo.state.run_dir import RunDirectory, claim_output_dir
 
 CONFIG: dict[str, Any] = {"rollout": {"n": 16}, "trainer": {"seed": 0}, "checkpoint": {"keep": 0}}
 
 
-def claim(path: Path, resume: Path | str = "auto", *, n: int = 16, accept: tuple[str, ...] = ()) -> RunDirectory:
+def claim(
+    path: Path, resume: Path | str = "auto", *, n: int = 16, accept: tuple[str, ...] = (), begin: bool = True
+) -> RunDirectory:
     checkpoint = {"keep": 0, "resume": str(resume), "accept_changes": list(accept)}
-    return claim_output_dir(str(path), str(resume), {**CONFIG, "rollout": {"n": n}, "checkpoint": checkpoint})
+    run = claim_output_dir(str(path), str(resume), {**CONFIG, "rollout": {"n": n}, "checkpoint": checkpoint})
+    if begin:
+        run.begin()
+    return run
 
 
 def save(run: RunDirectory, *steps: int) -> None:
@@ -109,6 +116,48 @@ def test_a_command_that_is_refused_goes_back_nowhere(tmp_path: Path, other: Path
         claim(tmp_path / "other", other, n=8)
     with claim(tmp_path / "other") as run:
         assert weights(run) == "of step 10 in other"
+
+
+def files(path: Path) -> dict[str, bytes]:
+    own = (".lock", ".lease")  # whose holder they name
+    return {str(each): each.read_bytes() for each in path.rglob("*") if each.is_file() and each.name not in own}
+
+
+def test_a_command_that_is_refused_later_changes_nothing(tmp_path: Path, other: Path) -> None:
+    """Its prompts may be others, or workers may be lacking."""
+    before = files(tmp_path)
+    for _ in range(2):  # and is no reason to take the same command for one that has gone back
+        with claim(tmp_path / "other", other, n=8, accept=("rollout", "data"), begin=False) as run:
+            assert weights(run) == "of step 5 in other" and run.store.completed(6) is None
+            run.check_data("bbbb")
+            assert run.record_inputs({"model.path": "another"}) == []
+            assert run.started.year == 2020
+        assert files(tmp_path) == before
+    with claim(tmp_path / "other", begin=False) as run:
+        assert weights(run) == "of step 10 in other"
+        run.check_data("aaaa")
+    with claim(tmp_path / "other", other) as run:
+        assert weights(run) == "of step 5 in other"
+    assert (other.with_name("left_000010") / "weights").exists()
+
+
+@pytest.mark.parametrize("refusing", ["dapo.doctor.before_run.check_machine", "dapo.run.preflight"])
+def test_what_the_program_refuses_before_workers_start_changes_nothing(
+    refusing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such GPU")
+
+    cfg = compose([f"trainer.output_dir={tmp_path / 'run'}"], "dapo_tiny")
+    with claim_output_dir(cfg.trainer.output_dir, "auto", asdict(cfg)) as run:
+        save(run, 5, 10)
+    before = files(tmp_path)
+    cfg.checkpoint.resume, cfg.actor.optim.lr = str(run.checkpoints / "step_000005"), 1e-7
+    monkeypatch.setattr("dapo.doctor.before_run.check_machine", lambda *_: None)
+    monkeypatch.setattr(refusing, refuse)
+    with pytest.raises(ValueError, match="no such GPU"):
+        launch(cfg)
+    assert files(tmp_path) == before
 
 
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path, other: Path) -> None:

@@ -17,7 +17,10 @@ CONFIG: dict[str, Any] = {
 
 
 def claim(path: Path, config: dict[str, Any] = CONFIG, resume: str = "auto") -> RunDirectory:
-    return claim_output_dir(str(path), resume, config)
+    """A start that nothing refuses."""
+    run = claim_output_dir(str(path), resume, config)
+    run.begin()
+    return run
 
 
 def save(run: RunDirectory, step: int) -> None:
