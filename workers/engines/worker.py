@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from workers.remote import WorkerLost
 from workers.weights.bucket import BACKEND, Bucket
 
 T = TypeVar("T")
+_numbers = count()  # of requests: vLLM takes no second one of a name
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 
 
@@ -72,11 +74,14 @@ class RolloutWorker:
         """Yields responses to one prompt [P] with their numbers, as they end; those that end together come together.
 
         They hold what follows their starts; `text` is of all, and empty where they were cut off: after `abort(key)` the
-        unfinished ones come with reason "abort".
+        unfinished ones come with reason "abort". A group of the same key that runs still is one that the driver has
+        given up, and ends.
         """
-        self._running[key] = [f"{key}-{sample}" for sample in range(sampling.n)]
+        if former := self._running.get(key):
+            await self._engine.abort(former)
+        names = self._running[key] = [f"{key}-{sample}-{next(_numbers)}" for sample in range(sampling.n)]
         token_ids = prompt.tolist()
-        requests = zip(self._running[key], starts, strict=True)
+        requests = zip(names, starts, strict=True)
         tasks = {
             asyncio.ensure_future(self._generate_one(name, token_ids, sampling, start)): sample
             for sample, (name, start) in enumerate(requests)
@@ -90,7 +95,8 @@ class RolloutWorker:
         finally:
             for task in tasks:
                 task.cancel()
-            del self._running[key]
+            if self._running.get(key) is names:
+                del self._running[key]
 
     async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, start: Start) -> Response:
         from workers.vllm_surface import EngineDeadError, RequestOutputKind, SamplingParams

@@ -1,0 +1,72 @@
+"""One engine is given a group that it still has: the driver gave it up, and its draw starts again by the same name."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dapo.types import Response, Sampling
+from workers.engines.unfinished import Start
+from workers.engines.worker import RolloutWorker
+
+SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
+STARTS = [Start(token_ids=np.zeros(0, dtype=np.int32), seed=seed) for seed in range(2)]
+
+
+class Engine:
+    """Stands for vLLM: a request runs until `end`, or until it is aborted."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Future[str]] = {}
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        assert name not in self.running, "as vLLM requires"
+        self.running[name] = asyncio.get_running_loop().create_future()
+        reason = await self.running[name]
+        del self.running[name]
+        logprobs = SimpleNamespace(logprobs=[-1.0])
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=[7], finish_reason=reason, logprobs=logprobs, weight_versions=())]
+        )
+
+    async def abort(self, names: list[str]) -> None:
+        for name in names:
+            self.running[name].set_result("abort")
+
+    def end(self) -> None:
+        for request in self.running.values():
+            request.set_result("stop")
+
+
+async def all_of(worker: RolloutWorker) -> list[str]:
+    parts = [part async for part in worker.generate("v3-d7", np.arange(3, dtype=np.int32), SAMPLING, STARTS)]
+    responses: list[Response] = [response for part in parts for _, response in part]
+    return [response.finish_reason for response in responses]
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_the_former_one_ends_and_the_latter_is_whole() -> None:
+    async def body() -> None:
+        worker, engine = RolloutWorker(), Engine()
+        worker._engine, worker._running, worker._decode = engine, {}, lambda ids, **_: "text"
+        former = asyncio.create_task(all_of(worker))
+        await turns()
+        latter = asyncio.create_task(all_of(worker))
+        assert await former == ["abort"] * 2
+        await turns()
+        assert [*worker._running] == ["v3-d7"] and len(engine.running) == 2, "it can be aborted, and counts"
+        engine.end()
+        assert await latter == ["stop"] * 2
+        assert worker._running == {}
+        third = asyncio.create_task(all_of(worker))
+        await turns()
+        await worker.abort(["v3-d7"])
+        assert await third == ["abort"] * 2
+
+    asyncio.run(asyncio.wait_for(body(), 30))
