@@ -1,4 +1,4 @@
-"""Writes files that a crash leaves either old or new, never half written.
+"""Writes files that a crash leaves either old or new, never half written; reads what is there at a later try alone.
 
 In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_dir` and `dapo.report.log`.
 """
@@ -6,9 +6,17 @@ In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_di
 import logging
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
+
+TRIES, WAIT_S = 4, 1.0  # of a read; the second wait is twice as long as the first, and so on
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of all that a read may raise, these are facts
+
+T = TypeVar("T")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,6 +37,19 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def tried(read: Callable[[], T]) -> T:
+    """Returns what `read` does, also where only a later try works, for a disk or a network file system fails now and
+    then. Raises what the last try did, and one of `NOT_THERE` at once."""
+    for number in range(1, TRIES):
+        try:
+            return read()
+        except NOT_THERE:
+            raise
+        except OSError:
+            time.sleep(WAIT_S * 2 ** (number - 1))
+    return read()
 
 
 def remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from dapo.state.durable import sync_directory
+from dapo.state.durable import sync_directory, tried
 
 JOURNAL = "journal"  # folder in a run's directory
 FORMAT = 1  # of frames and of what the caller writes into them: another one is not read
@@ -64,7 +64,7 @@ class Journal:
         damaged: list[str] = []
         for path in self._segments(version):
             try:
-                data = path.read_bytes()
+                data = tried(path.read_bytes)
             except OSError as error:
                 damaged.append(f"{path} cannot be read ({error})")
                 continue

@@ -9,13 +9,12 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dapo.state.durable import sync_directory, write_text
+from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
 
 FORMAT = 3  # also of the files that the caller writes: a directory of another format is not opened
 MANIFEST = "manifest.json"
@@ -23,8 +22,6 @@ DIGESTS = "*.sha256.json"  # left by a writer that hashed what it wrote
 SHARDS_OF = ".metadata"  # DCP's table of what lies where
 SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle and must not be loaded to be read
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
-WAITS_S = (0.5, 2.0, 5.0)  # before a read that failed is tried again
-NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of all that a read may raise, these are facts
 
 T = TypeVar("T")
 
@@ -85,7 +82,7 @@ def verify(directory: Path) -> None:
     """
     manifest = directory / MANIFEST
     try:
-        recorded = json.loads(_tried(lambda: manifest.read_text(encoding="utf-8"), directory))
+        recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))
         version, files = recorded["format"], dict(recorded["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
@@ -93,7 +90,7 @@ def verify(directory: Path) -> None:
         raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
     if recorded.get("sha256") != _checksum({"format": version, "files": files}):
         raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
-    for name in _tried(lambda: _files(directory), directory):
+    for name in _read(lambda: _files(directory), directory):
         if name not in files:
             raise BrokenCheckpoint(f"{directory / name} is not listed in {MANIFEST}; remove it if it was added by hand")
     with ThreadPoolExecutor(HASH_THREADS) as threads:
@@ -146,10 +143,10 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     """
     path = directory / name
     try:
-        size = _tried(lambda: path.stat().st_size, directory)
+        size = _read(lambda: path.stat().st_size, directory)
         if size != recorded["bytes"]:
             return f"{path} has {size} bytes where {recorded['bytes']} were written"
-        if _tried(lambda: _digest(path), directory) != recorded["sha256"]:
+        if _read(lambda: _digest(path), directory) != recorded["sha256"]:
             return f"{path} has other content than was written (sha256 differs)"
     except NOT_THERE as error:
         return f"{path} cannot be read ({error})"
@@ -158,23 +155,18 @@ def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     return ""
 
 
-def _tried(read: Callable[[], T], directory: Path) -> T:
-    """Returns what `read` does, of a file in `directory`, also where only a later try works. Raises
-    UnreadableCheckpoint where none does, and one of `NOT_THERE` at once."""
-    for wait_s in (*WAITS_S, None):
-        try:
-            return read()
-        except NOT_THERE:
-            raise
-        except OSError as error:
-            if wait_s is None:
-                raise UnreadableCheckpoint(
-                    f"{directory} cannot be read ({error}; tried {len(WAITS_S) + 1} times) and may be whole all the "
-                    "same; see to the disk or the rights and give the same command again; or move that directory away, "
-                    "and the run goes on without it"
-                ) from error
-            time.sleep(wait_s)
-    raise AssertionError("the last try returns or raises")
+def _read(read: Callable[[], T], directory: Path) -> T:
+    """Returns what `read` does, of a file in `directory`. Raises UnreadableCheckpoint, and one of `NOT_THERE`."""
+    try:
+        return tried(read)
+    except NOT_THERE:
+        raise
+    except OSError as error:
+        raise UnreadableCheckpoint(
+            f"{directory} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the "
+            "disk or the rights and give the same command again; or move that directory away, and the run goes on "
+            "without it"
+        ) from error
 
 
 def _digest(path: Path, *, sync: bool = False) -> str:

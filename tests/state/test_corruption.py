@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dapo.state import manifest
+from dapo.state import durable, manifest
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, verify
 from dapo.state.manifest import UnreadableCheckpoint
 
@@ -238,7 +238,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, reader: str, name: str, number: int, 
             raise OSError(number, "of the disk", str(path))
         return read(path, *arguments, **options)
 
-    monkeypatch.setattr(manifest, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(durable, "WAIT_S", 0.0)
     monkeypatch.setattr(owner, attribute, failing)
 
 
@@ -255,7 +255,7 @@ def test_one_that_cannot_be_read_is_not_broken(
     with monkeypatch.context() as patch:
         fails(patch, reader, name or directory.name, number, times=99)
         for _ in range(2):
-            with pytest.raises(UnreadableCheckpoint, match=rf"{directory} cannot be read .*step_000010.*tried 3 times"):
+            with pytest.raises(UnreadableCheckpoint, match=rf"{directory} cannot be read .*step_000010.*tried 4 times"):
                 store.latest()
     assert store.latest() == directory, "nothing was taken for known"
 
@@ -264,7 +264,7 @@ def test_one_that_cannot_be_read_is_not_broken(
 def test_one_that_can_be_read_at_a_later_try_is_whole(
     reader: str, name: str, tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails(monkeypatch, reader, name or "step_000010", errno.EIO, times=2)
+    fails(monkeypatch, reader, name or "step_000010", errno.EIO, times=3)
     assert store.latest() == tmp_path / "step_000010"
 
 

@@ -1,11 +1,13 @@
 """The journal's files: what was appended is read again, and damage costs the damaged record alone."""
 
+import errno
 import os
 import random
 from pathlib import Path
 
 import pytest
 
+from dapo.state import durable
 from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, framed, whole_records
 from tests.support.state.journals import opened, read
 
@@ -104,6 +106,22 @@ def test_records_of_other_settings_are_not_read(tmp_path):
     written(tmp_path)
     warnings: list[str] = []
     assert opened(tmp_path, warnings, settings="n=8").read(0) == [] and "other settings" in warnings[0]
+
+
+def test_a_segment_that_can_be_read_at_a_later_try_is(tmp_path, monkeypatch):
+    """What is not read is generated again, and `restart` writes over it."""
+    written(tmp_path)
+    failures = [OSError(errno.EIO, "of the disk"), OSError(errno.ESTALE, "of the network")]
+    read_bytes = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(durable, "WAIT_S", 0.0)
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert read(tmp_path) == (RECORDS, [])
 
 
 def test_segments_are_read_from_a_version_on(tmp_path):
