@@ -11,6 +11,7 @@ from typing import Any
 
 from dapo.report.log import evaluated
 from dapo.sampling.draws import BufferState
+from dapo.state.durable import NOT_THERE, tried
 
 DRIVER_STATE = "driver.json"
 
@@ -55,13 +56,14 @@ class DriverState:
 
     @classmethod
     def read(cls, directory: Path) -> "DriverState":
-        """Reads `driver.json`. Raises ValueError when it is missing or holds anything else."""
+        """Reads `driver.json`. Raises ValueError when it is missing or holds anything else, and OSError when it cannot
+        be read, which says nothing about the checkpoint."""
         path = directory / DRIVER_STATE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(tried(lambda: path.read_text(encoding="utf-8")))
             buffer, due = BufferState.parse(values["buffer"]), Due.parse(values["due"])
             return cls(version=int(values["version"]), buffer=buffer, due=due)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (*NOT_THERE, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path} is no state of the driver ({error!r}); remove this checkpoint's directory to continue from "
                 "the one before it"

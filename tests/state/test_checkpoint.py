@@ -1,15 +1,18 @@
 """Checkpoints are complete or not there: faults of every kind are found, named, and stepped over."""
 
 import asyncio
+import errno
 import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dapo.sampling.draws import BufferState
 from dapo.sampling.driver_state import DriverState
+from dapo.state import durable
 from dapo.state.checkpoint import BrokenCheckpoint, CheckpointStore, step_of, verify
 
 
@@ -209,4 +212,23 @@ def test_a_driver_state_that_is_none(content: str | None, tmp_path: Path) -> Non
     if content is not None:
         (tmp_path / "driver.json").write_text(content)
     with pytest.raises(ValueError, match=f"{tmp_path}/driver.json is no state of the driver"):
+        DriverState.read(tmp_path)
+
+
+def test_a_driver_state_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver_state(1).write(tmp_path)
+    read_text, failures = Path.read_text, [OSError(errno.EIO, "of the disk", "driver.json")] * 3
+
+    def failing(path: Path, **how: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return read_text(path, **how)
+
+    monkeypatch.setattr(durable, "WAIT_S", 0.0)
+    monkeypatch.setattr(Path, "read_text", failing)
+    assert DriverState.read(tmp_path) == driver_state(1)
+    failures += [OSError(errno.EIO, "of the disk", "driver.json")] * 4
+    with pytest.raises(OSError, match="of the disk: 'driver.json'"):
         DriverState.read(tmp_path)
