@@ -3,6 +3,7 @@
 A ground truth is the number, or the data set's whole reference solution, which ends with `#### 1,080`.
 """
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -12,16 +13,26 @@ from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, ag
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 
 _MARK = "####"
+# Up to three words of what is counted. Words that make another number of it, or a second answer, are none.
+_WORD = (
+    r"\s+(?!(?:or|and|to|by|in|of|plus|minus|times|divided|over|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|"
+    r"millions?|[bt]rillions?|percent)\b)[a-z]+"
+)
+_COUNTED = re.compile(rf"(?<=[0-9])(?:{_WORD}){{1,3}}\.?$", re.IGNORECASE)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
     """Scores one solution, in verl's signature; only solution_str and ground_truth are looked at.
 
     What stands on the line behind the last mark must be one number, read as `dapo.rewards.math` does: with thousands
-    separators, a dollar sign, a unit or a closing dot. Returns score (1.0 right, -1.0 wrong), acc (the same as a bool)
-    and pred (the answer as it was read, "" when there is none). Never raises for any solution_str.
+    separators, a dollar sign, a unit or a closing dot; or such a number and what is counted (18 eggs). Returns score
+    (1.0 right, -1.0 wrong), acc (the same as a bool) and pred (the answer as it was read, "" when there is none). Never
+    raises for any solution_str.
     """
-    answer = read(_after_mark(solution_str[-TAIL_CHARS:]))
+    line = _after_mark(solution_str[-TAIL_CHARS:])
+    answer = read(line)
+    if answer.value is None:
+        answer = read(_COUNTED.sub("", line))
     correct = answer.value is not None and agree(answer, _read_truth(str(ground_truth)))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}
 

@@ -99,6 +99,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.ray_address",
     "trainer.colocate",
 )
+JUDGE = "reward.judge"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +131,18 @@ def changes(there: dict[str, Any], here: dict[str, Any]) -> list[Change]:
     """Returns what differs, in the order of the configuration.
 
     there, here: as `dataclasses.asdict` of a `Config`, or parts of it. Other keys are not compared, nor are secrets,
-    which a recorded configuration lacks.
+    which a recorded configuration lacks, nor the judge's keys where neither asks one: a default may have been another.
     """
     before, after = values(redacted(there)), values(redacted(here))
-    return [Change(key=key, there=before[key], here=after[key]) for key in before if before[key] != after[key]]
+    asks = any(_asks_a_judge(each) for each in (before, after))
+    compared = [key for key in before if asks or not covers(JUDGE, key)]
+    return [Change(key=key, there=before[key], here=after[key]) for key in compared if before[key] != after[key]]
+
+
+def _asks_a_judge(config: dict[str, Any]) -> bool:
+    own = [source.get("functions") or [] for source in config["data.sources"] if isinstance(source, dict)]
+    functions = [function for some in (config["reward.functions"], *own) for function in some]
+    return any(isinstance(function, dict) and function.get("path") == "judge" for function in functions)
 
 
 def values(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from dapo.config.schema import Config
 from dapo.state.changes import HARMLESS, MEANING, alters_meaning, changes, check_accepted, covers, is_accepted
 
 TINY = asdict(compose([], "dapo_tiny"))
+JUDGED = asdict(
+    compose(["reward.functions=[{path: judge}]", "reward.judge={url: 'http://h/v1', model: m}"], "dapo_tiny")
+)
 KEYS = [one.name for one in keys(Config) if ITEM not in one.name]
 
 
@@ -72,7 +75,7 @@ def different(value: Any) -> Any:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_compared(key: str) -> None:
-    here, there = copy.deepcopy(TINY), copy.deepcopy(TINY)
+    here, there = copy.deepcopy(JUDGED), copy.deepcopy(JUDGED)
     section = there
     *parents, name = key.split(".")
     for parent in parents:
@@ -87,6 +90,14 @@ def test_every_key_is_compared(key: str) -> None:
         given = given[part]
     if key != "reward.functions":
         assert [found.key for found in changes(there, here)] == ([] if given == default else [key])
+
+
+def test_a_judges_keys_are_compared_where_one_is_asked() -> None:
+    here, there = copy.deepcopy(TINY), copy.deepcopy(TINY)
+    there["reward"]["judge"]["pattern"] = "of an older program"
+    assert changes(there, here) == []
+    here["data"]["sources"] = [{"name": "a", "functions": [{"path": "math"}, {"path": "judge"}]}]
+    assert [found.key for found in changes(there, here)] == ["data.sources", "reward.judge.pattern"]
 
 
 def test_keys_of_another_program_are_not_compared() -> None:
