@@ -78,7 +78,7 @@ def verify(directory: Path) -> None:
     """Compares every file with the manifest, and the list of files both ways.
 
     Raises BrokenCheckpoint naming the first that differs, is missing or is in no list, and UnreadableCheckpoint where
-    that cannot be told, for a disk or a file system of the network fails.
+    that cannot be told, for a disk or a file system of the network fails, or another version of dapo wrote it.
     """
     manifest = directory / MANIFEST
     try:
@@ -86,10 +86,13 @@ def verify(directory: Path) -> None:
         version, files = recorded["format"], dict(recorded["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
-    if version != FORMAT:
-        raise BrokenCheckpoint(f"{manifest} has format {version}, and this dapo reads format {FORMAT}")
     if recorded.get("sha256") != _checksum({"format": version, "files": files}):
         raise BrokenCheckpoint(f"{manifest} was changed after it was written (its own sha256 differs)")
+    if version != FORMAT:
+        raise UnreadableCheckpoint(
+            f"{manifest} is of another dapo: it has format {version}, and this one reads format {FORMAT}; go on with "
+            "that version, or move the checkpoint away, and the run goes on without it"
+        )
     for name in _read(lambda: _files(directory), directory):
         if name not in files:
             raise BrokenCheckpoint(f"{directory / name} is not listed in {MANIFEST}; remove it if it was added by hand")

@@ -120,10 +120,6 @@ def test_an_edited_manifest(
     found(tmp_path / "step_000010", "manifest.json was changed after it was written", store, caplog)
 
 
-def other_format(version: int) -> Callable[[Path], None]:
-    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version})) and None
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -132,8 +128,11 @@ def other_format(version: int) -> Callable[[Path], None]:
         pytest.param(lambda path: path.write_text(path.read_text()[:40]), "is missing or cannot be read", id="cut"),
         pytest.param(lambda path: path.write_text("[]"), "is missing or cannot be read", id="list"),
         pytest.param(flip, "is missing or cannot be read", id="bit-flipped"),
-        pytest.param(other_format(2), "has format 2, and this dapo reads format 3", id="of-an-older-program"),
-        pytest.param(other_format(99), "has format 99, and this dapo reads format 3", id="of-a-newer-program"),
+        pytest.param(
+            lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99})),
+            "was changed after it was written",
+            id="another-format",
+        ),
     ],
 )
 def test_a_damaged_manifest(
@@ -240,6 +239,19 @@ def fails(monkeypatch: pytest.MonkeyPatch, reader: str, name: str, number: int, 
 
     monkeypatch.setattr(durable, "WAIT_S", 0.0)
     monkeypatch.setattr(owner, attribute, failing)
+
+
+@pytest.mark.parametrize("version", [2, 99])
+def test_one_of_another_version_of_dapo_is_not_broken(
+    version: int, tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", version)
+        save(store, 20, "weights")
+    again = CheckpointStore(tmp_path, keep=3)
+    with pytest.raises(UnreadableCheckpoint, match=rf"step_000020.* has format {version}, and this one reads format 3"):
+        again.latest()
+    assert (tmp_path / "step_000020").is_dir()
 
 
 READS = [("_digest", "model.safetensors"), ("stat", "model.safetensors"), ("read_text", "manifest.json"), ("rglob", "")]
