@@ -34,6 +34,7 @@ PACKAGE = Path(verifier.__file__).parent
         pytest.param("2/4", r"\frac{1}{2}", id="fraction-by-value"),
         pytest.param(r"-\dfrac{1}{2}", "-1/2", id="dfrac-with-sign"),
         pytest.param(r"\frac{-1}{2}", "-0.5", id="sign-in-the-numerator"),
+        pytest.param(r"\frac{1}{-2}", "-0.5", id="sign-in-the-denominator"),
         pytest.param(r"\tfrac12", r"\frac{1}{2}", id="frac-without-braces"),
         pytest.param(r"1\frac{1}{2}", "3/2", id="mixed-number-in-latex"),
         pytest.param("-1 1/2", "-1.5", id="mixed-number"),

@@ -82,7 +82,7 @@ _POWER_OF_TEN = re.compile(
 )  # 1.5\times10^3
 _IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
 _CHOICE = re.compile(r"\([A-Z]\)")
-_LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
+_LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}")
 
 
 def dapo_spelling(text: str) -> str:
@@ -237,7 +237,7 @@ def number(text: str) -> Fraction | None:
     if _PLAIN.fullmatch(text):
         return Fraction(text)
     match = _MIXED.fullmatch(text) or _LATEX.fullmatch(text)
-    if match is None or int(match[4]) == 0:
+    if match is None or int(match[4]) == 0 or (match[2] and int(match[4]) < 0):
         return None
     sign, whole, top, bottom = match.groups()
     value = int(whole or 0) + Fraction(int(top), int(bottom))
