@@ -161,7 +161,7 @@ class TrajectoryPool:
 
     async def _response(self, group: _Group, name: str, prompt: Prompt, sampling: Sampling, seed: int) -> Response:
         """Returns one response, whatever becomes of its function. Raises RemoteError where nothing ends well."""
-        failed = gone = 0
+        failed, gone, why = 0, 0, ""
         while failed <= self._retries and gone <= MAX_GONE:
             held = Held()
             try:
@@ -171,7 +171,8 @@ class TrajectoryPool:
             except TurnLost as error:
                 is_gone = isinstance(error, WorkerGone)
                 failed, gone = failed + (not is_gone), gone + is_gone
-                self._tell(f"prompt {prompt.id}, attempt {failed + gone}: {error}")
+                why = f"prompt {prompt.id}, attempt {failed + gone}: {error}"
+                self._tell(why)
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             self._failed_in_a_row, self._longest = 0, max(held.length, self._longest)
@@ -181,7 +182,9 @@ class TrajectoryPool:
         if failed > self._retries and (held.length <= self._longest or not self._longest):
             self._failed_in_a_row += 1
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise RemoteError(f"`rollout.function` failed for {MAX_FAILURES_IN_A_ROW} responses in a row; fix it")
+            raise RemoteError(
+                f"`rollout.function` failed for {MAX_FAILURES_IN_A_ROW} responses in a row; fix it. The last one: {why}"
+            )
         return held.response("error")
 
     async def _attempt(

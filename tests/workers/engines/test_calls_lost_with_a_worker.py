@@ -106,5 +106,5 @@ def test_the_longest_responses_of_a_step_that_fail_end_no_run(monkeypatch: pytes
 def test_a_function_that_always_fails_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], most: list[int]
 ) -> None:
-    with pytest.raises(RemoteError, match="failed for 4 responses in a row"):
+    with pytest.raises(RemoteError, match=r"failed for 4 responses in a row.*prompt \d+, attempt \d+: "):
         failures(monkeypatch, lengths, most)
