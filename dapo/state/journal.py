@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from dapo.state.durable import sync_directory, tried
+from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried
 
 JOURNAL = "journal"  # folder in a run's directory
 FORMAT = 1  # of frames and of what the caller writes into them: another one is not read
@@ -39,11 +39,15 @@ MAX_WAITING = 4096  # records that a slow disk may be behind
 Encode = Callable[[], bytes]
 
 
+class UnreadableJournal(RuntimeError):
+    """Says that a segment cannot be read now and may be whole all the same: a start must not write over it."""
+
+
 class Journal:
     """Appends to the journal of one run directory, which only the process that holds the directory may.
 
-    Nothing here raises for what happens to the files: a write that fails is told once and ends the segment, and the
-    next segment tries again.
+    But for `read`, nothing here raises for what happens to the files: a write that fails is told once and ends the
+    segment, and the next segment tries again.
     """
 
     def __init__(self, directory: Path, settings: str, *, warn: Callable[[str], None]) -> None:
@@ -59,15 +63,21 @@ class Journal:
         self._behind = False
 
     def read(self, version: int) -> list[bytes]:
-        """Returns the records of all segments from `version` on, and tells of damage."""
+        """Returns the records of all segments from `version` on, and tells of damage. Raises UnreadableJournal."""
         records: list[bytes] = []
         damaged: list[str] = []
         for path in self._segments(version):
             try:
                 data = tried(path.read_bytes)
-            except OSError as error:
+            except NOT_THERE as error:
                 damaged.append(f"{path} cannot be read ({error})")
                 continue
+            except OSError as error:
+                raise UnreadableJournal(
+                    f"{path} cannot be read ({error}; tried {TRIES} times) and may be whole all the same; see to the "
+                    "disk or the rights and give the same command again; or move that file away, and its groups are "
+                    "generated again"
+                ) from error
             found, lost = whole_records(data, self._key)
             records += found
             if lost:

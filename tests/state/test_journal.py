@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dapo.sampling.draws import BufferState
+from dapo.sampling.journaled import recover
 from dapo.state import durable
-from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, framed, whole_records
+from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, UnreadableJournal, framed, whole_records
+from tests.support.sampling.verdicts import draw_of
 from tests.support.state.journals import opened, read
 
 RECORDS = [bytes([number]) * (3 + 40 * number) for number in range(5)]
@@ -122,6 +125,22 @@ def test_a_segment_that_can_be_read_at_a_later_try_is(tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "WAIT_S", 0.0)
     monkeypatch.setattr(Path, "read_bytes", failing)
     assert read(tmp_path) == (RECORDS, [])
+
+
+def test_a_segment_that_no_try_can_read_refuses_the_start_and_is_there_afterwards(tmp_path, monkeypatch):
+    segment = written(tmp_path)
+    before = segment.read_bytes()
+    read_bytes = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        raise OSError(errno.EIO, "of the disk")
+
+    monkeypatch.setattr(durable, "WAIT_S", 0.0)
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    state = BufferState(retry=[], draws={}, tokens={}, rate=[1.0, 1.0])
+    with pytest.raises(UnreadableJournal, match=r"after_000000\.log cannot be read .*of the disk.*tried 4 times"):
+        recover(opened(tmp_path), state, 0, draw_of, version=0)
+    assert read_bytes(segment) == before
 
 
 def test_segments_are_read_from_a_version_on(tmp_path):
