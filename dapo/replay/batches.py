@@ -1,7 +1,8 @@
 """Keeps what each step trained on, and reads it back: `batches/step_NNNNNN/groups.parquet` in the output directory.
 
 In: the groups of a step, before what the actors add to their rewards. Out: files, written beside the update; or the
-same groups again, for `python -m dapo.replay` and runs of one half. A failure here ends no run.
+same groups again, for `python -m dapo.replay` and runs of one half. A failure here ends no run, but for one that only
+generates.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.sampling.traffic import Traffic
 from dapo.state.checkpoint import STEP_NAME, step_of
+from dapo.state.durable import free_space
 from dapo.types import Collected, Draw, Group, Prompt
 
 BATCHES = "batches"  # folder in the output directory
@@ -54,11 +56,16 @@ class Batches:
         return cls(output_dir / BATCHES, keep, visits_of)
 
     async def put(self, step: int, groups: Sequence[Group]) -> None:
-        """Begins to write the batch of a step; waits for the one before it, which has had a whole step."""
+        """Begins to write the batch of a step; waits for the one before it, which has had a whole step.
+
+        Where all stay, waits for this one too, before the step counts, and raises RuntimeError where it is not written.
+        """
         await self.written()
         if self._keep != 0:
             visits = self._visits_of(groups)  # as of now: the update changes what is decided next
-            self._writing = asyncio.create_task(asyncio.to_thread(self._write, step, groups, visits))
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write_or_tell, step, groups, visits))
+        if self._keep is None:
+            await self.written()
 
     async def written(self) -> None:
         """Returns when the batch before this call is on disk."""
@@ -66,26 +73,36 @@ class Batches:
         if running is not None:
             await running
 
+    def _write_or_tell(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
+        try:
+            self._write(step, groups, visits)
+        except Exception as error:  # the run goes on without, whatever it is
+            why = f"{type(error).__name__}: {error}"
+            if self._keep is None:
+                raise RuntimeError(
+                    f"the batch of step {step} cannot be written to {self._directory} ({why}), and a run that only "
+                    "generates makes nothing else; see that the directory can be written to and that there is space "
+                    f"({free_space(self._directory.parent)}), and the same command goes on"
+                ) from error
+            warn(f"the batch of step {step} was not kept for `dapo.replay`: {why}")
+
     def _write(self, step: int, groups: Sequence[Group], visits: Visits) -> None:
         path = self._directory / f"step_{step:06d}"
         temporary = path.with_suffix(TEMPORARY)
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
-            temporary.mkdir(parents=True)
-            write_groups(temporary, [(group, step - 1) for group in groups])
-            digests = {group.draw.index: _digest(group.draw.prompt) for group in groups}
-            (temporary / PROMPTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
-            if visits:
-                (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
-            for left in _paths(self._directory):
-                if step_of(left) >= step:  # of a course that resuming has left
-                    shutil.rmtree(left, ignore_errors=True)
-            temporary.replace(path)
-            if self._keep:
-                for old in sorted(_paths(self._directory), key=step_of)[: -self._keep]:
-                    shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            warn(f"the batch of step {step} was not kept for `dapo.replay`: {error}")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
+        temporary.mkdir(parents=True)
+        write_groups(temporary, [(group, step - 1) for group in groups])
+        digests = {group.draw.index: _digest(group.draw.prompt) for group in groups}
+        (temporary / PROMPTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
+        if visits:
+            (temporary / VISITS).write_text(json.dumps(visits) + "\n", encoding="utf-8")
+        for left in _paths(self._directory):
+            if step_of(left) >= step:  # of a course that resuming has left
+                shutil.rmtree(left, ignore_errors=True)
+        temporary.replace(path)
+        if self._keep:
+            for old in sorted(_paths(self._directory), key=step_of)[: -self._keep]:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _digest(prompt: Prompt) -> str:

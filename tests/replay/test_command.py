@@ -151,8 +151,29 @@ def test_a_run_that_went_back_keeps_what_it_writes_and_nothing_of_the_course_tha
 
 def test_a_batch_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no directory")
-    kept(tmp_path / "file", 1)
+    kept(tmp_path / "file", 1, keep=20)
     assert "the batch of step 1 was not kept for `dapo.replay`" in capsys.readouterr().err
+
+
+def test_a_batch_that_no_file_can_hold_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    group = make_group(0, [1.0, 0.0])
+    group = replace(group, responses=tuple(replace(each, text="\ud800") for each in group.responses))
+    batches = Batches(tmp_path, 20)
+
+    async def put() -> None:
+        await batches.put(1, [group])
+        await batches.written()
+
+    asyncio.run(put())
+    assert "the batch of step 1 was not kept for `dapo.replay`: UnicodeEncodeError" in capsys.readouterr().err
+
+
+def test_a_run_that_only_generates_ends_before_a_step_whose_batch_cannot_be_written(tmp_path: Path) -> None:
+    """Its batches are all that it makes, and a later start must generate this one again."""
+    (tmp_path / "file").write_text("no directory")
+    batches = Batches(tmp_path / "file", None)
+    with pytest.raises(RuntimeError, match=r"the batch of step 1 cannot be written to .*file .*the same command"):
+        asyncio.run(batches.put(1, [make_group(0, [1.0, 0.0])]))
 
 
 def test_an_outcome_tells_what_differs() -> None:
