@@ -20,7 +20,7 @@ from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
 from workers.capacity import FleetCapacity
 from workers.engines.canary import CANARY, canary_sequence
-from workers.engines.group import Prefix, RunningGroup, cut_off
+from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
 from workers.engines.turns import Turns
@@ -151,6 +151,8 @@ class RolloutPool(WeightUpdates):
                 yield number, response
         finally:
             del self._groups[key]
+            if group.home is not None:  # given up before its end, which nobody will ask its engine for
+                give_up(key, *group.home, self._cfg.timeout_s)
 
     async def _slot(self, group: RunningGroup) -> EngineSlot | None:
         """Returns the engine that has the prefix, else the one with the fewest responses, as soon as one serves; None

@@ -15,6 +15,7 @@ from workers.engines.slot import EngineSlot
 from workers.engines.unfinished import Unfinished
 from workers.remote import RemoteError, WorkerLost, wait
 
+_ending: set[asyncio.Task[None]] = set()  # asyncio keeps no task from being collected
 PAUSE_S = 0.002  # before an engine is asked again to end what it did not know yet
 
 
@@ -81,6 +82,18 @@ async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Coll
             raise RemoteError(f"the engines did not end {sorted(keys)} within {timeout_s:g} s (`rollout.timeout_s`)")
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.2)
+
+
+def give_up(key: str, slot: EngineSlot, worker: Any, timeout_s: float) -> None:
+    """Lets an engine end a group that nobody waits for any more, beside whatever comes next."""
+
+    async def end() -> None:
+        with suppress(RemoteError):
+            await _abort_on(slot, worker, [key], timeout_s)
+
+    task = asyncio.ensure_future(end())
+    _ending.add(task)
+    task.add_done_callback(_ending.discard)
 
 
 async def _abort_on(slot: EngineSlot, worker: Any, keys: list[str], timeout_s: float) -> None:

@@ -26,6 +26,7 @@ from workers.weights.bucket import BACKEND, Bucket
 T = TypeVar("T")
 _numbers = count()  # of requests: vLLM takes no second one of a name
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
+ENDING_S = 1.0  # what groups that were asked to end have, before the engine refuses to sleep
 
 
 def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
@@ -172,7 +173,10 @@ class RolloutWorker:
 
     async def sleep(self, level: int) -> None:
         """Gives memory back until the next weight sync: the KV cache and, at level 2, the weights; at level 1 these go
-        to the host. Raises RuntimeError where requests run."""
+        to the host. Raises RuntimeError where requests run on."""
+        deadline = time.monotonic() + ENDING_S
+        while self._running and time.monotonic() < deadline:  # for those that the driver gave up, it has not waited
+            await asyncio.sleep(TOGETHER_S)
         if self._running:
             raise RuntimeError(f"{len(self._running)} groups run on an engine that is to sleep: {[*self._running][:5]}")
         if self._asleep and not self._stirring:

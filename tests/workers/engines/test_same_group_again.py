@@ -1,13 +1,18 @@
-"""One engine is given a group that it still has: the driver gave it up, and its draw starts again by the same name."""
+"""One engine has a group that the driver gave up: it ends, the engine sleeps, and the draw starts again by its name."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dapo.types import Response, Sampling
+from tests.support.engines.played import World, played_pool
+from workers.engines.life import LifeSigns
 from workers.engines.unfinished import Start
 from workers.engines.worker import RolloutWorker
 
@@ -35,6 +40,12 @@ class Engine:
         for name in names:
             self.running[name].set_result("abort")
 
+    async def sleep(self, level: int) -> None:
+        assert not self.running, "nothing is computed while it sleeps"
+
+    async def collective_rpc(self, name: str, kwargs: Any) -> None:
+        return None
+
     def end(self) -> None:
         for request in self.running.values():
             request.set_result("stop")
@@ -49,6 +60,42 @@ async def all_of(worker: RolloutWorker) -> list[str]:
 async def turns() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def test_an_engine_sleeps_where_a_group_is_about_to_end_and_refuses_where_one_goes_on() -> None:
+    async def body() -> None:
+        worker, engine = RolloutWorker(), Engine()
+        worker._engine, worker._running, worker._decode, worker._life = engine, {}, lambda ids, **_: "text", LifeSigns()
+        worker._asleep = worker._stirring = False
+        given_up = asyncio.create_task(all_of(worker))
+        await turns()
+        await worker.abort(["v3-d7"])
+        await worker.sleep(2)
+        assert worker._asleep and await given_up == ["abort"] * 2
+        worker._asleep = False
+        wanted = asyncio.create_task(all_of(worker))
+        await turns()
+        with pytest.raises(RuntimeError, match="1 groups run on an engine that is to sleep"):
+            await worker.sleep(2)
+        engine.end()
+        assert await wanted == ["stop"] * 2
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_group_that_is_closed_before_its_end_ends_on_its_engine() -> None:
+    async def body() -> None:
+        pool = played_pool(World(rng=random.Random(0)), engines=1)
+        engine = pool._slots[0].worker
+        how = replace(SAMPLING, n=8, max_tokens=90)
+        group = pool.generate("v3-d7", np.arange(3, dtype=np.int32), how, range(8))
+        await anext(group)
+        await group.aclose()
+        assert "v3-d7" in engine._known and not pool._groups
+        await turns()
+        assert engine._known["v3-d7"], "it was asked to end"
+
+    asyncio.run(asyncio.wait_for(body(), 30))
 
 
 def test_the_former_one_ends_and_the_latter_is_whole() -> None:
