@@ -11,6 +11,7 @@ an interrupted ladder.
 import argparse
 import asyncio
 import difflib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from dapo.ablation.results import RUNGS, run_folder
 from dapo.config.compose import compose
 from dapo.config.schema import Config
 from dapo.driver.preflight import preflight
+from dapo.faults.signals import Stop
 from dapo.fleet import build_rollouts, engine_needs, ray_cluster
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
 from dapo.report.redact import redacted
@@ -153,22 +155,34 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 async def run_ladder(runs: Sequence[LadderRun]) -> None:
-    """Trains what is not finished yet; without anything to train, neither Ray nor an engine starts."""
+    """Trains what is not finished yet; without anything to train, neither Ray nor an engine starts.
+
+    Raises KeyboardInterrupt after Ctrl-C and CancelledError after another signal, once the run under way has saved.
+    """
     pending = [run for run in runs if run.store().completed(run.cfg.trainer.total_steps) is None]
     if len(pending) < len(runs):
         say(f"{len(runs) - len(pending)} of {len(runs)} runs are finished already")
     if not pending:
         return
     rungs = list(dict.fromkeys(run.rung for run in runs))
-    shared = pending[0].cfg
-    with ray_cluster(shared):
-        async with build_rollouts(shared) as rollouts:
-            for run in pending:
-                place = f"rung {rungs.index(run.rung) + 1}/{len(rungs)} {run.rung}"
-                say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
-                cfg = run.cfg
-                with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
-                    await train(cfg, run_dir, run_dir.store, rollouts)
+    shared, task = pending[0].cfg, asyncio.current_task()
+    assert task is not None
+    stop = Stop(task)
+    stop.install()
+    try:
+        with ray_cluster(shared):
+            stop.install()  # once more: Ray has put a handler of its own in place
+            async with build_rollouts(shared) as rollouts:
+                for run in pending:
+                    place = f"rung {rungs.index(run.rung) + 1}/{len(rungs)} {run.rung}"
+                    say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
+                    cfg = run.cfg
+                    with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+                        await train(cfg, run_dir, run_dir.store, rollouts, stop)
+    except asyncio.CancelledError:
+        if stop.first == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,10 +1,14 @@
 """The ablation ladder: its plan, and two real rungs on one engine."""
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ from dapo.ablation.__main__ import SMOKE, chosen_rungs, ladder_runs, parse
 from dapo.ablation.results import RUNGS, run_folder
 from dapo.config.compose import compose, experiments
 from dapo.config.paths import resolve_path
+from dapo.config.schema import Config
+from dapo.faults.signals import caught
 from tests.support.ablation.ladder import cells, write_run
 from tests.support.runs import Runs, metrics
 
@@ -114,6 +120,43 @@ def test_an_interrupted_ladder_says_how_to_go_on(
         ablation.main(["--rungs", "grpo", "--seeds", "0", "--out", str(tmp_path)])
     assert ended.value.code == code
     assert "the same command continues the ladder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGHUP, 85)]
+)
+def test_a_signal_lets_the_run_under_way_save_and_ends_the_ladder(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[str] = []
+
+    @asynccontextmanager
+    async def engines(cfg: Config) -> AsyncIterator[None]:
+        yield
+
+    async def train(cfg: Config, *rest: Any) -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            saved.append(cfg.trainer.output_dir)
+            raise
+
+    def cluster(cfg: Config) -> AbstractContextManager[None]:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray does
+        return nullcontext()
+
+    monkeypatch.setattr(ablation, "ray_cluster", cluster)
+    monkeypatch.setattr(ablation, "build_rollouts", engines)
+    monkeypatch.setattr(ablation, "train", train)
+    before = {each: signal.signal(each, lambda *_: None) for each in caught()}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            ablation.main(["--rungs", "grpo", "--seeds", "0", "1", "--out", str(tmp_path)])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == code and saved == [str(run_folder(tmp_path, "grpo", 0))]
 
 
 def test_rungs_that_need_other_engines_are_refused(tmp_path: Path) -> None:
