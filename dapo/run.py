@@ -61,7 +61,9 @@ from workers.engines.arguments import engine_args
 from workers.rollout import RolloutPool
 
 
-async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: CheckpointStore, since: float) -> None:
+async def train_until_signal(
+    cfg: Config, run_dir: RunDirectory, store: CheckpointStore, since: float, until: int | None = None
+) -> None:
     """Trains as `train` does. Raises KeyboardInterrupt after Ctrl-C, CancelledError after another signal, and LeaseLost
     when another run has taken the directory over."""
     task = asyncio.current_task()
@@ -75,7 +77,7 @@ async def train_until_signal(cfg: Config, run_dir: RunDirectory, store: Checkpoi
 
     run_dir.when_lost(lost)
     try:
-        await train(cfg, run_dir, store, stop=stop, since=since)
+        await train(cfg, run_dir, store, stop=stop, until=until, since=since)
     except asyncio.CancelledError:
         run_dir.check()
         if stop.first == signal.SIGINT:

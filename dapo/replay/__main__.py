@@ -10,6 +10,7 @@ itself is only read. Exit code 1: something differs that no key was to change.
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,15 +33,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def replay(given: Replay) -> Outcome:
-    """Trains, and compares. Raises ValueError or RuntimeError as `dapo.run.train` does."""
-    from dapo.run import train  # loads torch and Ray, which takes seconds
+    """Trains, and compares. Raises as `dapo.run.train_until_signal` does."""
+    from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
-    cfg = given.cfg
+    cfg, began = given.cfg, time.monotonic()
     with (
         Watchdog(cfg.logging.watchdog_s),
         claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir,
     ):
-        asyncio.run(train(cfg, run_dir, run_dir.store, until=given.step))
+        asyncio.run(train_until_signal(cfg, run_dir, run_dir.store, began, until=given.step))
     return outcome(given.run, given.folder, given.step)
 
 
@@ -55,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = "" if given.first == given.step else f", by way of steps {given.first} to {given.step - 1}"
         say(f"step {given.step} from {given.origin or given.cfg.model.path}{steps}")
         found = replay(given)
-    except KeyboardInterrupt:
-        end("interrupted", EXIT_INTERRUPTED)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        end("interrupted; nothing was compared", EXIT_INTERRUPTED)
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"dapo.replay: {error}")
     say(words(found, given.step))

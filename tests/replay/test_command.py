@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import os
 import shutil
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from dapo.config.compose import checked_overrides, compose, half_flags
-from dapo.config.schema import LoggingConfig
+from dapo.config.schema import Config, LoggingConfig
 from dapo.data.order import PromptOrder
+from dapo.faults.signals import caught
 from dapo.replay.__main__ import main
 from dapo.replay.again import prepare
 from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept
@@ -174,6 +177,31 @@ def test_a_run_that_only_generates_ends_before_a_step_whose_batch_cannot_be_writ
     batches = Batches(tmp_path / "file", None)
     with pytest.raises(RuntimeError, match=r"the batch of step 1 cannot be written to .*file .*the same command"):
         asyncio.run(batches.put(1, [make_group(0, [1.0, 0.0])]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_processes_of_a_replay_and_ends_it_with_a_message(
+    run: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[int] = []
+
+    async def train(cfg: Config, *rest: object, until: int, **options: object) -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            stopped.append(until)
+            raise
+
+    monkeypatch.setattr("dapo.run.train", train)
+    before = {each: signal.signal(each, lambda *_: None) for each in caught()}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main([str(run), "--step", "1"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 130 and stopped == [1] and "interrupted; nothing was compared" in capsys.readouterr().err
 
 
 def test_an_outcome_tells_what_differs() -> None:
