@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.compose import compose
-from dapo.config.paths import resolve_path
+from dapo.config.paths import data_parts, resolve_path
 from dapo.config.schema import Config
 from dapo.config.sources import SourceConfig
 from dapo.report.console import end, say
@@ -32,8 +32,9 @@ def local_overrides(cfg: Config, copy: Callable[[str, str], Path]) -> list[str]:
     """Returns the arguments that make a run read local copies. copy: takes "model" or "dataset" and OWNER/NAME."""
 
     def data(name: str) -> str:
-        repository, colon, split = name.partition(":")
-        return f"{copy('dataset', repository)}{colon}{split}" if _on_hub(name) else resolve_path(name)
+        whole, *_ = data_parts(name)
+        found = copy("dataset", whole) if _on_hub(whole) else resolve_path(whole)
+        return f"{found}{name.removeprefix(whole)}"
 
     def files(value: Any) -> str:
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Finds models and data files: local paths, `pkg://PACKAGE/NAME` inside an installed package, and hub names.
 
 In: a value of the configuration. Out: an absolute path, or a hub name left as it is; or an error that names the key,
-the value and the nearest name that exists. `output_path` is for what a run writes, `not_on_hub`
-for a name that could not be read.
+the value and the nearest name that exists. `data_parts` and `checked_data` are for data sets, which may name a split;
+`output_path` is for what a run writes, `not_on_hub` for a name that could not be read.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 PKG_SCHEME = "pkg://"
+_COLON = re.compile(r":(?!//)(?![^\[]*\])")  # neither that of pkg:// nor that of train[:100]
 JOB_FILES = ("runtime_resources", "working_dir_files")  # of Ray: above its copy of the folder that a job takes along
 
 
@@ -41,6 +42,22 @@ def checked_path(value: str, *, key: str) -> str:
     near = _nearest(path.name, folder)
     remedy = f"did you mean {written.removesuffix(path.name)}{near}?" if near else "give an existing path"
     raise ValueError(f"`{key}` ({value}) does not exist in {folder}; {remedy}")
+
+
+def data_parts(value: str) -> tuple[str, str, str]:
+    """Returns file, folder or hub name, configuration and split of NAME, NAME:SPLIT or NAME:CONFIG:SPLIT; "" where
+    there is none. What exists as a whole is a name."""
+    name, *rest = _COLON.split(value)
+    if not rest or len(rest) > 2 or Path(resolve_path(value)).exists():
+        return value, "", ""
+    return name, "".join(rest[:-1]), rest[-1]
+
+
+def checked_data(value: str, *, key: str) -> str:
+    """Returns what `checked_path` does, also for FOLDER:SPLIT and FOLDER:CONFIG:SPLIT. Raises ValueError as it does."""
+    name, *_ = data_parts(value)
+    whole = name == value or Path(resolve_path(name)).is_file()  # a file has no splits
+    return checked_path(value, key=key) if whole else checked_path(name, key=key) + value.removeprefix(name)
 
 
 def _nearest(name: str, folder: Path) -> str:

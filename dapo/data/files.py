@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dapo.config.paths import data_parts
 from dapo.data.layouts import MEDIA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
 from dapo.data.values import shown
 
@@ -37,7 +38,7 @@ class Chunk:
 
 
 def read_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
-    """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_path` gives it.
+    """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_data` gives it.
 
     key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column.
     """
@@ -67,13 +68,13 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     import datasets  # here, because only this path needs it and it takes 1.4 s
 
     where = f"`{key}`: {name}"
-    repository, _, split = name.partition(":")
+    repository, config, split = data_parts(name)
     try:
-        found = datasets.load_dataset(repository, split=split or None)
+        found = datasets.load_dataset(repository, config or None, split=split or None)
     except Exception as error:  # a network, the hub and every kind of data file are behind this call
         raise ValueError(
             f"{where} is no local file and could not be loaded as a data set ({type(error).__name__}: {error}); "
-            "check the name (OWNER/NAME or OWNER/NAME:SPLIT), the network, or give a local file"
+            "check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT) and the network, or give a file"
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if len(found) > 1:

@@ -6,7 +6,7 @@ In: a configuration, after its model and data were read. Out: a line of text per
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dapo.config.paths import resolve_path
+from dapo.config.paths import data_parts, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
 
@@ -33,11 +33,12 @@ def origin(name: str, kind: str) -> str:
     kind: "model" or "dataset" on the hub. Of several commits the one that was read last counts, as the hub's cache has
     it; what went past that cache is asked for, and "unknown commit" where nobody answers.
     """
-    path = Path(resolve_path(name))
+    repository, *_ = data_parts(name)
+    part = name.removeprefix(repository)
+    path = Path(resolve_path(repository))
     if path.exists():
-        return f"{path} ({_about(path)})"
-    repository, colon, split = name.partition(":")
-    return f"{repository}@{_cached(repository, kind) or _asked(repository, kind) or UNKNOWN}{colon}{split}"
+        return f"{path}{part} ({_about(path)})"
+    return f"{repository}@{_cached(repository, kind) or _asked(repository, kind) or UNKNOWN}{part}"
 
 
 def _about(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo.config.paths import checked_path
+from dapo.config.paths import checked_data
 from dapo.data.files import SCHEMA, Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, Reading, refuse_media
 from dapo.data.values import shown
@@ -77,8 +77,9 @@ def load_counted(
     """Returns the distinct prompts of `files`, in file order, after the tokenizer's chat template, each with the number
     of rows that have it.
 
-    files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder, or a hub data set, `OWNER/NAME` or
-    `OWNER/NAME:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer prompts are left out.
+    files: local .parquet/.json/.jsonl, `pkg://PACKAGE/FILE`, a folder or a hub data set, both also with a split,
+    `OWNER/NAME:SPLIT` or `OWNER/NAME:CONFIG:SPLIT`. tokenizer: of `transformers`. max_prompt_length: tokens; longer
+    prompts are left out.
     max_contradictory: the share of distinct prompts that may be left out because their ground truths disagree.
     key: the configuration key to name in errors. reading: how rows become prompts. today: the date for templates that
     write one; None: the real one.
@@ -115,7 +116,7 @@ def _distinct(files: Sequence[str], key: str, reading: Reading) -> tuple[int, li
     rows = 0
     seen: dict[Messages, _Problem] = {}
     for name in files:
-        name = checked_path(name, key=key)
+        name = checked_data(name, key=key)
         in_file = 0
         for chunk in read_chunks(name, key, reading):
             _add_distinct(chunk, f"`{key}`: {name}", seen, reading.system_prompt)

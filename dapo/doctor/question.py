@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo.allocator import hands_over_memory
-from dapo.config.paths import checked_path, resolve_path
+from dapo.config.paths import checked_data, data_parts, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
 from dapo.rewards.calling.by_entry import section_of, source_functions
@@ -81,7 +81,7 @@ def _data(cfg: Config) -> dict[str, str]:
     for one in (*train_files(cfg.data), *held_out_files(cfg.data)):
         for index, name in enumerate(one.files):
             try:
-                path = checked_path(name, key=one.key)
+                path, *_ = data_parts(checked_data(name, key=one.key))
             except ValueError:  # what loads the data says it better
                 continue
             if Path(path).exists():

@@ -43,8 +43,9 @@ def test_of_the_hub_the_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     assert origin("owner/rows:train", "dataset") == f"owner/rows@{COMMIT[::-1]}:train"
+    assert origin("owner/rows:main:train", "dataset") == f"owner/rows@{COMMIT[::-1]}:main:train"
     assert origin("owner/gone", "model") == f"owner/gone@{UNKNOWN}"
-    assert asked == [("owner/rows", "dataset"), ("owner/gone", "model")]
+    assert asked == [("owner/rows", "dataset"), ("owner/rows", "dataset"), ("owner/gone", "model")]
 
 
 def test_of_a_disk_size_and_date(tmp_path: Path) -> None:
@@ -54,6 +55,8 @@ def test_of_a_disk_size_and_date(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "b").write_bytes(b"1" * 2000)
     os.utime(tmp_path / "more" / "b", (0, 3))
+    part = f"{tmp_path / 'more'}:main:test"
+    assert origin(part, "dataset") == f"{part} (1 files, 2,000 bytes, 1970-01-01 00:00:03 UTC)"
     assert origin(str(tmp_path), "model") == f"{tmp_path} (2 files, 2,005 bytes, 1970-01-02 00:00:00 UTC)"
 
 

@@ -1,6 +1,7 @@
 """Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,14 +244,46 @@ def test_a_folder_goes_through_datasets(
     write_parquet(folder / "test-00000.parquet", [row("3")])
     with pytest.raises(ValueError, match="has the splits test, train; name one, as in .*/sums:test"):
         load(str(folder), tokenizer)
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{folder}:test", "sums:test", f"{folder}:test[:1]"):
+        assert [prompt.messages[0][1] for prompt in load(name, tokenizer)[0]] == ["3"]
+    with pytest.raises(ValueError, match='Unknown split "tset"'):
+        load(f"{folder}:tset", tokenizer)
+    with pytest.raises(ValueError, match=r"does not exist in .*; did you mean .*train-00000.parquet\?$"):
+        load(f"{folder}/train-00000.parquet:train", tokenizer)
+
+
+def test_a_data_set_of_several_configurations(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GSM8K has two, main and socratic; without one of them it cannot be loaded."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    head = "---\nconfigs:\n"
+    for name in ("main", "socratic"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            write_parquet(tmp_path / "set" / name / f"{split}.parquet", [row(f"{name} {split}")])
+        head += f"- config_name: {name}\n  data_files:\n"
+        head += "".join(f"  - split: {split}\n    path: {name}/{split}.parquet\n" for split in ("train", "test"))
+    (tmp_path / "set" / "README.md").write_text(head + "---\n")
+    with pytest.raises(ValueError, match=r"(?s)\['main', 'socratic'\].* or OWNER/NAME:CONFIG:SPLIT"):
+        load(f"{tmp_path / 'set'}:test", tokenizer)
+    prompts, _ = load(f"{tmp_path / 'set'}:socratic:test", tokenizer)
+    assert [prompt.messages[0][1] for prompt in prompts] == ["socratic test"]
 
 
 def test_a_name_that_no_hub_knows(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(name: str, split: str | None) -> None:
-        raise FileNotFoundError(f"{name} and {split}")
+    def load_dataset(name: str, config: str | None, split: str | None) -> None:
+        raise FileNotFoundError(f"{name}, {config} and {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"`data.train_files`: a/b:test is no local file .*a/b and test"):
-        load("a/b:test", tokenizer)
+    for name, said in {
+        "a/b:test": "a/b, None and test",
+        "a/b:c:test[:9]+test[9:]": r"a/b, c and test\[:9\]\+test\[9:\]",
+    }.items():
+        with pytest.raises(ValueError, match=rf"`data.train_files`: {re.escape(name)} is no local file .*{said}"):
+            load(name, tokenizer)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dapo.config.compose import compose
+from dapo.config.paths import checked_data
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "a" * 40
@@ -137,6 +138,7 @@ def test_a_model_and_its_data_come_whole_and_are_named(hub: Hub, tmp_path: Path)
     assert cfg.model.path == str(model)
     assert cfg.data.train_files == [f"{folder}/BytedTsinghua-SIA--DAPO-Math-17k@{SHA}"]
     assert cfg.data.val_files == [f"{folder}/BytedTsinghua-SIA--AIME-2024@{SHA}"]
+    assert checked_data(f"{cfg.data.val_files[0]}:test", key="data.val_files") == f"{cfg.data.val_files[0]}:test"
     assert subprocess.run("sha256sum --check --quiet *.sha256", shell=True, cwd=folder).returncode == 0
     # Once more: nothing is downloaded; and without the hub every file can be checked.
     before = len(hub.asked)
