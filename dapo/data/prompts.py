@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-import numpy as np
-
 from dapo.config.paths import checked_data
 from dapo.data.files import SCHEMA, Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, Reading, refuse_media
+from dapo.data.tokenizer import token_ids
 from dapo.data.values import shown
 from dapo.rewards.reading.answer import agree, read_truth
-from dapo.types import Messages, Prompt
+from dapo.types import Int32Array, Messages, Prompt
 
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # a name reaches no prompt; without it, it says the same
 DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
@@ -93,8 +92,7 @@ def load_counted(
     rows, distinct = _distinct(files, key, reading)
     problems = _without_contradictions(distinct, max_contradictory, key)
     texts = [_chat_text(tokenizer, problem, today) for problem in problems]
-    # The template has written every special token itself: a second BOS would shift what the model was trained on.
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    ids = token_ids(tokenizer, texts)
     fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
     report = DataReport(
         rows=rows,
@@ -171,13 +169,13 @@ def _template(tokenizer: Any) -> str:
     return template if isinstance(template, str) else json.dumps(template)
 
 
-def _prompt(number: int, problem: _Problem, text: str, ids: list[int], entry: str) -> Prompt:
+def _prompt(number: int, problem: _Problem, text: str, ids: Int32Array, entry: str) -> Prompt:
     return Prompt(
         id=number,
         source=problem.source,
         messages=problem.messages,
         text=text,
-        token_ids=np.asarray(ids, dtype=np.int32),
+        token_ids=ids,
         ground_truth=problem.ground_truth,
         extra_info=problem.extra_info,
         entry=entry,

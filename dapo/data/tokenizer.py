@@ -1,14 +1,19 @@
-"""Loads the model's tokenizer on the driver: `model` in, a tokenizer of transformers out, or an error for a person."""
+"""Loads the model's tokenizer on the driver: `model` in, a tokenizer of transformers out, or an error for a person; and
+gets the tokens of many texts from it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dapo.config.actor import ModelConfig
 from dapo.config.facts.model_shape import UnknownShape, read_config
 from dapo.config.paths import not_on_hub
 from dapo.data.files import shown
-from dapo.types import Prompt
+from dapo.types import Int32Array, Prompt
+
+TEXTS_AT_A_TIME = 1024
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -54,6 +59,17 @@ def _ends(model: ModelConfig) -> bool:
     except OSError:  # it has none; then vLLM takes config.json
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return getattr(config, "eos_token_id", None) is not None
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
+    """Returns the tokens of each text, a part of the texts after the other: of one call a tokenizer holds a hundred
+    bytes for each token. No special tokens are added, for a chat template writes them itself."""
+    found: list[Int32Array] = []
+    for start in range(0, len(texts), TEXTS_AT_A_TIME):
+        part = list(texts[start : start + TEXTS_AT_A_TIME])
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        found += [np.asarray(tokens, dtype=np.int32) for tokens in ids]
+    return found
 
 
 def check_rows(prompts: Iterable[Prompt], path: str) -> None:

@@ -145,3 +145,27 @@ def test_memory_does_not_grow_with_the_copies(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 1024 < many.stat().st_size / 3, f"{int(done.stdout) / 1024:.0f} MiB more"
+
+
+TOKENIZE = """
+import resource, sys
+from transformers import AutoTokenizer
+from dapo.config.paths import resolve_path
+from dapo.data.tokenizer import token_ids
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokenizer = AutoTokenizer.from_pretrained(resolve_path("pkg://dapo.tiny/base"))
+texts = ["12+34=" * 50] * 10000
+token_ids(tokenizer, texts[:1000])
+before = peak()
+ids = token_ids(tokenizer, texts)
+assert len(ids) == 10000 and {len(one) for one in ids} == {300}
+print(peak() - before)
+"""
+
+
+def test_memory_of_tokens_is_that_of_the_tokens() -> None:
+    """Three million tokens are 12 MB of int32; in one call the tokenizer would hold 300 MB more for them."""
+    done = subprocess.run([sys.executable, "-c", TOKENIZE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 100e6, f"{int(done.stdout) / 1024:.0f} MiB more"
