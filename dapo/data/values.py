@@ -1,5 +1,5 @@
 """Reads single values of data files: an answer in, the text that reward functions compare out; any value in, how an
-error shows it."""
+error shows it; and finds texts that are none."""
 
 from decimal import Decimal
 from typing import Any
@@ -16,6 +16,16 @@ def plain_text(value: Any) -> str | None:
         return None
     number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     return format(number, "f") if number.is_finite() else None
+
+
+def refuse_halves(text: str, what: str) -> None:
+    """Raises ValueError for half of a surrogate pair, as JSON may write it: no tokenizer and no file takes such a text.
+    what: row and column, for the error."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ValueError(f"{what} holds {half}, half of a character; correct or remove the row") from None
 
 
 def shown(value: Any) -> str:
