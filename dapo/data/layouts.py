@@ -67,7 +67,7 @@ class Layout:
         except ValueError as error:
             raise ValueError(f"{where}: {error}; correct or remove the row") from None
         if truth is None or not truth.strip():
-            there = ", ".join(f"`{name}`" for name in self.truths if row.get(name) is not None)
+            there = ", ".join(f"`{name}`" for name in self.truths if _says(row, name))
             raise ValueError(
                 f"{where}: {f'column {there} lacks' if there else 'there is not'} {self.wants}, which `format` "
                 f"{self.name} reads as the ground truth; correct or remove the row, or give another `format`"
@@ -96,6 +96,12 @@ def refuse_media(row: Row, where: str) -> None:
             )
 
 
+def _says(row: Row, column: str) -> bool:
+    """Returns whether a row has something in a column; a blank text is nothing."""
+    value = row.get(column)
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
 def _text(row: Row, column: str) -> str:
     """Returns what a column says. Raises ValueError where that cannot be an answer."""
     text = plain_text(row[column])
@@ -109,7 +115,7 @@ def _text(row: Row, column: str) -> str:
 
 def _plain(row: Row) -> str | None:
     """Returns the first truth there is: of a worked solution its last box or else what it marks, where it has one."""
-    column = next((name for name in TRUTHS if row.get(name) is not None), None)
+    column = next((name for name in TRUTHS if _says(row, name)), None)
     if column is None:
         return None
     text = _text(row, column)
@@ -120,7 +126,7 @@ def _plain(row: Row) -> str | None:
 
 
 def _marked(row: Row) -> str | None:
-    return _behind_mark(_text(row, "answer")) if row.get("answer") is not None else None
+    return _behind_mark(_text(row, "answer")) if _says(row, "answer") else None
 
 
 def _behind_mark(text: str) -> str | None:
@@ -129,9 +135,9 @@ def _behind_mark(text: str) -> str | None:
 
 
 def _of_solution(row: Row) -> str | None:
-    if row.get("answer") is not None:
+    if _says(row, "answer"):
         return _text(row, "answer")
-    found = boxed(_text(row, "solution")) if row.get("solution") is not None else []
+    found = boxed(_text(row, "solution")) if _says(row, "solution") else []
     return found[-1] if found else None
 
 

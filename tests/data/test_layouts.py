@@ -51,6 +51,10 @@ ROWS = [
         id="math",
     ),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
+    pytest.param(
+        {"problem": "1+1", "solution": WORKED, "answer": " "}, "math", USER, "\\frac{4}{2}", {}, id="math-blank"
+    ),
+    pytest.param({"prompt": "1+1", "solution": WORKED, "answer": ""}, "trl", USER, "\\frac{4}{2}", {}, id="trl-blank"),
     pytest.param({"problem": "1+1", "solution": "So $\\boxed 2$."}, "math", USER, "2", {}, id="math-bare-box"),
     pytest.param({"prompt": "1+1", "solution": "So $\\boxed 2$."}, "trl", USER, "2", {}, id="trl-bare-box"),
     pytest.param(
