@@ -23,6 +23,7 @@ COLUMNS = (*VERL_COLUMNS, "extra_info", *MEDIA)
 PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a time
 CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
 MEDIA_ROWS = 64  # of files with pictures, which may take megabytes each
+SAVED = "state.json"  # in a folder that `save_to_disk` of the `datasets` library has written
 SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
 
 
@@ -70,7 +71,10 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     where = f"`{key}`: {name}"
     repository, config, split = data_parts(name)
     try:
-        found = datasets.load_dataset(repository, config or None, split=split or None)
+        if (Path(repository) / SAVED).is_file() and not split:
+            found = datasets.load_from_disk(repository)
+        else:
+            found = datasets.load_dataset(repository, config or None, split=split or None)
     except Exception as error:  # a network, the hub and every kind of data file are behind this call
         raise ValueError(
             f"{where} is no local file and could not be loaded as a data set ({type(error).__name__}: {error}); "

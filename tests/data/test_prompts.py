@@ -255,6 +255,21 @@ def test_a_folder_goes_through_datasets(
         load(f"{folder}/train-00000.parquet:train", tokenizer)
 
 
+def test_a_folder_of_save_to_disk(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    saved = datasets.Dataset.from_list([row("1"), row("1"), row("2")]).select([2, 0, 1])
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "two")
+    for name, messages in {"one": ["2", "1"], "two:train": ["2", "1"], "two:test": ["2"]}.items():
+        assert [prompt.messages[0][1] for prompt in load(f"{tmp_path}/{name}", tokenizer)[0]] == messages
+    with pytest.raises(ValueError, match="has the splits test, train; name one, as in .*/two:test"):
+        load(f"{tmp_path}/two", tokenizer)
+
+
 def test_a_data_set_of_several_configurations(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
