@@ -38,6 +38,10 @@ from dapo.rewards import math, math_verify
         pytest.param(r"Answer: \(\boxed C\)", "C", id="a-choice-in-a-box-without-braces"),
         pytest.param("Answer: 42", r"\boxed 42", id="a-truth-in-a-box-without-braces"),
         pytest.param("Answer: (5)", "5", id="parentheses"),
+        pytest.param(r"Answer: \boxed{34} and thus done", "34", id="a-remark-behind-the-box"),
+        pytest.param(r"Answer: $\boxed{34}$, and the other root is rejected.", "34", id="a-remark-with-a-comma"),
+        pytest.param(r"Answer: Alice and Bob have \boxed{34} apples", "34", id="names-before-the-box"),
+        pytest.param(r"Answer: \boxed{3, 4} and no others", "3,4", id="a-list-and-a-remark"),
         pytest.param(r"\boxed{x = \left(\frac{1}{2}\right)}", "0.5", id="a-fraction-in-parentheses"),
     ],
 )
@@ -55,6 +59,12 @@ def test_right(verifier: object, solution: str, truth: str) -> None:
         pytest.param(r"\boxed{41} or maybe \boxed{42}", "42", id="or-maybe"),
         pytest.param(r"\boxed{41}, or if n is even, \boxed{42}", "42", id="or-with-a-condition"),
         pytest.param(r"\boxed{41} and \boxed{42}", "42", id="and"),
+        pytest.param(r"Answer: \boxed{42} and 41", "42", id="and-a-number"),
+        pytest.param(r"Answer: \boxed{42} or forty-one", "42", id="or-a-word"),
+        pytest.param(r"Answer: \boxed{42} and $\pi$", "42", id="and-a-formula"),
+        pytest.param(r"Answer: x and \boxed{y}", "y", id="and-a-letter"),
+        pytest.param(r"Answer: \boxed{42}\pi and done", "42", id="half-a-product-and-a-remark"),
+        pytest.param(r"Answer: \boxed{3, 4} and no others", "34", id="a-list-with-a-remark-is-no-number"),
         pytest.param(r"\boxed{41}, \boxed{42}", "42", id="comma"),
         pytest.param(r"\boxed{41} cm, \boxed{42} cm", "42", id="units-and-comma"),
         pytest.param(r"\boxed{41} \boxed{42}", "42", id="nothing-between"),
@@ -128,7 +138,13 @@ def test_by_the_library(solution: str, truth: str, right: bool) -> None:
 
 def test_words_without_end_are_read_at_once() -> None:
     """A pattern with a choice within a choice would take longer than the universe on these."""
-    for text in ("m and n are " + "a" * 280, "m and n are " + "a " * 140, "m and n are " + "a-" * 140):
+    for text in (
+        "\\boxed{1}" + " aa" * 90 + "9",
+        "\\boxed{1}" + "a" * 280 + "9",
+        "m and n are " + "a" * 280,
+        "m and n are " + "a " * 140,
+        "m and n are " + "a-" * 140,
+    ):
         began = time.process_time()
         assert math.compute_score("math", f"Answer: {text}", "113")["acc"] is False
         assert time.process_time() - began < 1

@@ -17,6 +17,10 @@ _ABOUT_NAMES = re.compile(
     r"(?:(?!(?:or|and)(?![a-z]))[a-z-]++\s*+)++,(?=[^,;=]*=[\s$]*(?:\\f?boxed\s*\{\s*)?[-+]?[0-9])",
     re.IGNORECASE,
 )
+# What says nothing of its own beside a box: words but `or`, and marks.
+_REMARK = re.compile(
+    r"(?:[\s.,;:!*_$'\u2019]|(?<![A-Za-z])(?:(?!or(?![A-Za-z]))[A-Za-z]{2,}+|a(?![A-Za-z])))*+", re.IGNORECASE
+)
 _SEPARATOR = re.compile(r"[,;]")
 _NUMBER_FORMULA = re.compile(r"\$\s*([-+]?[0-9][0-9.,]*)\s*\$")
 _QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
@@ -59,11 +63,12 @@ def is_list(text: str) -> bool:
     """Returns whether a text lists answers: `or`, `and`, commas, semicolons or wide spaces between items, boxes,
     tuples or formulas of numbers that differ.
 
-    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item; so has
-    `m and n are coprime, so m+n = 113`.
+    Commas in thousands and brackets separate nothing, and a sentence such as `Hence, $x$ is 5` has one item; so have
+    `m and n are coprime, so m+n = 113` and `\\boxed{34} and thus done`.
     """
     if about := _ABOUT_NAMES.match(text):
         text = text[about.end() :]
+    text = _without_remarks(text)
     if _OR_AND.search(text) or ("box" in text and len(set(boxed(text))) > 1):
         return True
     if len(set(_NUMBER_FORMULA.findall(text.rpartition("=")[2]))) > 1:
@@ -156,6 +161,15 @@ def _leaves_out(around: tuple[str, str, str]) -> bool:
         joined = behind.lstrip(" $*_`").startswith((",", ";")) and not _WORD.search(behind)
         return joined or bool(_BEGINS_WITH_OR.match(behind))
     return False
+
+
+def _without_remarks(text: str) -> str:
+    """Returns the box of a text alone where it has one, and only words stand beside it, without an `or`."""
+    found = boxes(text, outermost=True)
+    if len(found) != 1:
+        return text
+    begin, end, _ = found[0]
+    return text[begin:end] if _REMARK.fullmatch(f"{text[:begin]} {text[end:]}") else text
 
 
 def _without_box(text: str) -> str:
