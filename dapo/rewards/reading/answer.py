@@ -28,6 +28,7 @@ MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
 _LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
 _DIGIT = re.compile(r"[0-9]")
+_CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
 
 # What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
 _SENTINELS = frozenset(
@@ -113,8 +114,8 @@ def read_truth(text: str) -> Reading:
 
 
 def agree(answer: Reading, truth: Reading) -> bool:
-    """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling; a list
-    item by item, in order."""
+    """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling, of a
+    word without regard to a capital at its beginning; a list item by item, in order."""
     if answer.nothing or truth.nothing or answer.several != truth.several:
         return False
     if answer.dapo and answer.dapo == truth.dapo:
@@ -123,7 +124,12 @@ def agree(answer: Reading, truth: Reading) -> bool:
         return answer.value == truth.value
     if answer.items and answer.items == truth.items:
         return True
-    return bool(answer.careful) and answer.careful == truth.careful
+    return bool(answer.careful) and _uncapitalized(answer.careful) == _uncapitalized(truth.careful)
+
+
+def _uncapitalized(text: str) -> str:
+    """Returns `yes` for `Yes` too; a single letter, an order of points and a product such as AB keep theirs."""
+    return text.lower() if _CAPITALIZED.fullmatch(text) else text
 
 
 def _says_something(line: str) -> bool:
