@@ -25,7 +25,7 @@ LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 OFFLOADS = ("none", "host", "phase")
 BY_SWITCH = {"True": "host", "False": "none"}  # what `true` and `false` mean, which were its values
 TRANSPORTS = ("auto", "broadcast", "ipc")
-MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"  # of verl's names
+MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))  # of verl's names
 
 
 @dataclass(slots=True)
@@ -102,7 +102,10 @@ class OptimConfig:
         0, 0.1, "decoupled weight decay", verl=f"{ACTOR}.optim.weight_decay", trl="weight_decay"
     )
     grad_clip: float = positive(
-        1.0, "largest norm of the whole gradient", verl=f"{ACTOR}.grad_clip", trl="max_grad_norm"
+        1.0,
+        "largest norm of the whole gradient",
+        verl=f"{ACTOR}.grad_clip, {ACTOR}.optim.clip_grad",
+        trl="max_grad_norm",
     )
     lr_warmup_steps: int = at_least(
         0,
@@ -208,7 +211,10 @@ class WeightSyncConfig:
         "that both roles see, on the same GPUs; `auto`: ipc with `trainer.colocate` memory or time, else broadcast",
     )
     bucket_bytes: int = at_least(
-        1, 1 << 30, "bytes of one transfer", verl="actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+        1,
+        1 << 30,
+        "bytes of one transfer",
+        verl=f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes, {ROLLOUT}.update_weights_bucket_megabytes",
     )
     max_mean_logprob_diff: float = positive(
         0.05,

@@ -98,9 +98,9 @@ class RolloutCorrectionConfig:
         2.0,
         "cap of the weight, or upper end of what `mask` keeps",
         verl="algorithm.rollout_correction.rollout_is_threshold",
-        trl="vllm_importance_sampling_cap",
+        trl="vllm_importance_sampling_clip_max, vllm_importance_sampling_cap",
     )
-    lower: float = positive(0.5, "lower end of what `mask` keeps")
+    lower: float = positive(0.5, "lower end of what `mask` keeps", trl="vllm_importance_sampling_clip_min")
     use_rollout_logprobs: bool = key(
         False,
         "take the engine's log-probabilities for the old ones instead of computing them again; then there is nothing "
@@ -171,5 +171,7 @@ class AlgorithmConfig:
         trl="top_entropy_quantile",
     )
     kl: KLConfig = section(KLConfig)
-    entropy_coeff: float = at_least(0, 0.0, "factor of the entropy bonus", verl=f"{ACTOR}.entropy_coeff")
+    entropy_coeff: float = at_least(
+        0, 0.0, "factor of the entropy bonus", verl=f"{ACTOR}.entropy_coeff", trl="entropy_coef"
+    )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Collection, Iterator
 
+from dapo.config.elsewhere import instead
 from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.fields import ITEM, keys
 from dapo.config.paths import config_dir
@@ -68,6 +69,15 @@ def hint(name: str, plan: bool = False) -> str:
     return next(filter(None, _hints(name, known_keys(plan))), "config/README.md lists all keys")
 
 
+def _within(name: str) -> str:
+    """Returns the words for a key of a mapping that another system passes on to vLLM, as we do."""
+    for dot in re.finditer(r"\.", name):
+        for system, ours in _elsewhere().get(name[: dot.start()], ()):
+            if ours in OPEN:
+                return f"it is {system}'s name; here it is `{ours}{name[dot.start() :]}`"
+    return ""
+
+
 def _hints(name: str, known: Collection[str]) -> Iterator[str]:
     if name.startswith(f"{PLAN}.") and name in known_keys(plan=True):
         yield "it belongs to `python -m dapo.plan` alone"
@@ -75,6 +85,8 @@ def _hints(name: str, known: Collection[str]) -> Iterator[str]:
         system = there[0][0]
         ours = " or ".join(dict.fromkeys(f"`{key}`" for one, key in there if one == system))
         yield f"it is {system}'s name; here it is {ours}"
+    yield instead(name)
+    yield _within(name)
     yield nearest(name, known, cutoff=0.75)
     last = name.rpartition(".")[2]
     yield nearest(name, [key for key in known if key.rpartition(".")[2] == last], cutoff=0.0)

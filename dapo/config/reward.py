@@ -22,13 +22,15 @@ class RewardFunctionConfig:
         "math",
         "a Python file, a dotted module, or a ready one: `math`, `math_verify`, `gsm8k`, `code`, `format`, `overlong`, "
         "`judge`",
-        verl="custom_reward_function.path",
+        verl="reward.custom_reward_function.path",
         trl="reward_funcs",
     )
-    name: str = key("compute_score", "the function's name in that file or module", verl="custom_reward_function.name")
+    name: str = key(
+        "compute_score", "the function's name in that file or module", verl="reward.custom_reward_function.name"
+    )
     weight: float = key(1.0, "factor of its score in the reward", trl="reward_weights")
     kwargs: dict[str, Any] = key(
-        {}, "given to it by keyword, besides verl's arguments", verl="custom_reward_function.reward_kwargs"
+        {}, "given to it by keyword, besides verl's arguments", verl="reward.custom_reward_function.reward_kwargs"
     )
     wrong: float = key(
         -1.0,
@@ -146,20 +148,24 @@ class JudgeConfig:
     completion_cost: float = at_least(0, 0.0, "price of a million tokens of replies, for the metric `cost`")
 
 
+def _overlong(key: str) -> str:
+    """Returns verl's names, the present one first."""
+    kwargs = f"reward_kwargs.overlong_buffer_cfg.{key}"
+    return f"reward.{kwargs}, reward_model.{kwargs}, reward_model.overlong_buffer.{key}"
+
+
 @dataclass(slots=True)
 class OverlongBufferConfig:
     """Soft Overlong Punishment (Eq. 13) takes more off the reward the further a response reaches into the buffer."""
 
-    enable: bool = key(True, "whether long responses are punished", verl="reward_model.overlong_buffer.enable")
+    enable: bool = key(True, "whether long responses are punished", verl=_overlong("enable"))
     len: int = key(
         4096,
         "tokens below `data.max_response_length` in which the punishment grows; smaller than that cap",
-        verl="reward_model.overlong_buffer.len",
+        verl=_overlong("len"),
         trl="get_soft_overlong_punishment",
     )
-    penalty_factor: float = at_least(
-        0, 1.0, "punishment at the cap", verl="reward_model.overlong_buffer.penalty_factor"
-    )
+    penalty_factor: float = at_least(0, 1.0, "punishment at the cap", verl=_overlong("penalty_factor"))
 
 
 @dataclass(slots=True)
@@ -183,7 +189,7 @@ class RewardModelConfig:
     path: str = key(
         "",
         "directory, `pkg://PACKAGE/DIR` or hub name, as `model.path`; empty: no reward model",
-        verl="reward_model.model.path",
+        verl="reward.reward_model.model_path, reward_model.model.path",
         trl="reward_funcs",
     )
     weight: float = key(
@@ -219,10 +225,10 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = key(
         [RewardFunctionConfig()],
         "reward functions, at least one; the first says what counts as correct (its `acc`, or a positive score)",
-        verl="custom_reward_function",
+        verl="reward.custom_reward_function",
         trl="reward_funcs",
     )
-    num_workers: int = at_least(1, 8, "Ray actors that score", verl="reward_model.num_workers")
+    num_workers: int = at_least(1, 8, "Ray actors that score", verl="reward.num_workers, reward_model.num_workers")
     children_per_worker: int = at_least(1, 2, "processes of each of them, one response at a time")
     limits: LimitsConfig = section(LimitsConfig)
     concurrency: int = at_least(1, 32, "responses of a worker that its async functions score at a time")

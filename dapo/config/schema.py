@@ -94,7 +94,7 @@ class LoggingConfig:
         {},
         "Weights & Biases, where its package is installed: arguments of `wandb.init` "
         "(`logging.wandb.project=dapo`, `logging.wandb.mode=offline`); empty: off",
-        verl="trainer.project_name",
+        verl="trainer.logger, trainer.project_name, trainer.experiment_name",
         trl="report_to",
     )
     mlflow: dict[str, Any] = key(
