@@ -45,7 +45,7 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
     checks: list[Callable[[Config], Iterator[str]]] = [
         fields.problems,
         _engine_numbers,
-        *([sources, _sampling, _batch_shapes, _halves] if trains else []),
+        *([sources, _sampling, _batch_shapes, _halves, _warmup] if trains else []),
         _lengths,
         _greedy,
         *([objective, correction, quantized_training] if trains else []),
@@ -109,6 +109,16 @@ def _halves(cfg: Config) -> Iterator[str]:
         yield (
             f"`data.batches` ({folder}) holds no batch; give the folder batches/ of a run with `checkpoint.batches` or "
             "--rollout-only"
+        )
+
+
+def _warmup(cfg: Config) -> Iterator[str]:
+    """Refuses a warm-up that would not take place: transformers' `constant` has none, verl's has."""
+    optim = cfg.actor.optim
+    if optim.lr_scheduler == "constant" and optim.lr_warmup_steps > 0:
+        yield (
+            f"`actor.optim.lr_scheduler` (constant) has no warm-up, and `actor.optim.lr_warmup_steps` is "
+            f"{optim.lr_warmup_steps}; take constant_with_warmup, or set the steps to 0"
         )
 
 

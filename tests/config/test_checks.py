@@ -55,6 +55,11 @@ def test_qwen32b_has_the_published_numbers():
     ("overrides", "parts"),
     [
         pytest.param(
+            ["actor.optim.lr_scheduler=constant", "actor.optim.lr_warmup_steps=10"],
+            ["actor.optim.lr_scheduler", "constant", "actor.optim.lr_warmup_steps", "10", "constant_with_warmup"],
+            id="a warm-up that would not take place",
+        ),
+        pytest.param(
             ["actor.ppo_mini_batch_size=6"],
             ["actor.ppo_mini_batch_size", "6", "data.train_batch_size", "16", "next divisor below is 4"],
             id="mini-batch does not divide",
