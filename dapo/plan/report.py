@@ -131,8 +131,9 @@ def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
         f"{step.kept_rate:g} (assumed share of mixed groups)",
         f"  one forward pass over the batch: {short(step.forward_flops, 'FLOP')}",
         *(f"  pass for {name}: {short(flops, 'FLOP')}" for name, flops in step.extra_passes.items()),
-        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + 2 + {again:.2f} again) + attention x (1 + 2.5 "
-        f"+ {attention_again:g} again)" + (f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""),
+        f"  update: {short(step.update_flops, 'FLOP')} = matrices x (1 + {step.backward:g} + {again:.2f} again) "
+        f"+ attention x (1 + 2.5 + {attention_again:g} again)"
+        + (f", x {cfg.actor.ppo_epochs} epochs" if cfg.actor.ppo_epochs > 1 else ""),
         f"  micro-batches per optimizer step: {packing.micro_batches} on each of {step.rank_groups} groups of ranks, "
         f"{packing.filled:.0%} full, {packing.idle:.0%} empty; the mean rank does {packing.balance:.0%} of the "
         "heaviest's work",

@@ -19,7 +19,8 @@ from dapo.plan.terms import size
 from dapo.sampling.lending import Lending
 
 SAMPLED_MINIBATCHES = 4
-BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # times the forward pass; attention computes its scores once more
+# Times the forward pass; without gradients of weights half as much, and attention computes its scores once more.
+BACKWARD, FROZEN_BACKWARD, ATTENTION_BACKWARD = 2.0, 1.0, 2.5
 
 
 def mean_tokens(cfg: PlannedConfig) -> tuple[int, int]:
@@ -166,10 +167,16 @@ class Step:
         return per_token / shape.flops_per_token, 1.0 if mode == "full" else 0.0
 
     @property
+    def backward(self) -> float:
+        """Returns what the backward pass takes of matrices, times the forward pass: the weights under adapters are
+        frozen and need no gradient."""
+        return FROZEN_BACKWARD if self.cfg.model.lora.rank else BACKWARD
+
+    @property
     def update_flops(self) -> float:
         """Returns the update's FLOPs as executed."""
         (linear, attention), (again, attention_again) = self._forward, self.recomputed
-        once = linear * (1 + BACKWARD + again) + attention * (1 + ATTENTION_BACKWARD + attention_again)
+        once = linear * (1 + self.backward + again) + attention * (1 + ATTENTION_BACKWARD + attention_again)
         return once * self.cfg.actor.ppo_epochs
 
     @property
@@ -227,9 +234,10 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Returns the model FLOPs utilization of forward and backward pass, the latter counted as twice the former."""
+        """Returns the model FLOPs utilization of forward and backward pass, the latter counted as twice the former, or
+        once with LoRA."""
         seconds = max(self.passes["forward"]) + max(self.passes["backward"])
-        flops = 3 * self.forward_flops * self.cfg.actor.ppo_epochs
+        flops = (1 + self.backward) * self.forward_flops * self.cfg.actor.ppo_epochs
         return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 
     def token_s(self, engine: EngineMemory, running: int) -> float:

@@ -16,7 +16,7 @@ from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
 from dapo.plan.report import report
-from dapo.plan.step import Step, response_lengths
+from dapo.plan.step import Step, mean_tokens, response_lengths
 from dapo.plan.terms import size
 from tests.support.plan.plans import planned
 
@@ -307,6 +307,18 @@ def test_flops_of_a_step():
     selective = Step(changed(cfg, {"model.gradient_checkpointing": "selective"}), shape)
     assert none.update_flops < selective.update_flops < step.update_flops
     assert step.mfu < step.cfg.plan.hfu
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    cfg, shape = planned("model.gradient_checkpointing=none")
+    full, lora = Step(cfg, shape), Step(changed(cfg, {"model.lora.rank": 16}), shape)
+    assert lora.forward_flops == full.forward_flops
+    lengths = [mean_tokens(cfg)[0] + response for response in full.responses]
+    attention = sum(map(shape.attention_flops, lengths)) * full.sequences / len(lengths)
+    assert full.update_flops - lora.update_flops == pytest.approx(full.forward_flops - attention, rel=1e-6)
+    assert "matrices x (1 + 1 + 0.02 again) + attention x (1 + 2.5 + 0 again)" in report(lora.cfg, shape)
+    assert "matrices x (1 + 2 + 0.02 again) + attention x (1 + 2.5 + 0 again)" in report(cfg, shape)
+    assert lora.mfu < cfg.plan.hfu
 
 
 def test_communication_of_an_update_by_hand():
