@@ -103,6 +103,38 @@ def test_what_a_function_may_not_return(tmp_path: Path, body: str, kind: type, n
     assert "SECRET" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param("return 'x'", "reward function `compute_score` (mine.py) gave str as its score", id="value"),
+        pytest.param("return {'acc': 1}", "`compute_score` (mine.py) gave a dict without `score`", id="keys"),
+        pytest.param("return {'score': 1.0, 'acc': 85}", "`compute_score` (mine.py) gave 85 as its acc", id="acc"),
+        pytest.param(
+            "async def ask(): return 1.0\n    return ask()",
+            "`compute_score` (mine.py) gave a coroutine as its score, which nobody awaits; write it as `async def` and "
+            "await what it calls",
+            id="no await",
+        ),
+    ],
+)
+def test_what_a_function_may_not_return_names_its_file(tmp_path: Path, body: str, told: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        RewardFunctions([spec(tmp_path, body)]).score("source", "text", "42")
+    assert told in str(error.value)
+
+
+def test_no_function_sees_what_another_one_or_an_earlier_call_has_changed(tmp_path: Path) -> None:
+    takes = spec(tmp_path, "return extra_info['levels'].pop()", name="takes", file="takes.py")
+    looks = spec(tmp_path, "return len(extra_info['levels'])", name="looks", file="looks.py")
+    grows = tmp_path / "grows.py"
+    grows.write_text("def grows(seen, **rest):\n    seen.append(1)\n    return len(seen)\n")
+    functions = RewardFunctions(
+        [takes, looks, RewardFunctionConfig(path=str(grows), name="grows", kwargs={"seen": []})]
+    )
+    for _ in range(2):
+        assert functions.score("source", "text", "42", {"levels": [3]}).parts == {"takes": 3, "looks": 1, "grows": 1}
+
+
 def test_weights_parts_and_the_first_verdict(tmp_path: Path) -> None:
     functions = RewardFunctions(
         [

@@ -21,7 +21,7 @@ from dapo.config.reward import RemoteConfig
 from dapo.rewards.calling.by_entry import FunctionsByEntry
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 from dapo.rewards.calling.functions import RewardFunctionError, error_of
-from dapo.rewards.calling.loading import LoadedFunction, describe, tail
+from dapo.rewards.calling.loading import LoadedFunction, describe
 
 BEAT_S = 1.0  # between two signs of life: a function that blocks the event loop gives none
 MAX_ALIKE = 2  # retries of a call that will probably end as before
@@ -209,17 +209,11 @@ async def given(functions: FunctionsByEntry, config: RemoteConfig, pace: Pace, i
 
 async def _one(label: str, function: LoadedFunction, config: RemoteConfig, pace: Pace, item: dict[str, Any]) -> Any:
     """Returns what one function gave, its metrics added."""
-    text, source = tail(item["text"], function.reads_last), item["source"]
+    source = item["source"]
     servers.set(item.get("servers", ()))
 
     def call() -> Any:
-        return function.call(
-            data_source=source,
-            solution_str=text,
-            ground_truth=item["ground_truth"],
-            extra_info=item["extra_info"],
-            **function.kwargs,
-        )
+        return function.ask(source, item["text"], item["ground_truth"], item["extra_info"])
 
     try:
         value, metrics = await answer(call, config, pace)

@@ -6,6 +6,7 @@ process: pure, but for the code that a person brings, in verl's signature
 """
 
 import errno
+import inspect
 import math
 import numbers
 import reprlib
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dapo.config.reward import RewardFunctionConfig
-from dapo.rewards.calling.loading import SECTION, Canary, LoadedFunction, describe, labels, load, tail
+from dapo.rewards.calling.loading import SECTION, Canary, LoadedFunction, describe, labels, load
 from dapo.rewards.reading.spelling import printable
 from dapo.sandbox.program import SandboxError
 from dapo.types import Score
@@ -91,7 +92,7 @@ class RewardFunctions:
         """Returns what one function gives for one known answer."""
         function = self._functions[self.labels.index(label)]
         value = _call(label, function, "canary", canary.solution_str, canary.ground_truth, canary.extra_info)
-        return _as_float(label, "score", value["score"] if isinstance(value, dict) else value)
+        return _as_float(_named(label, function), "score", value["score"] if isinstance(value, dict) else value)
 
     def at_limit(self, failure: str) -> Score:
         """Returns the score of a response whose scoring reached the CPU or memory limit: `wrong` of each function.
@@ -133,13 +134,14 @@ class RewardFunctions:
             else:
                 value = _call(label, function, data_source, solution_str, ground_truth, extra_info)
             details: dict[str, Any] = value if isinstance(value, dict) else {"score": value}
+            named = _named(label, function)
             if "score" not in details:
-                raise TypeError(f"reward function `{label}` gave a dict without `score` (keys {_shown_keys(details)})")
-            parts[label] = _as_float(label, "score", details["score"])
+                raise TypeError(f"{named} gave a dict without `score` (keys {_shown_keys(details)})")
+            parts[label] = _as_float(named, "score", details["score"])
             if weight:
                 reward += weight * parts[label]
             if accuracy is None and "acc" in details:
-                accuracy = _as_share(label, details["acc"])
+                accuracy = _as_share(named, details["acc"])
             if prediction is None and details.get("pred") is not None:
                 prediction = _printable(details["pred"])
             metrics |= _metrics(label, details)
@@ -154,12 +156,8 @@ class RewardFunctions:
 
 
 def _call(label: str, function: LoadedFunction, source: str, text: str, truth: str, extra_info: Any) -> Any:
-    text = tail(text, function.reads_last)
     try:
-        # By keyword, as verl calls it: a person's function may order its parameters otherwise.
-        return function.call(
-            data_source=source, solution_str=text, ground_truth=truth, extra_info=extra_info, **function.kwargs
-        )
+        return function.ask(source, text, truth, extra_info)
     except (MemoryError, SandboxError):
         raise
     except (Exception, SystemExit) as error:
@@ -198,32 +196,39 @@ def _shown_keys(details: dict[Any, Any]) -> str:
     return reprlib.repr(sorted(map(str, details)))
 
 
-def _as_float(label: str, field: str, value: Any) -> float:
+def _named(label: str, function: LoadedFunction) -> str:
+    return f"reward function `{label}` ({Path(function.file).name})"
+
+
+def _as_float(named: str, field: str, value: Any) -> float:
     """Returns a finite number or NaN. Numbers are bool, int, float, numpy's scalars; None is NaN."""
     if value is None:
         return math.nan
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError(
+            f"{named} gave a coroutine as its {field}, which nobody awaits; write it as `async def` and await what it "
+            "calls"
+        )
     if not isinstance(value, numbers.Real | np.bool_):
         # A text may be the model's own words, which no log shall hold.
         shown = f"{type(value).__name__}" if isinstance(value, str | bytes) else reprlib.repr(value)
-        raise TypeError(
-            f"reward function `{label}` gave {shown} as its {field}; give a number, or None where it cannot tell"
-        )
+        raise TypeError(f"{named} gave {shown} as its {field}; give a number, or None where it cannot tell")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if math.isinf(number):
-        raise ValueError(f"reward function `{label}` gave an infinite {field}; give a finite number, or None")
+        raise ValueError(f"{named} gave an infinite {field}; give a finite number, or None")
     return number
 
 
-def _as_share(label: str, value: Any) -> float:
+def _as_share(named: str, value: Any) -> float:
     """Returns an accuracy, 0 to 1, or NaN; a mean of several may be beyond by its rounding."""
-    number = _as_float(label, "acc", value)
+    number = _as_float(named, "acc", value)
     if not -ROUNDING <= number <= 1.0 + ROUNDING and not math.isnan(number):
         raise ValueError(
-            f"reward function `{label}` gave {number:g} as its acc; give 0 (wrong) to 1 (right), or None where it "
-            "cannot tell"
+            f"{named} gave {number:g} as its acc; give 0 (wrong) to 1 (right), or None where it cannot tell"
         )
     return min(1.0, max(0.0, number)) if not math.isnan(number) else number
 
