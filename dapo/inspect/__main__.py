@@ -113,7 +113,9 @@ def step(store: Reader, given: argparse.Namespace) -> None:
 def times(store: Reader, given: argparse.Namespace) -> None:
     """Prints what every role did within a step, the slowest one where none is named."""
     every = {row["step"]: row["seconds"] for row in store.steps()}
-    number = max(every, key=lambda step: every[step] or 0.0, default=0) if given.number is None else given.number
+    if not every:
+        raise ValueError(f"{store.path} has no step yet; wait for the first one to end")
+    number = max(every, key=lambda step: every[step] or 0.0) if given.number is None else given.number
     if number not in every:
         raise ValueError(f"{store.path} has no step {number}")
     found = timeline(number, store.spans(number), every[number])

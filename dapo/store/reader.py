@@ -49,6 +49,11 @@ class Reader:
             self._connection = sqlite3.connect(f"file:{quote(str(self.path.absolute()))}?mode=ro", uri=True, timeout=10)
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         except sqlite3.Error as error:
+            if not isinstance(error, sqlite3.OperationalError):
+                raise ValueError(
+                    f"{self.path} cannot be read ({error}); give the `trainer.output_dir` of a run, and if it is, "
+                    f"`sqlite3 {self.path} .recover | sqlite3 NEW` may save most"
+                ) from error
             raise ValueError(
                 f"{self.path} cannot be read ({error}); where its folder cannot be written to or is on another host, "
                 f"copy it and {DATABASE}-wal, and read the copy"

@@ -270,3 +270,25 @@ def test_texts_are_shortened_around_what_was_found():
     assert "aNEEDLEb".lower() in around(text, "Needle") and len(around(text, "Needle")) < 80
     assert around("needle", "needle") == "needle"
     assert plain("a\tb") == "a b"
+
+
+@pytest.mark.parametrize("damage", ["cut in half", "no database"])
+def test_a_damaged_store_is_not_told_of_a_folder_that_cannot_be_written_to(tmp_path, run, damage):
+    file = tmp_path / "samples.sqlite"
+    with closing(sqlite3.connect(run / "samples.sqlite")) as old, closing(sqlite3.connect(file)) as new:
+        old.backup(new)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if damage == "cut in half" else b"step,accuracy\n" * 1000)
+    with pytest.raises(SystemExit) as error:
+        main([str(tmp_path)])
+    assert "samples.sqlite cannot be read (" in str(error.value) and ".recover" in str(error.value)
+    assert "cannot be written to" not in str(error.value)
+
+
+def test_a_timeline_before_the_first_step_says_to_wait(tmp_path):
+    store = SampleStore(tmp_path, LoggingConfig(), warn=pytest.fail)
+    store.begin({})
+    store.resume(0)
+    store.close()
+    with pytest.raises(SystemExit, match="has no step yet; wait for the first one to end"):
+        main([str(tmp_path), "timeline"])
