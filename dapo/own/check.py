@@ -82,15 +82,15 @@ def check_policy_loss(own: OwnFunction, cfg: AlgorithmConfig) -> None:
             f"{own.source} has gradient 0 for every token where the policy is the one that sampled, as it is in the "
             "first optimizer step of each update; let the gradient flow through `logprobs`"
         )
-    if float((near.advantages * gradient).sum()) >= 0:
-        raise OwnFunctionError(
-            f"{own.source} makes tokens less likely whose advantage is positive; a loss is minimized: turn its sign"
-        )
     straight = _tried(own, off, cfg, "off-policy")
     _tried(own, make_tokens(FAR), cfg, f"where the log-ratio is {FAR:g}")
     _same(straight, _tried(own, off, cfg, "off-policy"), f"{own.source} gives another loss for the same tokens", _STATE)
     _order(own, off, straight, cfg)
     _packing(own, off, straight, cfg)
+    if float((near.advantages * gradient).sum()) >= 0:  # of each token alone by now: a mean over all has a sign too
+        raise OwnFunctionError(
+            f"{own.source} makes tokens less likely whose advantage is positive; a loss is minimized: turn its sign"
+        )
     _tried(own, off.at(torch.arange(0)), cfg, "of a micro-batch without tokens")
 
 

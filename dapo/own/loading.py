@@ -161,7 +161,8 @@ def load(source: Source) -> OwnFunction:
         hint = f"did you mean {' or '.join(near)}?" if near else "it defines no function"
         raise ValueError(f"{source} is not in the file; {hint}")
     if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"{source} must be a plain function, and it is {type(function).__name__} or async")
+        kind = "an `async def`; write `def`" if callable(function) else f"of type {type(function).__name__}"
+        raise ValueError(f"{source} must be a plain function, and it is {kind}")
     return OwnFunction(source=source, function=function, takes=_takes(source, function))
 
 

@@ -97,6 +97,11 @@ BROKEN = [
     pytest.param("return (-advantages * r).detach()", ["a loss without gradient", "logprobs.detach()"], id="detached"),
     pytest.param("return -advantages * r.detach() + 0 * logprobs", ["gradient 0 for every token"], id="no gradient"),
     pytest.param("return advantages * r", ["less likely", "turn its sign"], id="sign"),
+    pytest.param(
+        "loss = -advantages * r\nreturn loss - loss.mean()",
+        ["how responses are packed", "its own response alone"],
+        id="less the mean",
+    ),
     pytest.param("advantages.mul_(2)\nreturn -advantages * r", ["changes `advantages` in place"], id="in place"),
     pytest.param(
         "logprobs.clamp_(max=-1)\nreturn -advantages * r", ["changes `logprobs` in place"], id="logprobs in place"
