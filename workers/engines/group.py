@@ -85,17 +85,17 @@ async def cut_off(groups: Mapping[str, RunningGroup], running: Callable[[], Coll
 
 
 def give_up(key: str, slot: EngineSlot, worker: Any, timeout_s: float) -> None:
-    """Lets an engine end a group that nobody waits for any more, beside whatever comes next."""
-
-    async def end() -> None:
-        with suppress(RemoteError):
-            await _abort_on(slot, worker, [key], timeout_s)
-
-    task = asyncio.ensure_future(end())
+    """Asks an engine to end a group that nobody waits for any more; waits beside whatever comes next. It is asked at
+    once: a group that is started again under the same name comes after it."""
+    task = asyncio.ensure_future(_asked(slot, worker.abort.remote([key]), timeout_s, suppress(RemoteError)))
     _ending.add(task)
     task.add_done_callback(_ending.discard)
 
 
 async def _abort_on(slot: EngineSlot, worker: Any, keys: list[str], timeout_s: float) -> None:
-    with suppress(WorkerLost):  # then they have ended
-        await wait([worker.abort.remote(keys)], timeout_s, slot.member("to end groups"), "rollout.timeout_s")
+    await _asked(slot, worker.abort.remote(keys), timeout_s, suppress(WorkerLost))  # then they have ended
+
+
+async def _asked(slot: EngineSlot, answer: Any, timeout_s: float, allowed: suppress) -> None:
+    with allowed:
+        await wait([answer], timeout_s, slot.member("to end groups"), "rollout.timeout_s")
