@@ -6,6 +6,7 @@ No padding token is computed: a micro-batch is a set of whole sequences laid end
 
 import heapq
 from collections.abc import Sequence
+from math import fsum
 
 # For a model whose shape is unknown. A decoder layer of hidden size h spends about 24 h^2 FLOPs per token in its
 # matrices and 2 h L in causal attention (L / 2 keys on average), so attention costs as much as the rest at L = 12 h:
@@ -32,7 +33,8 @@ def pack(
     Returns [num_ranks][num_micro_batches][sequence indices]: each index exactly once, each micro-batch at most
     `max_tokens` tokens, the same number of micro-batches on every rank (FSDP hangs otherwise; missing ones are empty
     lists), at least one and as few as the packing heuristics find. Each rank does similar work in total, and so do the
-    micro-batches of one position as far as that allows. The same input gives the same output.
+    micro-batches of one position as far as that allows. The same input gives the same output, under each
+    Python: from 3.12 on `sum` rounds otherwise, and decides otherwise between candidates that are alike.
 
     Raises ValueError if a sequence is longer than `max_tokens`.
     """
@@ -63,10 +65,10 @@ def pack(
 def _cost(work: Sequence[float], ranks: list[list[list[int]]]) -> tuple[bool, float]:
     """Compares candidates: those whose ranks differ in work by more than `MAX_IMBALANCE` are worst. Then, because
     FSDP's collectives keep all ranks at the same micro-batch: the work of the heaviest at each position, summed."""
-    loads = [[sum(work[i] for i in indices) for indices in rank] for rank in ranks]
-    totals = [sum(rank) for rank in loads]
-    uneven = max(totals) * len(ranks) > (1 + MAX_IMBALANCE) * sum(totals)
-    return uneven, sum(map(max, zip(*loads, strict=True)))
+    loads = [[fsum(work[i] for i in indices) for indices in rank] for rank in ranks]
+    totals = [fsum(rank) for rank in loads]
+    uneven = max(totals) * len(ranks) > (1 + MAX_IMBALANCE) * fsum(totals)
+    return uneven, fsum(map(max, zip(*loads, strict=True)))
 
 
 def _split_ranks(
@@ -77,7 +79,7 @@ def _split_ranks(
     All ranks follow one profile: where one has a sequence that is more than its share of a micro-batch, the others make
     that micro-batch as heavy and the rest lighter, instead of waiting for it with equal ones.
     """
-    rest = max(sum(work[i] for i in members) for members in dealt)
+    rest = max(fsum(work[i] for i in members) for members in dealt)
     profile: list[float] = []
     for position in range(num_micro_batches):
         longest = max((work[members[position]] for members in dealt if len(members) > position), default=0.0)
@@ -138,7 +140,7 @@ def _fill_first(lengths: Sequence[int], order: Sequence[int], num_bins: int, max
 
 def _deal(work: Sequence[float], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
     """Makes bins of similar work one micro-batch position; there the heaviest bin goes to the lightest rank."""
-    weights = [sum(work[i] for i in members) for members in bins]
+    weights = [fsum(work[i] for i in members) for members in bins]
     heaviest_first = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks

@@ -1,5 +1,6 @@
 """The packing: a hard bound, every sequence once, equal counts, balance."""
 
+import hashlib
 import math
 from random import Random
 
@@ -41,7 +42,7 @@ def test_invariants(lengths: list[int], num_ranks: int, slack: int) -> None:
         pytest.param([6, 6, 6], 2, 10, [[[0], [2]], [[1], []]], id="padding_micro_batch"),
         pytest.param([4, 4, 3, 3, 3, 3], 1, 10, [[[0, 2, 4], [1, 3, 5]]], id="exactly_full"),
         # Spread by load these would leave two rooms of 3 and 4 for the last 7.
-        pytest.param([7, 7, 6, 4, 3, 3], 1, 10, [[[0, 4], [1, 5], [2, 3]]], id="first_fit_saves_a_micro_batch"),
+        pytest.param([7, 7, 6, 4, 3, 3], 1, 10, [[[2, 3], [0, 4], [1, 5]]], id="first_fit_saves_a_micro_batch"),
         # 8 and 2 on one rank: the other has 8 and 2 as well, not twice 5.
         pytest.param(
             [8, 2, 2, 2, 2, 2, 1, 1], 2, 9, [[[0], [6, 7]], [[1, 2, 3, 4], [5]]], id="one_profile_for_all_ranks"
@@ -53,6 +54,16 @@ def test_invariants(lengths: list[int], num_ranks: int, slack: int) -> None:
 )
 def test_examples(lengths: list[int], num_ranks: int, max_tokens: int, expected: list[list[list[int]]]) -> None:
     assert pack(lengths, num_ranks, max_tokens) == expected
+
+
+def test_each_python_packs_alike() -> None:
+    """Python 3.12 rounds the `sum` of floats otherwise, by which every sixth of these came out otherwise."""
+    rng = Random(0)
+    packed = []
+    for _ in range(200):
+        lengths = [rng.randint(5, 100) for _ in range(rng.randint(1, 64))]
+        packed.append(pack(lengths, rng.randint(1, 4), rng.randint(100, 400)))
+    assert hashlib.sha256(repr(packed).encode()).hexdigest().startswith("1faed7111f8267fd")
 
 
 def test_ranks_do_similar_work_at_every_position() -> None:

@@ -248,10 +248,10 @@ class Reader:
         """Returns what was told of faults while the step was collected and trained on, for the last time where the run
         went back and trained on it again."""
         found = self._all(
-            "SELECT message FROM events WHERE kind = 'warning' AND step = ?1 AND run = (SELECT run FROM steps "
-            "WHERE step = ?1 + 1) AND event > coalesce((SELECT max(event) FROM events WHERE kind = 'resume' "
-            "AND step <= ?1), 0) ORDER BY event",
-            step - 1,
+            "SELECT message FROM events WHERE kind = 'warning' AND step = ? AND run = (SELECT run FROM steps "
+            "WHERE step = ? + 1) AND event > coalesce((SELECT max(event) FROM events WHERE kind = 'resume' "
+            "AND step <= ?), 0) ORDER BY event",
+            *[step - 1] * 3,
         )
         return [row["message"] for row in found]
 

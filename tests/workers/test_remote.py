@@ -39,7 +39,8 @@ def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_by_the_event_l
         waiting = asyncio.create_task(wait([ref], 60.0, "judge 0", ""))
         await asyncio.sleep(0)
         waiting.cancel()
-        ref.set_exception(ActorDiedError())
+        if not ref.cancelled():  # as Python 3.12 and later do it, at once
+            ref.set_exception(ActorDiedError())
         await asyncio.wait({waiting})
         assert waiting.cancelled()
 

@@ -167,7 +167,8 @@ def test_an_abort_ends_a_group_wherever_it_is(turns, seed) -> None:
         task = asyncio.ensure_future(responses_of(pool))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await asyncio.wait_for(pool.abort(["g", "unknown"]), 60)
+        aborting = asyncio.ensure_future(pool.abort(["g", "unknown"]))  # comes after what began before
+        await asyncio.wait_for(aborting, 60)
         assert pool._engines._groups == {}
         responses = await asyncio.wait_for(task, 60)
         assert turns or all(response.aborted for response in responses)
