@@ -16,7 +16,16 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from dapo.rewards.reading.answer import TAIL_CHARS, Reading, agree, find_answer, read, read_truth, with_dollars
+from dapo.rewards.reading.answer import (
+    TAIL_CHARS,
+    Reading,
+    agree,
+    find_answer,
+    read,
+    read_truth,
+    truth_text,
+    with_dollars,
+)
 from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
 from dapo.rewards.reading.lists import items
 from dapo.rewards.reading.spelling import formula, without_units
@@ -43,7 +52,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
     truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
     """
-    text, truth = with_dollars(find_answer(solution_str)), with_dollars(str(ground_truth))
+    text, truth = with_dollars(find_answer(solution_str)), with_dollars(truth_text(str(ground_truth)))
     answer = read(text)
     correct = _is_right(text, answer, truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}

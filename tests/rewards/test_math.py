@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dapo.rewards.math as verifier
+from dapo.rewards import math_verify
 from dapo.rewards.math import compute_score
 from tests.support.source import tree
 
@@ -267,6 +268,21 @@ def test_a_long_text_is_read_only_at_its_end(unit: str) -> None:
     text = unit * 1_000_000
     assert compute_score("math_dapo", text, "42")["acc"] is False
     assert compute_score("math_dapo", text + "\nAnswer: 42", "42")["acc"] is True
+
+
+@pytest.mark.parametrize("score", [compute_score, math_verify.compute_score], ids=["math", "math_verify"])
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        ('["34"]', "34", "35"),
+        (' ["\\\\frac{1}{2}"] ', "1/2", "1/3"),
+        ('["34", "35"]', '["34", "35"]', "34"),  # which of them, or both, it does not say
+        ("[2,7]", "[2,7]", "2"),
+    ],
+)
+def test_a_json_list_of_one_text_is_that_text(score, truth: str, right: str, wrong: str) -> None:
+    """Skywork-OR1's ground truths are said to be written so; none would equal an answer."""
+    assert score("", f"Answer: {right}", truth)["acc"] and not score("", f"Answer: {wrong}", truth)["acc"]
 
 
 def test_a_ground_truth_beyond_what_python_converts_is_no_number() -> None:

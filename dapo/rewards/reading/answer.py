@@ -4,6 +4,7 @@ The answer follows the last `Answer:` in the last 300 characters (DAPO's rule, p
 none, is what the last \\boxed{...} there holds. Work is bounded by those 300 characters, whatever they are.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +29,7 @@ MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
 _LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
 _DIGIT = re.compile(r"[0-9]")
+_ONE_OF_JSON = re.compile(r'\s*\["(?:[^"\\]|\\.)*"\]\s*')
 _CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
 
 # What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
@@ -110,7 +112,16 @@ def with_dollars(text: str) -> str:
 @lru_cache(maxsize=4096)
 def read_truth(text: str) -> Reading:
     """Reads a ground truth, which all responses of a group share."""
+    text = truth_text(text)
     return read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
+
+
+def truth_text(text: str) -> str:
+    """Returns the text in a JSON list of one, `34` for `["34"]`, as some data sets write ground truths; else as is."""
+    try:
+        return str(json.loads(text)[0]) if _ONE_OF_JSON.fullmatch(text) else text
+    except json.JSONDecodeError:
+        return text
 
 
 def agree(answer: Reading, truth: Reading) -> bool:
