@@ -98,6 +98,34 @@ def test_a_group_that_is_closed_before_its_end_ends_on_its_engine() -> None:
     asyncio.run(asyncio.wait_for(body(), 30))
 
 
+def test_a_group_that_is_closed_is_asked_to_end_before_the_next_of_its_name_is_asked_for() -> None:
+    """Ray keeps the order of a caller's calls; the other way round the engine would end the new group."""
+
+    async def body() -> None:
+        pool = played_pool(World(rng=random.Random(0)), engines=1)
+        asked: list[str] = []
+        engine = pool._slots[0].worker
+        generate, abort = engine._generate, engine._abort
+
+        def noted(name: str, call: Any) -> Any:
+            def remote(*given: Any) -> Any:
+                asked.append(name)
+                return call(*given)
+
+            return SimpleNamespace(remote=remote)
+
+        engine.generate = SimpleNamespace(options=lambda num_returns: noted("generate", generate))
+        engine.abort = noted("abort", abort)
+        how = replace(SAMPLING, n=8, max_tokens=90)
+        for _ in range(2):
+            group = pool.generate("v3-d7", np.arange(3, dtype=np.int32), how, range(8))
+            await anext(group)
+            await group.aclose()
+        assert asked == ["generate", "abort"] * 2
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
 def test_the_former_one_ends_and_the_latter_is_whole() -> None:
     async def body() -> None:
         worker, engine = RolloutWorker(), Engine()
