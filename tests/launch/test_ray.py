@@ -25,11 +25,13 @@ echo "token ${RAY_AUTH_TOKEN:-of the file}" >>"$HOME/tokens"
 case "$*" in
   *ray.scripts*)
     printf '%s\n' "${HF_HOME:-}" "${HF_TOKEN:-}" >"$HOME/variables"
-    echo "$*" >"$HOME/started"; ulimit -Sn >"$HOME/files"; echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
+    ulimit -Sn >"$HOME/files"; echo "$*" >"$HOME/starting"; mv "$HOME/starting" "$HOME/started"
+    echo "no GPU driver"; [[ -z ${FAILS:-} ]] || exit 1
     while true; do sleep 0.05; done ;;
   *dapo.doctor*)
     printf '%s\n' "$RAY_ADDRESS" "$@" >"$HOME/examined"; echo "${HF_TOKEN:-}" >"$HOME/doctors"; exit "${FAULT:-0}" ;;
-  *) [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
+  *) for home in "$HOMES"/*/; do until [[ -e $home/started ]]; do sleep 0.05; done; done  # those asked for join first
+    [[ $(<"$RAY_AUTH_TOKEN_PATH") =~ ^[0-9a-f]{64}$ ]] && echo "${ALIVE:-2}" ;;
 esac
 """
 

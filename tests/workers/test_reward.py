@@ -120,15 +120,19 @@ def test_a_fault_changes_no_reward(program, victim):
         await asyncio.sleep(0.5)
         assert not scoring.done()
         worker = pool.fleet._workers[0]
+        workers = [await each.handle.__ray_call__.remote(lambda self: os.getpid()) for each in pool.fleet._workers]
         if victim in ("a worker", "a frozen worker"):
-            pid = await worker.handle.__ray_call__.remote(lambda self: os.getpid())
-            os.kill(pid, signal.SIGKILL if victim == "a worker" else signal.SIGSTOP)
+            os.kill(workers[0], signal.SIGKILL if victim == "a worker" else signal.SIGSTOP)
         elif victim == "a fork server":
             os.kill(worker.about["pid"], signal.SIGKILL)
         else:
             children = [pid for some in await pids(pool) for pid in some]
+            for pid in workers:  # else what one child lost may be tried again by another just before that one's turn
+                os.kill(pid, signal.SIGSTOP)
             for pid in children[:1] if victim == "a child" else children:
                 os.kill(pid, signal.SIGKILL)
+            for pid in workers:
+                os.kill(pid, signal.SIGCONT)
         scores = await scoring
         await pool.check()  # finds what died with nothing to score
         while [len(some) for some in await pids(pool)] != [2, 2]:

@@ -150,10 +150,10 @@ def test_an_engine_with_requests_does_not_sleep(engine, loop):
 
     async def busy():
         some = asyncio.Event()
-        running = asyncio.create_task(group_of(pool, "busy", 900, 8, 960, some.set))
+        running = asyncio.create_task(group_of(pool, "busy", 900, 64, 960, some.set))
         await asyncio.wait_for(some.wait(), 300)
         with pytest.raises(RemoteError, match="1 groups run on an engine that is to sleep"):
             await pool._slots[0].sleep(DEEPEST)
         return await running
 
-    assert len(loop.run(busy())) == 8
+    assert len(loop.run(busy())) == 64
