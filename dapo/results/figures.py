@@ -16,7 +16,8 @@ from dapo.store.reader import PHASES
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
-RESTARTED = ("engines", "actors", "reward_workers", "reward_children", "function_workers")  # of `perf/restarted_NAME`
+# Of `perf/restarted_NAME`.
+RESTARTED = ("engines", "actors", "reward_workers", "reward_children", "function_workers", "judges")
 LATEST = ("rollout/response_length_mean", "rollout/truncated", "actor/entropy")
 
 

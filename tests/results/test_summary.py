@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo import plot
+from dapo.report.names import PERF
 from dapo.results.figures import results
 from dapo.results.runs import Problem, Run, labels, positions, read_run
 from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
@@ -63,6 +64,7 @@ def test_the_whole_run_counts_with_all_its_starts(run: Path) -> None:
         "restarted_reward_workers": 3,
         "restarted_reward_children": 0,
         "restarted_function_workers": 0,
+        "restarted_judges": 0,
         "failed_saves": 1,
         "killed_starts": 1,
     }
@@ -140,6 +142,15 @@ def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: P
     told = text(found)
     assert "accuracy of drawn groups: 0.500 at step 1 -> 0.600 at step 3; best 0.700 at step 2" in told
     assert "cost: -" in told
+
+
+def test_every_count_of_what_was_restarted_is_told() -> None:
+    """Also of what only some runs have, as judges of their own."""
+    counted = [metric.name for metric in PERF.metrics if metric.name.startswith("restarted_")]
+    line = step_line(1, 0.5) | {"actor/entropy": 0.1} | {f"perf/{name}": 2.0 for name in counted}
+    found = results(Run(name="", config={}, records=[line]))
+    assert {name: found.faults.get(name) for name in counted} == dict.fromkeys(counted, 2)
+    assert "judges restarted 2" in text(found)
 
 
 def test_a_store_that_began_within_the_run_says_nothing_of_all_its_starts(tmp_path: Path) -> None:
