@@ -44,9 +44,9 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """Holds how an accuracy moved. set: of held-out problems; "" for the one without a name, or the mean over sets.
-    gain: problem by problem; None where the first and the last evaluation are not known to share one, and of drawn
-    groups."""
+    """Holds how an accuracy moved. set: of held-out problems; "" for the one without a name, or the mean over sets;
+    with SOURCE or SET/SOURCE a data source of a set that has several. gain: problem by problem; None where the first
+    and the last evaluation are not known to share one, and of drawn groups."""
 
     set: str
     first: Point
@@ -156,13 +156,19 @@ def _over_steps(records: Records, step: int) -> Point:
 
 
 def differences(before: Problems, after: Problems) -> dict[str, Difference]:
-    """Returns by set how much better `after` is, over the problems that both have a verdict on."""
+    """Returns how much better `after` is, over the problems that both have a verdict on: by set, and by data source
+    where `after` has several in one, each under the name of its metrics in `eval/`."""
     found = {}
     for name in dict.fromkeys(problem.set for problem in after):
-        both = _paired(*({key: one[key] for key in one if key.set == name} for one in (before, after)))
-        if both:
-            one: Estimate = over_problems({"": both})[""]
-            found[name] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
+        there, here = ({key: one[key] for key in one if key.set == name} for one in (before, after))
+        parts = {name: here}
+        if len(sources := dict.fromkeys(key.source for key in here)) > 1:
+            of = f"{name}/" if name else ""
+            parts |= {of + source: {key: here[key] for key in here if key.source == source} for source in sources}
+        for part, problems in parts.items():
+            if both := _paired(there, problems):
+                one: Estimate = over_problems({"": both})[""]
+                found[part] = Difference(value=one.value, low=one.low, high=one.high, problems=len(both))
     return found
 
 

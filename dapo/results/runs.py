@@ -24,12 +24,13 @@ Records = Sequence[Mapping[str, Any]]
 
 class Problem(NamedTuple):
     """Names a held-out problem. set: "" for the one without a name. number: in the run's store. text: after the chat
-    template."""
+    template. source: its `data_source`."""
 
     set: str
     number: int
     text: str
     ground_truth: str
+    source: str = ""
 
 
 Problems = Mapping[Problem, float]  # with the mean accuracy of the answers to each
@@ -112,8 +113,8 @@ def _start(row: dict[str, Any]) -> Start:
 
 def _problems(store: Reader, step: int) -> Problems:
     return {
-        Problem("" if set == UNNAMED else set, number, text, truth): accuracy
-        for set, number, text, truth, accuracy in map(dict.values, store.held_out(step))
+        Problem("" if set == UNNAMED else set, number, text, truth, source): accuracy
+        for set, number, text, truth, source, accuracy in map(dict.values, store.held_out(step))
     }
 
 

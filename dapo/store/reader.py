@@ -238,7 +238,7 @@ class Reader:
         """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and
         the mean accuracy of the answers that have one; a problem without any is left out."""
         return self._all(
-            "SELECT name, prompt, prompts.text, ground_truth, avg(accuracy) AS accuracy FROM evaluations "
+            "SELECT name, prompt, prompts.text, ground_truth, source, avg(accuracy) AS accuracy FROM evaluations "
             "JOIN prompts USING (prompt) WHERE split = name AND step = ? GROUP BY name, prompt "
             "HAVING count(accuracy) > 0 ORDER BY name, prompt",
             step,
