@@ -43,7 +43,9 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
 - **Failure.** What cannot be written (full disk, lock of another program for 10 s) is left out: a warning at most
   every 10 minutes with the count, a row in `events`; the run goes on. A damaged file, and one of another version, is
   renamed and a new one begins; one that lacks nothing but newer tables gets them. On a file system of several hosts
-  the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere.
+  the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere. In a folder that cannot
+  be written to, `dapo.inspect` and `dapo.compare` read what a run leaves that has ended; of one that was killed, copy
+  the file with its `-wal`.
 - **Hostile texts** are data: bound as parameters, characters that UTF-8 cannot hold replaced, NUL shown as U+2400.
 
 `PRAGMA user_version` is {VERSION}, `PRAGMA application_id` {APPLICATION_ID:#x}. Times are Unix seconds (`datetime(at,

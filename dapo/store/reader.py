@@ -4,6 +4,7 @@ In: an output directory, or the database itself. Out: rows, whose columns have t
 """
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +41,13 @@ class Reader:
     def __init__(self, run: Path) -> None:
         """Opens it. run: the output directory, or the database.
 
-        Raises ValueError where there is none, or one of another version.
+        Raises ValueError where there is none, one of another version, or one that cannot be read where it is.
         """
         self.path = run / DATABASE if run.is_dir() else run
         if not self.path.is_file():
             raise ValueError(f"{self.path} is not there; give the `trainer.output_dir` of a run, or its {DATABASE}")
         try:
-            self._connection = sqlite3.connect(f"file:{quote(str(self.path.absolute()))}?mode=ro", uri=True, timeout=10)
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+            version = self._connect("mode=ro&immutable=1" if self._is_at_rest() else "mode=ro")
         except sqlite3.Error as error:
             if not isinstance(error, sqlite3.OperationalError):
                 raise ValueError(
@@ -67,6 +67,17 @@ class Reader:
         self._has_spans = version not in GROWS
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
+
+    def _is_at_rest(self) -> bool:
+        """Returns whether nothing is in the write-ahead log, and no reader could make one beside it: SQLite refuses to
+        read such a database unless it is told that nobody writes."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        return not os.access(self.path.parent, os.W_OK) and not (log.is_file() and log.stat().st_size)
+
+    def _connect(self, how: str) -> int:
+        self._connection = sqlite3.connect(f"file:{quote(str(self.path.absolute()))}?{how}", uri=True, timeout=10)
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        return int(version)
 
     def close(self) -> None:
         """Closes the database."""

@@ -1,6 +1,13 @@
-"""What is read back from a store: how groups ended, with a filter and without, and the warnings of a step."""
+"""What is read back from a store: how groups ended, with a filter and without, and the warnings of a step; and where
+its folder cannot be written to."""
 
 import itertools
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from dataclasses import replace
 
 from dapo.inspect.figures import figures
@@ -73,3 +80,42 @@ def test_warnings_of_a_step_are_those_of_the_time_that_counts(tmp_path):
     with Reader(tmp_path) as found:
         told = {step: found.warnings(step) for step in (1, 2, 3)}
     assert told == {1: ["step 1, start 1"], 2: ["step 2, start 2"], 3: ["step 3, start 2"]}
+
+
+# Root may write wherever it wants, unless it gives its capabilities up.
+INSPECT = (
+    "import sys; from dapo.sandbox.kernel import drop_capabilities; drop_capabilities(); "
+    "from dapo.inspect.__main__ import main; main(sys.argv[1:])"
+)
+
+
+def inspected(folder):
+    """What the command says of a run in a folder that it must not write to."""
+    files = [*folder.iterdir()]
+    for path in (*files, folder):
+        path.chmod(0o555)
+    try:
+        line = [sys.executable, "-c", INSPECT, str(folder)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+        assert [*folder.iterdir()] == files
+    finally:
+        folder.chmod(0o755)
+    return done.stdout + done.stderr
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_to_is_read(tmp_path):
+    """An archive, or another person's. What a killed run left in its log is not in the file itself."""
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    store = store_in(run)
+    store.begin({})
+    store.step(1, collected_of([make_group(1, [1.0, 0.0])]))
+    store.close()
+    shutil.copytree(run, killed)
+    with closing(sqlite3.connect(killed / "samples.sqlite")) as connection:
+        connection.execute("INSERT INTO steps SELECT 2, run, at, 1, 1, 1, 1, 0, 0 FROM steps")
+        connection.commit()
+        shutil.copy(killed / "samples.sqlite-wal", tmp_path)
+    shutil.copy(run / "samples.sqlite", killed)
+    shutil.copy(tmp_path / "samples.sqlite-wal", killed)
+    assert inspected(run).startswith("1 steps\n")
+    assert "cannot be written to or is on another host, copy it and samples.sqlite-wal" in inspected(killed)
