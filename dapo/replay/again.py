@@ -127,7 +127,10 @@ def _empty(run: Path, step: int, out: Path | None) -> Path:
     folder = (run / REPLAYS / f"step_{step:06d}" if out is None else out).absolute()
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"`--out` ({out}) is not empty; give a new directory")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made ({error}); give `--out DIR` where you may write") from error
     return folder
