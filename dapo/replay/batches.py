@@ -21,7 +21,7 @@ from dapo.pools import Pools
 from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS, TRAINED
-from dapo.sampling.outcome import MIXED
+from dapo.sampling.outcome import classifier, classify
 from dapo.sampling.saved import read_groups, write_groups
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.sampling.traffic import Traffic
@@ -128,15 +128,17 @@ class SavedStream:
         buffer: OversamplingBuffer,
         draw: Callable[[int], Draw],
         know: Callable[[Visits], None] = lambda visits: None,
+        outcome: Callable[[Group], str] = classify,
     ) -> None:
         """Reads nothing yet. directory: `batches/` of a run. buffer: says which step is next. draw: the stream's, by
-        index. know: is told first what `visits_of` gave, if anything."""
+        index. know: is told first what `visits_of` gave, if anything. outcome: of a group, by its accuracies."""
         self.buffer = buffer
         self.traffic = Traffic()
         self.on_filled: Callable[[], None] = lambda: None
         self._directory = directory
         self._draw = draw
         self._know = know
+        self._outcome = outcome
 
     async def collect(self) -> Collected:
         """Returns the batch of the next step. Raises ValueError where it is not there, or answers other prompts than
@@ -153,7 +155,7 @@ class SavedStream:
             drawn=groups,
             groups=groups,
             fates=(TRAINED,) * len(groups),
-            outcomes=Counter({MIXED: len(groups)}),
+            outcomes=Counter(map(self._outcome, groups)),
             returned=(),
             why_returned=SURPLUS,
             unfinished=frozenset(),
@@ -187,7 +189,8 @@ def stream_of(
 ) -> GroupStream | SavedStream:
     """Returns what gives a run its batches: prompts in `order`, answered and scored by `pools`, or saved batches."""
     if cfg.trainer.only == "train":
-        return SavedStream(Path(cfg.data.batches), buffer, order.draw, order.know)
+        outcome, least = classifier(cfg), cfg.filter_groups.min_scored
+        return SavedStream(Path(cfg.data.batches), buffer, order.draw, order.know, lambda group: outcome(group, least))
     sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
     return GroupStream(
         order,

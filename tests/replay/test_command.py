@@ -15,9 +15,10 @@ from dapo.config.compose import checked_overrides, compose, half_flags
 from dapo.config.schema import Config, LoggingConfig
 from dapo.data.order import PromptOrder
 from dapo.faults.signals import caught
+from dapo.measure.clock import PhaseClock
 from dapo.replay.__main__ import main
 from dapo.replay.again import prepare
-from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept
+from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept, stream_of
 from dapo.replay.outcome import Outcome, outcome, words
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
@@ -118,6 +119,22 @@ def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> N
     buffer.serving(3)
     with pytest.raises(ValueError, match=r"has no batch of step 4; it has those of steps 2-3"):
         asyncio.run(stream.collect())
+
+
+def test_groups_that_were_read_are_counted_by_their_accuracies(tmp_path: Path) -> None:
+    """Where nothing is filtered, as in GRPO, a batch holds groups of every kind."""
+    groups = [make_group(index, given) for index, given in enumerate(([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]))]
+
+    async def put() -> None:
+        batches = Batches(tmp_path / "batches", None)
+        await batches.put(1, groups)
+
+    asyncio.run(put())
+    cfg = compose([f"--train-only={tmp_path / 'batches'}", "filter_groups.enable=false"], TINY)
+    order = PromptOrder([group.draw.prompt for group in groups], seed=0, shuffle=False)
+    stream = stream_of(cfg, order, OversamplingBuffer.of(cfg), None, PhaseClock())
+    collected = asyncio.run(stream.collect())
+    assert collected.outcomes == {"mixed": 1, "all_correct": 1, "all_wrong": 2}
 
 
 @pytest.mark.parametrize("other", ["seed", "shuffle", "prompts"])
