@@ -194,7 +194,8 @@ def _faults(run: Run) -> dict[str, int]:
         total = before = 0.0
         last = None
         for record in run.steps:
-            value, start = known(record, f"perf/restarted_{name}") or 0.0, start_of.get(record["step"])
+            value = known(record, f"perf/restarted_{name}") or 0.0
+            start = start_of.get(record["step"], last)  # a step that the store lacks is of the start before it
             if start != last or value < before:
                 before = 0.0
             total += value - before

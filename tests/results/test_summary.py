@@ -179,6 +179,14 @@ def test_every_count_of_what_was_restarted_is_told() -> None:
     assert "judges restarted 2" in text(found)
 
 
+def test_what_was_survived_counts_once_where_the_store_lacks_a_step(tmp_path: Path) -> None:
+    """Its disk was full meanwhile."""
+    lines = [step_line(step, 0.5, **restarted(2 + (step > 4))) for step in range(1, 7)]
+    folder = write_run(tmp_path / "run", lines)
+    store_starts(folder, ((1, 2, 4, 6), True, 0)).close()
+    assert results(read_run(folder)).faults["restarted_engines"] == 3
+
+
 def test_a_store_that_began_within_the_run_says_nothing_of_all_its_starts(tmp_path: Path) -> None:
     """A damaged store, and one of another version, is set aside, and a new one begins."""
     folder = write_run(tmp_path / "run", [step_line(step, 0.5) for step in range(1, 6)])
