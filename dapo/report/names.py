@@ -158,7 +158,8 @@ ACTOR = Family(
 
 PARITY = Family(
     "parity",
-    "all response tokens before the update, actors against engines; over finite numbers",
+    "all response tokens before the update, actors against engines; over finite numbers; with "
+    "`algorithm.rollout_correction.use_rollout_logprobs` those of the first optimizer step",
     "workers/training/totals.py",
     (
         *_mismatch("", ""),
@@ -172,7 +173,13 @@ PERF = Family(
     "the step; depends on timing",
     "dapo/measure/clock.py, dapo/report/metrics.py, dapo/pools.py",
     (
-        Metric("step_s", "s", "wall time from the end of the step before", "timing_s/step, perf/time_per_step"),
+        Metric(
+            "step_s",
+            "s",
+            "wall time from when the step begins to collect to its line; what lies between two steps, such as a "
+            "checkpoint, is in none",
+            "timing_s/step, perf/time_per_step",
+        ),
         Metric("generation_s", "s", "in which an engine had requests", "timing_s/gen"),
         Metric("reward_s", "s", "in which responses waited for a verdict", "timing_s/reward"),
         Metric("reference_s", "s", "the reference policy's pass", "timing_s/ref"),
