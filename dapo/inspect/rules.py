@@ -108,8 +108,11 @@ def _dropped(run: Figures) -> Finding | None:
 
 
 def _unscored(run: Figures) -> Finding | None:
+    drawn = run.metrics.get("buffer/drawn", {})
+    groups = sum(drawn.values()) or 1.0
     shares = {
-        name.removeprefix("reward/failed_"): sum(values.values()) / len(run.metrics.get("buffer/drawn", values))
+        name.removeprefix("reward/failed_"): sum(drawn.get(step, 0.0) * value for step, value in values.items())
+        / groups
         for name, values in run.metrics.items()
         if name.startswith("reward/failed_") and name not in AT_LIMIT
     }

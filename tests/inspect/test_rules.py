@@ -151,6 +151,14 @@ def test_answers_that_are_wrong_for_a_limit_are_no_missing_verdicts():
     assert "2.3% of all answers have no verdict: wall 2.0%, timeout 0.2%" in look.what
 
 
+def test_missing_verdicts_are_a_share_of_the_answers_where_steps_differ_in_size():
+    """The first step drew 10 groups, and half of their answers have no verdict; the second drew 990."""
+    few = {"buffer/drawn": {1: 10.0, 2: 990.0}, "reward/failed_wall": {1: 0.5}}
+    assert found(few, [], CONFIG) == {}
+    [look] = found(few | {"reward/failed_crash": {2: 0.02}}, [], CONFIG).values()
+    assert look.what == "2.5% of all answers have no verdict: crash 2.0%, wall 0.5%"
+
+
 def test_what_stale_tokens_add_is_no_drift():
     """The bound is on tokens of the current policy alone."""
     metrics = SOUND | {"parity/mean_abs_logprob_diff": steady(0.2)}
