@@ -21,9 +21,11 @@ KINDS = {  # of a stretch: a letter, and in words
     "sync": ("w", "weight sync"),
     "save": ("s", "checkpoint"),
     "evaluation": ("e", "evaluation"),
+    "sleep": ("z", "engines fall asleep"),
     ALONE: ("d", "driver alone"),
 }
-WAITS = ("update", "sync", "save", "evaluation", "reference", "generation", "reward")  # of several, the first counts
+# Of several, the first counts.
+WAITS = ("update", "sync", "save", "evaluation", "reference", "sleep", "generation", "reward")
 RANKS = ("update", "reference", "sync", "save")
 MOST_ENGINES = 8  # rows; of more, the sum, the one with the most and the one with the least to do
 LETTERS = ", ".join(f"{letter} {words}" for letter, words in KINDS.values() if letter != "#")

@@ -1,15 +1,17 @@
 """What every role did within a step: rows against a picture by hand, in the terminal and on the page."""
 
+import json
 import re
 import sqlite3
 from contextlib import closing
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from dapo.inspect.__main__ import main
-from dapo.inspect.timeline import Lane, drawn, shown, timeline
-from dapo.store.reader import Reader
+from dapo.inspect.timeline import KINDS, Lane, drawn, shown, timeline
+from dapo.store.reader import PHASES, Reader
 from dapo.store.schema import GROWS
 from tests.inspect.test_page import Parsed
 from tests.support.report.shown_run import make_run
@@ -59,6 +61,17 @@ def test_each_role_has_a_row_and_the_driver_is_told_whole() -> None:
     assert lanes["ranks"].about(-4, 20) == "update 5 s, checkpoint 2 s, weight sync 1 s"
     assert timeline(7, [], 20.0) is None
     assert "engine \N{REPLACEMENT CHARACTER}[2J<b>" in by_role([*STEP, span("engine \x1b[2J<b>", 0, 1)])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_whatever_a_step_counts_has_a_letter_and_a_color(phase: str) -> None:
+    """Also where engines fall asleep on the GPUs that the actors take then."""
+    [lane] = [lane for role, lane in by_role([STEP[0], span(phase, 0, 20)]).items() if role == "driver waits for"]
+    assert lane.parts[-1][1:3] == (20, phase)
+    colors = re.search(r"const COLORS = (\[.*\]);", files("dapo.inspect").joinpath("assets/timeline.js").read_text())
+    css = files("dapo.inspect").joinpath("assets/page.css").read_text()
+    named = json.loads(colors[1]) if colors else []
+    assert len(named) == len(KINDS) and all(f".{name} {{" in css for name in named)
 
 
 def test_of_many_engines_the_sum_and_the_ends_are_told() -> None:

@@ -1,7 +1,7 @@
 // What every role did within one step, a row each.
 
 const LONG = 1000, THICK = 20;
-const COLORS = ["f1", "f2", "f1", "f2", "f3", "f4", "f5", "f6", "f7", "f0"]; // colors, in the order of data.kinds
+const COLORS = ["f1", "f2", "f1", "f2", "f3", "f4", "f5", "f6", "f7", "f8", "f0"]; // colors, in the order of data.kinds
 
 function lane({ role, about, parts }, { began, ended }) {
   const x = (seconds) => ((seconds - began) / Math.max(1e-9, ended - began)) * LONG;
@@ -30,7 +30,7 @@ function timelines() {
   const step = el("select", {}, ...all.map((each, number) => option(number, `step ${each.step}: ${short(each.ended)} s${number ? "" : ", the slowest"}`)));
   const paint = () => {
     const found = all[step.selectedIndex];
-    const kinds = [...new Set(found.lanes.flatMap((each) => each.parts.map((part) => part[2])))].filter((kind) => kind > 1).sort();
+    const kinds = [...new Set(found.lanes.flatMap((each) => each.parts.map((part) => part[2])))].filter((kind) => kind > 1).sort((one, other) => one - other);
     const legend = kinds.map((kind) => el("span", {}, el("i", { class: COLORS[kind] }), data.kinds[kind]));
     byId("lanes").replaceChildren(el("div", { class: "card" }, axis(found), ...found.lanes.map((each) => lane(each, found)), el("div", { class: "legend" }, ...legend)));
   };
