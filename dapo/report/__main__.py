@@ -34,10 +34,10 @@ Written by `python -m dapo.report > dapo/report/README.md` from `names.py`; edit
 - `summary.json` (`../results/summary.py`) is written when a run ends, is stopped or fails, from its files alone, so
   that it covers all its starts: accuracy at first, at last and at best with 95 % intervals (held-out ones over
   problems, with the gain problem by problem; of drawn groups over the first and the last 10 steps), tokens, goodput,
-  seconds by phase, what was survived, and GPU hours: those of engines, ranks and reward model times the seconds from
-  when the workers were ready to the end, of each start. Starts and hours are not known where a store that was damaged,
-  or of another version, was set aside. `curves.png` lies beside it where matplotlib is installed; the terminal shows
-  the rest in a few lines. A run that is killed, or whose Ray head dies, leaves none; `python -m
+  seconds by phase, what was survived, and GPU hours: those of engines, ranks, reward model and judges times the
+  seconds from when the workers were ready to the end, of each start. Starts and hours are not known where a store that
+  was damaged, or of another version, was set aside. `curves.png` lies beside it where matplotlib is installed; the
+  terminal shows the rest in a few lines. A run that is killed, or whose Ray head dies, leaves none; `python -m
   dapo.compare RUN` shows the same.
 
 Continuing a run drops the lines after the step that it continues from. `perf/` and `ledger/` depend on timing; at
