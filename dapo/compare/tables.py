@@ -12,7 +12,7 @@ from typing import Any
 from dapo.report.log import duration
 from dapo.report.table import table
 from dapo.results.figures import LATEST, WINDOW, Accuracy, Difference, Point, Results
-from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown
+from dapo.results.summary import DRAWN, HELD_OUT, cost, difference, faults, point, share, shown, taken
 from dapo.state.changes import values
 from dapo.store.reader import PHASES
 
@@ -22,7 +22,7 @@ Gains = Sequence[Mapping[str, Difference]]  # by set, of each run against the fi
 Row = tuple[str, Callable[[Results], str]]
 
 ROWS: tuple[Row, ...] = (
-    ("steps", lambda run: f"{run.steps}" + (f" of {run.total_steps}" if run.total_steps else "")),
+    ("steps", taken),
     ("starts", lambda run: "-" if run.starts is None else str(run.starts)),
     ("tokens generated", lambda run: shown(run.tokens_generated, ",")),
     ("tokens trained on", lambda run: shown(run.tokens_trained, ",")),

@@ -59,14 +59,17 @@ class Accuracy:
 class Results:
     """Holds what a run has come to; None is not known. Made by `results`.
 
-    held_out: one per set, intervals over problems. drawn: of the groups that steps used up, means of the first and last
-    steps, `WINDOW` at most, intervals over steps. seconds: `wall` of all starts, `steps` of the steps that count, and
-    of these by phase, which overlap. faults: what was survived. gpus: of the newest start; 0: CPU. latest: means of
-    the last steps. inputs: what the run read, with commits.
+    steps: how many it took, from first_step to last_step, 0 without any; a run that begins from another one's
+    checkpoint goes on with its number. held_out: one per set, intervals over problems. drawn: of the groups that steps
+    used up, means of the first and last steps, `WINDOW` at most, intervals over steps. seconds: `wall` of all starts,
+    `steps` of the steps that count, and of these by phase, which overlap. faults: what was survived. gpus: of the
+    newest start; 0: CPU. latest: means of the last steps. inputs: what the run read, with commits.
     """
 
     name: str
     steps: int
+    first_step: int
+    last_step: int
     total_steps: int | None
     held_out: tuple[Accuracy, ...]
     drawn: Accuracy | None
@@ -94,6 +97,8 @@ def results(run: Run) -> Results:
     return Results(
         name=run.name,
         steps=len(steps),
+        first_step=steps[0]["step"] if steps else 0,
+        last_step=steps[-1]["step"] if steps else 0,
         total_steps=value_of(run.config, "trainer.total_steps"),
         held_out=tuple(_held_out(run)),
         drawn=_drawn(steps),

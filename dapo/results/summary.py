@@ -66,9 +66,9 @@ def conclude(folder: Path, check: Callable[[], None]) -> None:
 
 def text(found: Results) -> str:
     """Returns the lines for a person; in brackets 95 % intervals, as `Results` says over what."""
-    of = f" of {found.total_steps}" if found.total_steps else ""
+    steps = f"steps {taken(found)}" if found.first_step > 1 else f"{taken(found)} steps"
     begun = f", started {found.starts} times" if (found.starts or 0) > 1 else ""
-    lines = [f"summary: {found.steps}{of} steps in {duration(found.seconds['wall'])}{begun}"]
+    lines = [f"summary: {steps} in {duration(found.seconds['wall'])}{begun}"]
     lines += [_moved(f"{HELD_OUT} {one.set}".rstrip(), one) for one in found.held_out]
     if found.drawn and not found.held_out:
         lines.append(_moved(DRAWN, found.drawn))
@@ -79,6 +79,12 @@ def text(found: Results) -> str:
     lines.append(f"survived: {faults(found)}")
     lines.append(f"cost: {cost(found)}")
     return "\n  ".join(lines)
+
+
+def taken(found: Results) -> str:
+    """Returns how many steps of how many there are; of a run that did not begin with the first one, which."""
+    of = f" of {found.total_steps}" if found.total_steps else ""
+    return (f"{found.first_step} to {found.last_step}" if found.first_step > 1 else f"{found.steps}") + of
 
 
 def _moved(name: str, one: Accuracy) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo import plot
+from dapo.compare.__main__ import main as compare
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import metrics, summaries
 from dapo.report.names import PERF
@@ -194,6 +195,17 @@ def test_a_store_that_began_within_the_run_says_nothing_of_all_its_starts(tmp_pa
     found = results(read_run(folder))
     assert found.starts is None and found.gpu_hours is None and "failed_saves" not in found.faults
     assert found.seconds["wall"] == 50 and "cost: -" in text(found)
+
+
+def test_a_run_that_began_from_the_checkpoint_of_another_says_which_steps_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is complete, and took fewer steps than `trainer.total_steps` (`checkpoint.resume=PATH`)."""
+    folder = write_run(tmp_path / "run", [step_line(step, 0.5) for step in (7, 8)], "trainer.total_steps=8")
+    found = results(read_run(folder))
+    assert found.steps == 2 and text(found).startswith("summary: steps 7 to 8 of 8 in 20s\n")
+    compare([str(folder)])
+    assert "| steps | 7 to 8 of 8 |" in capsys.readouterr().out
 
 
 def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
