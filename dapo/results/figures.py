@@ -4,18 +4,16 @@ In: what `dapo.results.runs` reads back. Out: `Results`, for `summary.json`, `da
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from dapo.evaluate.estimates import Estimate, over_problems
-from dapo.results.runs import Problems, Records, Run, known
+from dapo.results.runs import Problems, Records, Run, evaluated, known
 from dapo.state.changes import value_of
 from dapo.store.reader import PHASES
 
 WINDOW = 10  # steps that stand for the beginning and the end of a curve
-ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
 # Of `perf/restarted_NAME`.
 RESTARTED = ("engines", "actors", "reward_workers", "reward_children", "function_workers", "judges")
 LATEST = ("rollout/response_length_mean", "rollout/truncated", "actor/entropy")
@@ -117,12 +115,11 @@ def results(run: Run) -> Results:
 
 def _held_out(run: Run) -> list[Accuracy]:
     """Returns one per name of an accuracy, that over all first."""
-    evaluations = [record for record in run.records if "eval/accuracy" in record]
-    names = {name: match[1] or "" for record in evaluations for name in record if (match := ACCURACY.fullmatch(name))}
     gains = differences(*run.problems) if len(run.problems) == 2 else {}
     found = []
-    for metric, name in sorted(names.items(), key=lambda item: item[1]):
-        by_step = {record["step"]: record for record in evaluations if known(record, metric) is not None}
+    for name, steps in sorted(evaluated(run.records).items()):
+        metric = f"eval/{name}/accuracy" if name else "eval/accuracy"
+        by_step = {record["step"]: record for record in run.records if known(record, metric) is not None}
         points = [
             Point(
                 step=step,
@@ -130,12 +127,12 @@ def _held_out(run: Run) -> list[Accuracy]:
                 low=known(by_step[step], f"{metric}_low"),
                 high=known(by_step[step], f"{metric}_high"),
             )
-            for step in sorted(by_step)
+            for step in steps
         ]
-        if points:
-            best = max(points, key=lambda point: point.value)
-            gain = gains.get(name) if points[-1].low is not None else None  # not of a mean over sets
-            found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
+        best = max(points, key=lambda point: point.value)
+        paired = len(points) > 1 and points[-1].low is not None  # no mean over sets
+        gain = gains.get(name) if paired else None
+        found.append(Accuracy(set=name, first=points[0], last=points[-1], best=best, gain=gain))
     return found
 
 

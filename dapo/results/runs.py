@@ -5,6 +5,7 @@ In: an output directory, whether the run goes on or not. Out: its configuration,
 """
 
 import math
+import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dapo.state.run_dir import CONFIG, HEADER
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 
+ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +55,8 @@ class Run:
 
     records: lines of metrics.jsonl. starts: oldest first; empty, and failed_saves None, without a store, and where that
     began within the run: the one before it was damaged, or of another version.
-    problems: held-out verdicts of the first and the last evaluation, if any. inputs: as `dapo.data.origins` gives them.
+    problems: held-out verdicts of the first and the last evaluation of each set, if any. inputs: as
+    `dapo.data.origins` gives them.
     """
 
     name: str
@@ -85,14 +88,12 @@ def read_run(folder: Path, name: str = "") -> Run:
         raise ValueError(f"{folder} is no run: it holds no {CONFIG} of one; give the `trainer.output_dir` of a run")
     metrics = folder / METRICS
     records = read_metrics(metrics) if metrics.is_file() else []
-    evaluated = sorted({record["step"] for record in records if "eval/accuracy" in record})
-    ends = dict.fromkeys((*evaluated[:1], *evaluated[-1:]))
     whole: dict[str, Any] = {"name": name or folder.absolute().name, "config": config, "records": records}
     whole["inputs"] = read_inputs(folder)
     try:
         with Reader(folder) as store:
             starts = tuple(_start(row) for row in store.starts())
-            whole["problems"] = tuple(_problems(store, step) for step in ends)
+            whole["problems"] = _ends(store, evaluated(records))
             if _has_all(starts, records):
                 whole |= {"starts": starts, "failed_saves": store.count("failed_save")}
             return Run(**whole)
@@ -109,6 +110,28 @@ def _has_all(starts: Sequence[Start], records: Records) -> bool:
 def _start(row: dict[str, Any]) -> Start:
     steps, ended = frozenset(row["steps"]), row["ended"] is not None
     return Start(steps=steps, seconds=row["last"] - row["began"], ended=ended, gpus=row["gpus"])
+
+
+def evaluated(records: Records) -> dict[str, list[int]]:
+    """Returns by name of an accuracy in `eval/`, "" for that over all, the steps that have one, in order."""
+    found: dict[str, set[int]] = {}
+    for record in records:
+        for name in record:
+            if (match := ACCURACY.fullmatch(name)) and known(record, name) is not None:
+                found.setdefault(match[1] or "", set()).add(record["step"])
+    return {name: sorted(steps) for name, steps in found.items()}
+
+
+def _ends(store: Reader, steps: Mapping[str, Sequence[int]]) -> tuple[Problems, ...]:
+    """Returns the verdicts of the first and of the last evaluation of each set; only one where there was only one.
+    steps: of `evaluated`."""
+    count = len({step for each in steps.values() for step in each})
+    found = []
+    for end in (0, -1)[:count]:
+        of_set = {name: each[end] for name, each in steps.items()}
+        at = {step: _problems(store, step) for step in sorted({*of_set.values()})}
+        found.append({key: one[key] for step, one in at.items() for key in one if of_set.get(key.set) == step})
+    return tuple(found)
 
 
 def _problems(store: Reader, step: int) -> Problems:

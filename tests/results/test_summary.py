@@ -139,6 +139,24 @@ def test_each_data_source_of_a_set_has_a_gain_of_its_own(name: str, tmp_path: Pa
     assert gains == {f"{under}aime": (0.5, 2), f"{under}gsm8k": (1.0, 3), **({name: (0.8, 5)} if name else {})}
 
 
+def test_a_set_that_came_later_has_its_gain_since_then(tmp_path: Path) -> None:
+    """The run went on with another set beside the first (`data.val_files`), and then without that one."""
+    scores = {1: {"old": 0.0}, 2: {"old": 0.5, "new": 0.0, "once": 1.0}, 3: {"new": 1.0}}
+    lines = []
+    for step, sets in scores.items():
+        values = {f"eval/{name}/accuracy{end}": value for name, value in sets.items() for end in ("", "_low", "_high")}
+        lines += [step_line(step, 0.5), {"step": step, "eval/accuracy": 0.5, **values}]
+    folder = write_run(tmp_path / "run", lines)
+    store = store_starts(folder, ((1, 2, 3), True, 0))
+    for step, sets in scores.items():
+        for name, value in sets.items():
+            store.evaluation(step, name, [asked(number, f"{number}", "", value) for number in range(2)])
+    store.close()
+    found = results(read_run(folder))
+    gains = {one.set: one.gain and one.gain.value for one in found.held_out}
+    assert gains == {"": None, "old": 0.5, "new": 1.0, "once": None} and "share a problem" not in text(found)
+
+
 def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
     """A set may have the name that the one without a name has in the store."""
     lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]
