@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from dapo.report.console import warn
 from dapo.report.log import METRICS, read_metrics
 from dapo.state.inputs import read_inputs
 from dapo.state.run_dir import CONFIG, HEADER
 from dapo.store.reader import Reader
-from dapo.store.schema import UNNAMED
+from dapo.store.schema import DATABASE, UNNAMED
 
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
 Records = Sequence[Mapping[str, Any]]
@@ -97,7 +98,9 @@ def read_run(folder: Path, name: str = "") -> Run:
             if _has_all(starts, records):
                 whole |= {"starts": starts, "failed_saves": store.count("failed_save")}
             return Run(**whole)
-    except (ValueError, sqlite3.Error):  # off, damaged, or of another version
+    except (ValueError, sqlite3.Error) as error:
+        if (folder / DATABASE).is_file():  # damaged, of another version, or where it cannot be read
+            warn(f"starts, cost and gains of {folder} are not known: {error}")
         return Run(**whole)
 
 

@@ -159,6 +159,20 @@ def test_curves_over_steps_tokens_and_seconds(
     assert [axis.get_xlabel() for axis in kept[0].axes[-3:]] == ["step", "tokens generated", "seconds of all steps"]
 
 
+def test_why_starts_and_cost_of_a_run_are_not_known_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, damaged = (write_run(tmp_path / name, [step_line(1, 0.5)]) for name in ("whole", "damaged"))
+    store_starts(whole, ((1,), True, 8)).close()
+    (damaged / "samples.sqlite").write_bytes(b"step,accuracy\n" * 1000)
+    main([str(whole)])
+    assert capsys.readouterr().err == ""
+    main([str(whole), str(damaged)])
+    found = capsys.readouterr()
+    assert cells(found.out)["starts"] == ["1", "-"]
+    assert found.err.startswith(
+        f"starts, cost and gains of {damaged} are not known: {damaged}/samples.sqlite cannot be"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
