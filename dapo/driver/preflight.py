@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config.facts.model_class import why_not_packed
+from dapo.config.facts.model_class import MASKLESS, why_not_packed
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig
@@ -107,13 +107,14 @@ def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
             f"`model.path` ({path}) is of the kind {config.model_type}, of which transformers has no causal language "
             "model; choose another model, or set `model.trust_remote_code=true` where it brings its own code"
         )
-    if trains and (why := _class(config, path, trusted=trusted)):
-        yield f"`model.path` ({path}): {why}; choose another architecture"
+    masked = cfg.model.attn_implementation not in MASKLESS
+    if trains and (why := _class(config, path, trusted=trusted, masked=masked)):
+        yield f"`model.path` ({path}): {why}"
     if not Path(path).is_dir():
         yield from config_problems(cfg, config.to_dict(), trains=trains)
 
 
-def _class(config: Any, path: str, *, trusted: bool) -> str:
+def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
     """Returns what the class of the model's own code or of transformers' says against it; of code that cannot be
     imported the ranks tell."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -129,7 +130,7 @@ def _class(config: Any, path: str, *, trusted: bool) -> str:
         model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
     if model is None or isinstance(model, tuple):  # one of several, by what the configuration says
         return ""
-    why = why_not_packed(model, None if isinstance(base, tuple) else base)
+    why = why_not_packed(model, None if isinstance(base, tuple) else base, masked=masked)
     return why and f"{model.__name__} {why}"
 
 

@@ -296,6 +296,20 @@ def test_a_model_whose_attention_does_not_hear_of_sequences_is_refused_where_the
     assert len(problems) == bool(says) + (attention == "flash_attention_2")  # which is not installed here
 
 
+@pytest.mark.parametrize(("attention", "refused"), [("auto", False), ("sdpa", True)])
+def test_a_model_whose_mask_does_not_hear_of_sequences_is_refused_where_a_mask_keeps_them_apart(
+    model: Path, attention: str, refused: bool
+) -> None:
+    of_kind("opt")(model)
+    cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
+    cfg.model.attn_implementation = attention
+    problems = lines(cfg)
+    assert len(problems) == refused, problems
+    if refused:
+        assert f"`model.path` ({model}): OPTForCausalLM makes its mask without the positions of tokens" in problems[0]
+        assert "set `model.attn_implementation=auto`" in problems[0]
+
+
 OWN = """
 from transformers import PreTrainedModel, Qwen2Config
 
@@ -332,7 +346,8 @@ def test_a_base_model_that_takes_no_further_arguments_hears_of_no_sequences() ->
     class TakesNone:
         def forward(self, input_ids, position_ids=None): ...
 
-    assert [bool(why_not_packed(Model, base)) for base in (Takes, TakesNone, None)] == [False, True, False]
+    said = [why_not_packed(Model, base, masked=False) for base in (Takes, TakesNone, None)]
+    assert list(map(bool, said)) == [False, True, False]
 
 
 def test_an_engine_may_be_told_to_read_other_files(model: Path) -> None:

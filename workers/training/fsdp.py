@@ -70,7 +70,7 @@ def _on_meta(cfg: Config, dtype: torch.dtype) -> PackedPolicy:
     if problems := [*heads_problems(cfg, config), *architecture_problems(cfg, config)]:
         raise ValueError(problems[0])  # of a hub name, which only the ranks look up
     if why := why_unpackable(model):
-        raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}; choose another architecture")
+        raise ValueError(f"`model.path` ({cfg.model.path}): {type(model).__name__} {why}")
     return PackedPolicy(model, cfg.rollout.temperature, entropy_gradient=cfg.algorithm.entropy_coeff != 0)
 
 

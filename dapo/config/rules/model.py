@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dapo.config.facts.model_class import MASKLESS
 from dapo.config.facts.model_files import INDEX, SINGLE, shapes
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config
 from dapo.config.names import nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
-# transformers' own attention needs a mask of the whole sequence, of which a sequence-parallel rank sees a part.
-MASKLESS = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding

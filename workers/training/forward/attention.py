@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from dapo.config.facts.model_class import why_not_packed
+from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
 from workers.training.forward.ulysses import gather_heads, scatter_heads
 
 PACKED_ATTENTION = "dapo_packed"
@@ -98,13 +98,14 @@ def implementation(name: str) -> str:
 
 def why_unpackable(model: PreTrainedModel) -> str:
     """Returns why a model would not keep the sequences of a micro-batch apart, could not be called on them, or has
-    other logits than the actors compute; "" where nothing of it is known."""
-    if why := why_not_packed(type(model), type(model.base_model)):
+    other logits than the actors compute, and what to do; "" where nothing of it is known."""
+    masked = model.config._attn_implementation not in (PACKED_ATTENTION, *MASKLESS)
+    if why := why_not_packed(type(model), type(model.base_model), masked=masked):
         return why
     if model.config.get_text_config() is not model.config:
-        return "is not of text alone"
+        return f"is not of text alone{OTHER}"
     if {*model.children()} - {model.base_model, model.get_output_embeddings()}:
-        return "has more than a linear head between its last layer and its logits"
+        return f"has more than a linear head between its last layer and its logits{OTHER}"
     return ""
 
 

@@ -8,12 +8,13 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
+    OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
-from workers.training.forward.attention import Segments, implementation, packed_attention
+from workers.training.forward.attention import Segments, implementation, packed_attention, why_unpackable
 
 SIZES = {
     "hidden_size": 32,
@@ -68,6 +69,23 @@ def test_packed_equals_separate(config: PreTrainedConfig, lengths: list[int], na
     (found * weights).sum().backward()
     ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (packed, plain))
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_a_model_is_refused_with_the_attention_that_would_mix_its_sequences() -> None:
+    """OPT asks for its mask without positions: with sdpa, but not with ours, a sequence sees the one before it."""
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    config = OPTConfig(**options, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=256, init_std=0.3)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    first, other = (torch.tensor([[*start, 7, 8, 9, 10, 11]]) for start in ((2, 3, 4, 5), (6, 5, 4, 3)))
+    for name, mixes in (("auto", False), ("sdpa", True)):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(name)).eval()
+        second, same = (
+            model.base_model(
+                tokens, position_ids=positions, use_cache=False, segments=segments_of([4, 5])
+            ).last_hidden_state[:, 4:]
+            for tokens in (first, other)
+        )
+        assert (torch.equal(second, same), bool(why_unpackable(model))) == (not mixes, mixes)
 
 
 @pytest.mark.parametrize(
