@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config.rules.decoding import on_device
-from dapo.config.rules.engine import batches
+from dapo.config.rules.engine import batches, stages
 from dapo.config.schema import Config
 from dapo.derived import gpus_per_engine, lends, lent_engines, num_shards, ranks_of_a_piece, shares_gpus, takes_turns
 from dapo.faults.points import fault_environment
@@ -96,7 +96,7 @@ class Placement:
         self._groups: dict[str, PlacementGroup] = {}
         if device == "cuda" and cfg.model.dtype == "float32":
             raise ValueError("`model.dtype` (float32) has no packed attention on a GPU; use bfloat16 or float16")
-        if found := [*on_device(cfg, device), *batches(cfg, device)]:
+        if found := [*on_device(cfg, device), *batches(cfg, device), *stages(cfg, device)]:
             raise ValueError(found[0])
         asked = pools(cfg, device)
         if not asked:

@@ -186,6 +186,10 @@ def test_a_judges_arguments_are_looked_at_too() -> None:
     assert said(*judge, "reward.judge.engine.vllm={enforce_eager: maybe}") == [
         "`reward.judge.engine.vllm.enforce_eager` (maybe) must be true or false"
     ]
+    [line] = said(*judge, "reward.judge.engine.vllm={pipeline_parallel_size: 2}")
+    assert line.startswith("`reward.judge.engine.vllm.pipeline_parallel_size` (2) must be 1 on a CPU, where ")
+    compose([*judge, "reward.judge.engine.vllm={pipeline_parallel_size: 2, enforce_eager: false}"], "dapo_tiny")
+    compose(["reward.judge.engine.vllm={pipeline_parallel_size: 2}"], "dapo_tiny")  # of which there is none
 
 
 def test_a_judges_arguments_are_what_a_command_line_reads() -> None:

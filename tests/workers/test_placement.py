@@ -89,7 +89,7 @@ def test_colocated_ranks_that_share_a_sequence_and_lie_apart_are_refused(groups)
         placed.actors()
 
 
-def test_types_without_kernels_on_the_device_are_refused(groups):
+def test_what_the_device_has_no_kernels_for_is_refused(groups):
     cfg = make_config(1, 1, 1)
     cfg.rollout.vllm["quantization"] = "fp8_per_tensor"
     Placement(cfg, "cuda")
@@ -99,6 +99,9 @@ def test_types_without_kernels_on_the_device_are_refused(groups):
         Placement(cfg, "cpu")
     cfg.rollout.vllm["quantization"] = "fp8_per_channel"
     assert len(Placement(cfg, "cpu").rollout()) == 1
+    cfg.rollout.vllm["pipeline_parallel_size"] = 2
+    with pytest.raises(ValueError, match=r"`rollout.vllm.pipeline_parallel_size` \(2\) must be 1 on a CPU"):
+        Placement(cfg, "cpu")
     cfg.model.dtype = "float32"
     with pytest.raises(ValueError, match=r"`model.dtype` \(float32\) .* use bfloat16 or float16"):
         Placement(cfg, "cuda")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo.config.facts.vllm_source import Allowed, Section, allowed, load_formats
 from dapo.config.fields import TYPES
-from dapo.config.names import ENGINE, nearest
+from dapo.config.names import ENGINE, JUDGE, nearest
 from dapo.config.rules.model import engine_window
 from dapo.config.schema import Config
 
@@ -120,12 +120,14 @@ def random_weights(cfg: Config) -> Iterator[str]:
 
 def stages(cfg: Config, device: str) -> Iterator[str]:
     """Refuses pipeline stages where no pass is compiled first: vLLM's CPU engine makes their buffers in that alone."""
-    args, name = cfg.rollout.vllm, "pipeline_parallel_size"
-    if device == "cpu" and args.get("enforce_eager", True) and (count := args.get(name, 1)) > 1:
-        yield (
-            f"`{ENGINE}.{name}` ({count}) must be 1 on a CPU, where vLLM's engine dies at its first pass over "
-            f"several stages; use `{ENGINE}.tensor_parallel_size`"
-        )
+    name, own = "pipeline_parallel_size", cfg.reward.judge.engine
+    for key, args in {ENGINE: cfg.rollout.vllm, **({JUDGE: own.vllm} if own.path else {})}.items():
+        count = args.get(name, 1)
+        if device == "cpu" and args.get("enforce_eager", True) and isinstance(count, int) and count > 1:
+            yield (
+                f"`{key}.{name}` ({count}) must be 1 on a CPU, where vLLM's engine dies at its first pass over "
+                f"several stages; use `{key}.tensor_parallel_size`"
+            )
 
 
 def batches(cfg: Config, device: str) -> Iterator[str]:
