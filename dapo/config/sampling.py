@@ -130,7 +130,7 @@ class SamplingConfig:
         trl="num_generations_eval",
     )
     temperature: float = at_least(
-        0, 1.0, "temperature of sampling; 0 is greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
+        0, 1.0, "temperature of sampling", "; 0: greedy", verl=f"{ROLLOUT}.val_kwargs.temperature"
     )
     top_p: float = share(0.7, "nucleus sampling", EVERY_TOKEN, verl=f"{ROLLOUT}.val_kwargs.top_p")
     top_k: int = key(
@@ -221,7 +221,7 @@ class EvalConfig(SamplingConfig):
     actors update."""
 
     every: int = at_least(
-        0, 5, "steps between evaluations; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"
+        0, 5, "steps between evaluations", "; 0: none on the way", verl="trainer.test_freq", trl="eval_steps"
     )
     before_train: bool = key(True, "evaluate the base model", verl="trainer.val_before_train", trl="eval_on_start")
     after_train: bool = key(True, "evaluate after the last step")
@@ -242,8 +242,8 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = at_least(
         0,
         10,
-        "budget: generation batches that one update may draw; 0: no bound, unless 20 of them in a row, "
-        "1,000 groups at least, hold no usable group",
+        "budget: generation batches that one update may draw",
+        "; 0: no bound, unless 20 of them in a row, 1,000 groups at least, hold no usable group",
         verl="algorithm.filter_groups.max_num_gen_batches",
     )
     on_budget: str = one_of(

@@ -31,9 +31,9 @@ class CheckpointConfig:
     """A checkpoint holds what a run needs to go on, and the model in Hugging Face's format."""
 
     every: int = at_least(
-        0, 5, "steps between checkpoints; 0: only the last", verl="trainer.save_freq", trl="save_steps"
+        0, 5, "steps between checkpoints", "; 0: only the last", verl="trainer.save_freq", trl="save_steps"
     )
-    every_s: float = at_least(0, 0.0, "seconds after which the next step is saved, whatever its number; 0: none")
+    every_s: float = at_least(0, 0.0, "seconds after which the next step is saved, whatever its number", "; 0: none")
     resume: str = key(
         "auto",
         "`auto` continues the run in the output directory, `never` refuses a directory that holds one; a checkpoint's "
@@ -50,7 +50,7 @@ class CheckpointConfig:
         "(model, data, sampling, objective); without it such a change is refused",
     )
     keep: int = at_least(
-        0, 3, "newest checkpoints kept; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
+        0, 3, "newest checkpoints kept", "; 0: all", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit"
     )
     hf_export: bool = key(True, "also write the model in Hugging Face's format, under `hf/`")
     async_save: bool = key(
@@ -71,7 +71,8 @@ class CheckpointConfig:
         0,
         20,
         "last steps whose groups are kept under `batches/`, for `python -m dapo.replay`, which needs a checkpoint "
-        "before them too; 0: none",
+        "before them too",
+        "; 0: none",
     )
 
 
@@ -121,7 +122,7 @@ class LoggingConfig:
         holds=lambda value: 0 <= value <= 1,
     )
     max_text_bytes: int = at_least(
-        0, 32_768, "longest text kept there; of a longer one the beginning and the end; 0: no texts"
+        0, 32_768, "longest text kept there; of a longer one the beginning and the end", "; 0: no texts"
     )
     worker_logs: bool = key(
         False,
@@ -151,7 +152,10 @@ class TrainerConfig:
         trl="output_dir",
     )
     max_hours: float = at_least(
-        0, 0.0, "wall-clock limit of one start in hours: before it the run saves and ends with exit code 85; 0: none"
+        0,
+        0.0,
+        "wall-clock limit of one start in hours: before it the run saves and ends with exit code 85",
+        "; 0: none",
     )
     device: str = one_of(
         DEVICES,
@@ -171,7 +175,8 @@ class TrainerConfig:
         0,
         0.0,
         "longest wait in seconds for nodes that are still to join a Ray cluster which is too small for the run; its "
-        "autoscaler is told what is missing; 0: such a cluster is refused at once",
+        "autoscaler is told what is missing",
+        "; 0: such a cluster is refused at once",
     )
     only: str = one_of(
         HALVES,

@@ -97,6 +97,23 @@ def test_qwen32b_has_the_published_numbers():
         pytest.param(["rollout.n=1"], ["rollout.n", "at least 2"], id="groups of one"),
         pytest.param([f"{FILTER}.min_scored=1"], [f"`{FILTER}.min_scored` (1)", "at least 2"], id="one verdict"),
         pytest.param([f"{FILTER}.min_scored=17"], [f"`{FILTER}.min_scored` (17)", "`rollout.n` (16)"], id="verdicts"),
+        pytest.param(  # by which verl means never
+            ["checkpoint.every=-1", "eval.every=-1"],
+            [
+                "`eval.every` (-1) must be 0 or more; 0: none on the way\n"
+                "`checkpoint.every` (-1) must be 0 or more; 0: only the last"
+            ],
+            id="never",
+        ),
+        pytest.param(
+            ["checkpoint.every_s=-1", "checkpoint.keep=-1", "trainer.max_hours=-1"],
+            [
+                "`trainer.max_hours` (-1.0) must be 0 or more; 0: none",
+                "`checkpoint.every_s` (-1.0) must be 0 or more; 0: none",
+                "`checkpoint.keep` (-1) must be 0 or more; 0: all",
+            ],
+            id="no bound",
+        ),
         pytest.param([f"{FILTER}.max_staleness=-1"], [f"`{FILTER}.max_staleness` (-1)", "0 or more"], id="staleness"),
         pytest.param([f"{FILTER}.max_staleness=1"], ["older policies", "truncate or mask"], id="stale, uncorrected"),
         pytest.param([f"{FILTER}.admission=fifo"], ["(fifo)", "draw_order, completion"], id="admission"),
