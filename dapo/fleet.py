@@ -168,8 +168,10 @@ def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:
 
 def create_functions(cfg: Config, placement: Placement) -> TurnFleet | None:
     """Makes the workers of the rollout function, where there is one; `start_functions` loads it."""
-    function = cfg.rollout.function
-    return TurnFleet(placement.rewards(), function, limits=cfg.reward.limits, warn=warn) if function.path else None
+    function, limits, given = cfg.rollout.function, cfg.reward.limits, cfg.data.chat_template_kwargs
+    if not function.path:
+        return None
+    return TurnFleet(placement.rewards(), function, limits=limits, template_kwargs=given, warn=warn)
 
 
 async def start_functions(cfg: Config, functions: TurnFleet | None) -> None:

@@ -184,7 +184,7 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
     held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
     check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
-    return prompts, held_out, fingerprint(prompts, tokenizer)
+    return prompts, held_out, fingerprint(prompts, tokenizer, cfg.data.chat_template_kwargs)
 
 
 def _tell(key: str, report: DataReport) -> None:

@@ -22,7 +22,7 @@ LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels"
 # Below these any key is taken.
 OPEN = (
     *(ENGINE, JUDGE, "rollout.function.kwargs", "reward.judge.values", "actor.optim.lr_scheduler_kwargs"),
-    *("logging.wandb", "logging.mlflow", *LABELS),
+    *("data.chat_template_kwargs", "logging.wandb", "logging.mlflow", *LABELS),
 )
 
 

@@ -15,6 +15,12 @@ CURRICULA = ("uniform", "retire", "weighted")
 EVERY_TOKEN = "; 1.0 keeps every token"
 TOP_K = "-1 or 0, which both keep every token, or at least 1"  # what vLLM takes
 ROLLOUT = "actor_rollout_ref.rollout"  # of verl's names
+# What transformers' `apply_chat_template` takes and no template reads, or dapo itself gives.
+OWN_TEMPLATE_KWARGS = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 MAX_SAMPLES = 1000  # per held-out problem: there are more subsets of more samples than a float can count
 
 
@@ -52,6 +58,15 @@ class DataConfig:
         "columns of the files: `verl` (data_source, prompt, reward_model, as DAPO-Math-17k), `trl` (prompt as text or "
         "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `math` (problem; answer, "
         "or the last box of solution); `auto` tells by their names",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "what the chat template reads beside messages, in training, evaluation and all turns of a rollout function: "
+        "data.chat_template_kwargs.enable_thinking=false",
+        values=f"a mapping without what dapo itself gives ({', '.join(OWN_TEMPLATE_KWARGS)})",
+        holds=lambda given: not {*given} & {*OWN_TEMPLATE_KWARGS},
+        verl="data.apply_chat_template_kwargs",
+        trl="chat_template_kwargs",
     )
     val_files: Any = key(
         None,  # a list would not give way to a mapping

@@ -6,7 +6,7 @@ columns (DAPO-Math-17k) are read as they are, by `dapo.data.files`.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dapo.data.values import plain_text, shown
@@ -28,12 +28,13 @@ class Reading:
     """Says how rows become prompts. Made from `data`, or from an entry of `data.sources`.
 
     format: as `data.format`. system_prompt: the first message, in place of the rows' own; "": theirs. entry: name of
-    the entry; "" without entries.
+    the entry; "" without entries. template_kwargs: `data.chat_template_kwargs`.
     """
 
     format: str = AUTO
     system_prompt: str = ""
     entry: str = ""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 AS_IT_IS = Reading()

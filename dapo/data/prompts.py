@@ -6,8 +6,8 @@ an error that names the file, the row and the column.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from dapo.config.paths import checked_data
 from dapo.data.files import SCHEMA, Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, Reading, refuse_media
+from dapo.data.template import DATE_FUNCTION, clock_at, rendered, template_text, unread
 from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
 from dapo.rewards.reading.answer import agree, read_truth
 from dapo.types import Int32Array, Messages, Prompt
 
 MESSAGE_KEYS = frozenset(["role", "content", "name"])  # a name reaches no prompt; without it, it says the same
-DATE_FUNCTION = "strftime_now"  # what chat templates call for the date
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +89,11 @@ def load_counted(
             "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
             "model or put a `chat_template.jinja` next to its tokenizer.json"
         )
+    if lines := [*unread(tokenizer, reading.template_kwargs)]:
+        raise ValueError("\n".join(lines))
     rows, distinct = _distinct(files, key, reading)
     problems = _without_contradictions(distinct, max_contradictory, key)
-    texts = [_chat_text(tokenizer, problem, today) for problem in problems]
+    texts = [_chat_text(tokenizer, problem, reading, today) for problem in problems]
     ids = token_ids(tokenizer, texts)
     fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
     report = DataReport(
@@ -148,25 +150,20 @@ def _nothing_left(report: DataReport, lengths: list[int], max_prompt_length: int
     )
 
 
-def fingerprint(prompts: Sequence[Prompt], tokenizer: Any) -> str:
-    """Returns 16 hex digits that differ when any prompt, its ground truth, the order of prompts, the chat template or
-    the tokens of its text differ, and not when a template writes another date.
+def fingerprint(prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """Returns 16 hex digits that differ when any prompt, its ground truth, the order of prompts, the chat template, the
+    tokens of its text or what it is given differ, and not when a template writes another date.
 
-    tokenizer: of `transformers`.
+    tokenizer: of `transformers`. template_kwargs: `data.chat_template_kwargs`.
     """
-    template = _template(tokenizer)
+    template = template_text(tokenizer)
     ids = tokenizer(template, add_special_tokens=False, verbose=False)["input_ids"]
-    digest = hashlib.sha256(json.dumps([template, ids]).encode())
+    given = [dict(template_kwargs)] if template_kwargs else []
+    digest = hashlib.sha256(json.dumps([template, ids, *given], sort_keys=True).encode())
     for prompt in prompts:
         entry = [prompt.entry] if prompt.entry else []
         digest.update(json.dumps([prompt.source, prompt.messages, prompt.ground_truth, *entry]).encode())
     return digest.hexdigest()[:16]
-
-
-def _template(tokenizer: Any) -> str:
-    """Returns the text of the chat template, of all where the tokenizer has several by name."""
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else json.dumps(template)
 
 
 def _prompt(number: int, problem: _Problem, text: str, ids: Int32Array, entry: str) -> Prompt:
@@ -182,31 +179,16 @@ def _prompt(number: int, problem: _Problem, text: str, ids: Int32Array, entry: s
     )
 
 
-def _chat_text(tokenizer: Any, problem: _Problem, today: datetime | None) -> str:
-    messages = [{"role": role, "content": content} for role, content in problem.messages]
-    clock = clock_at(today) if today and DATE_FUNCTION in _template(tokenizer) else nullcontext()
+def _chat_text(tokenizer: Any, problem: _Problem, reading: Reading, today: datetime | None) -> str:
+    clock = clock_at(today) if today and DATE_FUNCTION in template_text(tokenizer) else nullcontext()
     try:
         with clock:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return rendered(tokenizer, problem.messages, reading.template_kwargs)
     except Exception as error:  # templates are programs of the model's maker and raise what they like
         raise ValueError(
             f"{problem.where}: the chat template of `model.path` refuses the messages of column `prompt` ({error}); "
             "use the roles that it knows"
         ) from error
-
-
-@contextmanager
-def clock_at(today: datetime) -> Iterator[None]:
-    """Has templates write this date: transformers hands no function of a caller's on to them, and asks `datetime` in
-    its own module."""
-    from transformers.utils import chat_template_utils
-
-    before = chat_template_utils.datetime
-    chat_template_utils.datetime = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None: today)})
-    try:
-        yield
-    finally:
-        chat_template_utils.datetime = before
 
 
 def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:

@@ -31,9 +31,9 @@ class Files:
 def train_files(data: DataConfig) -> Iterator[Files]:
     """Yields the files of each source."""
     if data.train_files:
-        yield Files(key=TRAIN, files=data.train_files, reading=Reading(format=data.format))
+        yield Files(key=TRAIN, files=data.train_files, reading=_plain(data))
     for index, source in enumerate(data.sources):
-        yield Files(key=f"data.sources[{index}].files", files=source.files, reading=_reading(source))
+        yield Files(key=f"data.sources[{index}].files", files=source.files, reading=_reading(source, data))
 
 
 def held_out_files(data: DataConfig) -> Iterator[Files]:
@@ -43,15 +43,24 @@ def held_out_files(data: DataConfig) -> Iterator[Files]:
     for name, files in given.items() if isinstance(given, dict) else [("", given)] if given else []:
         key = f"{HELD_OUT}.{name}" if name else HELD_OUT
         files = [files] if isinstance(files, str) else list(files)
-        yield Files(key=key, name=name, files=files, reading=Reading(format=data.format))
+        yield Files(key=key, name=name, files=files, reading=_plain(data))
     for index, source in enumerate(data.sources):
         if source.val_files:
             key = f"data.sources[{index}].val_files"
-            yield Files(key=key, name=source.name, files=source.val_files, reading=_reading(source))
+            yield Files(key=key, name=source.name, files=source.val_files, reading=_reading(source, data))
 
 
-def _reading(source: SourceConfig) -> Reading:
-    return Reading(format=source.format, system_prompt=source.system_prompt, entry=source.name)
+def _plain(data: DataConfig) -> Reading:
+    return Reading(format=data.format, template_kwargs=data.chat_template_kwargs)
+
+
+def _reading(source: SourceConfig, data: DataConfig) -> Reading:
+    return Reading(
+        format=source.format,
+        system_prompt=source.system_prompt,
+        entry=source.name,
+        template_kwargs=data.chat_template_kwargs,
+    )
 
 
 def load_train(

@@ -6,9 +6,10 @@ In: what the policy sampled. Out: the next `Ask`, the `Trajectory`, or why there
 import asyncio
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from dapo.data.template import rendered
 from dapo.rewards.calling.loading import describe
 from dapo.turns.patience import Stopwatch, watch
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
@@ -26,8 +27,10 @@ Function = Callable[..., Awaitable[Any]]
 class Turns:
     """Fulfils `dapo.turns.protocol.Generate` for one call of a function."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Begins without a turn. template_kwargs: `data.chat_template_kwargs`."""
         self.tokenizer = tokenizer
+        self._template_kwargs = template_kwargs or {}
         self.asked: asyncio.Queue[Ask] = asyncio.Queue()
         self.left = False  # whether a call was cancelled before it was answered
         self._last: tuple[int, ...] = ()
@@ -63,10 +66,8 @@ class Turns:
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns what `dapo.turns.protocol.Generate` says. Raises ValueError where the template drops a turn."""
-        turns = [{"role": "user", "content": PLACEHOLDER[::-1]}, {"role": "assistant", "content": PLACEHOLDER}]
-        turns += [{"role": role, "content": content} for role, content in messages]
-        whole = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        _, found, rest = whole.rpartition(PLACEHOLDER)
+        turns = (("user", PLACEHOLDER[::-1]), ("assistant", PLACEHOLDER), *messages)
+        _, found, rest = rendered(self.tokenizer, turns, self._template_kwargs).rpartition(PLACEHOLDER)
         if not found:
             raise ValueError("the chat template drops what the assistant said; append tokens of your own instead")
         ids: list[int] = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
@@ -82,10 +83,16 @@ class Session:
     """Holds one call of a function."""
 
     def __init__(
-        self, function: Function, kwargs: dict[str, Any], prompt: Prompt, sampling: Sampling, tokenizer: Any
+        self,
+        function: Function,
+        kwargs: dict[str, Any],
+        prompt: Prompt,
+        sampling: Sampling,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts the call."""
-        self._turns = Turns(tokenizer)
+        """Starts the call. template_kwargs: `data.chat_template_kwargs`."""
+        self._turns = Turns(tokenizer, template_kwargs)
         self._watch = Stopwatch()
         self._task = asyncio.ensure_future(_called(function, prompt, self._turns, sampling, kwargs, self._watch))
 

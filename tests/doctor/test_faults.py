@@ -226,6 +226,12 @@ PLANTED = [
     ("chat template", template(lambda text: "{{ strftime_now('%d %b') }}" + text), WARNING, ["today's date"]),
     ("chat template", template(lambda text: "{{ messages[0]['role'] }}"), FAULT, ["leaves out what the user says"]),
     ("chat template", template(lambda text: "{{ messages[0]['content'] }}"), WARNING, ["add_generation_prompt"]),
+    (
+        "chat template",
+        arguments("data.chat_template_kwargs={enable_thinkng: false}"),
+        FAULT,
+        ["`data.chat_template_kwargs.enable_thinkng` (False)", "leave it out"],
+    ),
     ("prompts", arguments("data.train_files=[/no/such.parquet]"), FAULT, ["data.train_files", "/no/such.parquet"]),
     ("prompts", data(("1+1=", "2"), ("2+1=", "3")), WARNING, ["16 prompts of 18 rows", "2 rows repeat"]),
     ("prompts", data(("1+1=", "3")), WARNING, ["1 prompts have ground truths that disagree"]),

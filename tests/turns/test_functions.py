@@ -15,7 +15,7 @@ from dapo.config.schema import Config
 from dapo.driver.preflight import preflight
 from dapo.run import make_paths_absolute
 from dapo.state.run_dir import claim_output_dir
-from dapo.tiny.tokenizer import END
+from dapo.tiny.tokenizer import END, make_tokenizer
 from dapo.turns import retry, tool_use
 from dapo.turns.loading import file_of_function, load, runs_programs
 from dapo.turns.protocol import Ask, Failed, Generated, Step, Trajectory
@@ -102,6 +102,14 @@ def test_what_was_not_appended_for_want_of_room_is_no_last_token() -> None:
         return turns.after([("user", "?")])
 
     assert TOKENIZER.decode(asyncio.run(play())).startswith("<|user|>?")
+
+
+def test_a_later_turn_begins_with_what_the_person_gave_the_chat_template() -> None:
+    thinking = make_tokenizer()
+    thinking.chat_template += "{% if add_generation_prompt and enable_thinking is false %}(no thought){% endif %}"
+    for given, beginning in (({}, ""), ({"enable_thinking": False}, "(no thought)")):
+        ids = Turns(thinking, given).after([("user", "?")])
+        assert thinking.decode(ids) == f"{END}<|user|>?{END}<|assistant|>{beginning}"
 
 
 def test_tool_use_ends_after_its_last_call() -> None:

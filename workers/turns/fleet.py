@@ -80,12 +80,14 @@ class TurnFleet:
         spec: RolloutFunctionConfig,
         *,
         limits: LimitsConfig | None = None,
+        template_kwargs: dict[str, Any] | None = None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Makes the workers' actors. options: Ray's, of each. limits: of programs of the model, if there are any."""
+        """Makes the workers' actors. options: Ray's, of each. limits: of programs of the model, if there are any.
+        template_kwargs: `data.chat_template_kwargs`."""
         self.respawned = 0
         self._options, self._spec, self._warn = options, spec, warn
-        self._limits = limits or LimitsConfig()
+        self._limits, self._template_kwargs = limits or LimitsConfig(), template_kwargs or {}
         self._places: list[_Place] = []
         self._model: tuple[str, bool] = ("", False)
         self._digest = ""  # of the function's file
@@ -142,7 +144,7 @@ class TurnFleet:
         return Member(role="rollout function", number=place.index, count=self._spec.num_workers, act=act)
 
     async def _start(self, place: _Place) -> str:
-        ref = place.handle.start.remote(self._spec, *self._model, self._limits)
+        ref = place.handle.start.remote(self._spec, *self._model, self._limits, self._template_kwargs)
         [(confined, digest)] = await wait(
             [ref], self._start_timeout_s, self._member(place, "to start"), "rollout.start_timeout_s"
         )

@@ -16,14 +16,19 @@ class TurnWorker:
     """Holds the calls that have not ended, by name; `start` comes first."""
 
     async def start(
-        self, spec: RolloutFunctionConfig, model_path: str, trust_remote_code: bool, limits: LimitsConfig
+        self,
+        spec: RolloutFunctionConfig,
+        model_path: str,
+        trust_remote_code: bool,
+        limits: LimitsConfig,
+        template_kwargs: dict[str, Any],
     ) -> tuple[str, str]:
         """Loads function and tokenizer, and starts the sandbox where the function runs programs of the model. Returns
         how these are confined, and the digest of the function's file. Raises ValueError as `dapo.turns.loading.load`
         does, and where they cannot be."""
         from transformers import AutoTokenizer
 
-        self._spec, self._function = spec, load(spec)
+        self._spec, self._function, self._template_kwargs = spec, load(spec), template_kwargs
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         self._sessions: dict[str, Session] = {}
         digest = digest_of(self._function)
@@ -35,7 +40,8 @@ class TurnWorker:
 
     async def begin(self, name: str, prompt: Prompt, sampling: Sampling) -> Step:
         """Calls the function; returns what it wants first."""
-        session = Session(self._function, self._spec.kwargs, prompt, sampling, self._tokenizer)
+        kwargs, given = self._spec.kwargs, self._template_kwargs
+        session = Session(self._function, kwargs, prompt, sampling, self._tokenizer, given)
         self._sessions[name] = session
         return self._kept(name, await session.step(self._spec.timeout_s))
 

@@ -7,7 +7,7 @@ import importlib
 from datetime import datetime
 from typing import Any
 
-from dapo.data.prompts import clock_at
+from dapo.data.template import clock_at, rendered, unread
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.subject import Subject
 from dapo.rewards.calling.by_entry import source_functions
@@ -66,9 +66,12 @@ def template(subject: Subject) -> Finding:
             f"`model.path` ({path}): its tokenizer has no chat template, and prompts are lists of messages",
             "take an instruct model, or put a `chat_template.jinja` next to its tokenizer.json",
         )
+    given = subject.cfg.data.chat_template_kwargs
+    if lines := [*unread(tokenizer, given)]:
+        return fault("\n".join(lines), "")
     try:
-        first, later = (_rendered(tokenizer, day) for day in DAYS)
-        bare = _rendered(tokenizer, DAYS[0], generation=False)
+        first, later = (_rendered(tokenizer, given, day) for day in DAYS)
+        bare = _rendered(tokenizer, given, DAYS[0], generation=False)
     except Exception as error:  # templates are programs of the model's maker and raise what they like
         return fault(f"the chat template refuses a user's message ({_first(error)})", "use a template that takes one")
     if QUESTION not in first:
@@ -92,10 +95,9 @@ def template(subject: Subject) -> Finding:
     return ok(f"{len(ids)} tokens for a question of {len(QUESTION)} characters, the same every day")
 
 
-def _rendered(tokenizer: Any, day: datetime, *, generation: bool = True) -> str:
-    messages = [{"role": "user", "content": QUESTION}]
+def _rendered(tokenizer: Any, given: dict[str, Any], day: datetime, *, generation: bool = True) -> str:
     with clock_at(day):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
+        return rendered(tokenizer, (("user", QUESTION),), given, generation=generation)
 
 
 def prompts(subject: Subject) -> Finding:

@@ -1,16 +1,25 @@
 """Workers of a rollout function that are replaced, with stand-ins for Ray's actors: one try is not enough."""
 
 import asyncio
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from dapo.config.compose import compose
+from dapo.config.paths import resolve_path
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.turns.protocol import Queued, Step, Trajectory
+from dapo.fleet import create_functions, start_functions
+from dapo.turns.protocol import Ask, Generated, Queued, Step, Trajectory
+from dapo.types import Sampling
+from tests.support.fakes import make_prompt
 from workers.remote import RemoteError
 from workers.turns import fleet as module
 from workers.turns.fleet import START_ATTEMPTS, TurnFleet, TurnLost
+from workers.turns.worker import TurnWorker
 
 
 def lost(failures: int, monkeypatch: pytest.MonkeyPatch) -> tuple[TurnFleet, list[str]]:
@@ -77,6 +86,27 @@ def test_a_call_that_has_to_wait_for_a_place_is_asked_again(monkeypatch: pytest.
     monkeypatch.setattr(TurnFleet, "_start", start)
     monkeypatch.setattr(TurnFleet, "_make", lambda self: worker)
     assert asyncio.run(whole()) == Trajectory(text="42")
+
+
+def test_a_worker_gets_what_the_person_gave_the_chat_template(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_path("pkg://dapo.tiny/base"), model)
+    with (model / "chat_template.jinja").open("a") as file:
+        file.write("{% if enable_thinking is false %}(no thought){% endif %}")
+    keys = [f"model.path={model}", "rollout.function.path=retry", "data.chat_template_kwargs.enable_thinking=false"]
+    cfg = compose(keys, "dapo_tiny")
+    worker = TurnWorker()
+    monkeypatch.setattr(TurnFleet, "_make", lambda self: SimpleNamespace(start=SimpleNamespace(remote=worker.start)))
+
+    async def whole() -> Step:
+        functions = create_functions(cfg, SimpleNamespace(rewards=dict))
+        await start_functions(cfg, functions)
+        await worker.begin("one", make_prompt(1), Sampling(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9))
+        return await worker.resume("one", Generated(token_ids=(5,), text="5", finish_reason="stop"))
+
+    step = asyncio.run(whole())
+    assert isinstance(step, Ask)
+    assert AutoTokenizer.from_pretrained(model).decode(step.token_ids).endswith("<|assistant|>(no thought)")
 
 
 @pytest.mark.parametrize("when", ["from node to node", "during the run"])
