@@ -8,8 +8,8 @@ However a run ends (last step, Ctrl-C, a signal, a failure anywhere), what was t
 import asyncio
 import signal
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -70,6 +70,18 @@ async def train_until_signal(
     assert task is not None
     stop = Stop(task)
     stop.install()
+    try:
+        with cancelled_when_lost(run_dir, task):
+            await train(cfg, run_dir, store, stop=stop, until=until, since=since)
+    except asyncio.CancelledError:
+        if stop.first == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+
+
+@contextmanager
+def cancelled_when_lost(run_dir: RunDirectory, task: "asyncio.Task[object]") -> Iterator[None]:
+    """Cancels the task once another run takes the directory over, and raises LeaseLost in place of CancelledError."""
     loop = asyncio.get_running_loop()
 
     def lost() -> None:
@@ -77,11 +89,9 @@ async def train_until_signal(
 
     run_dir.when_lost(lost)
     try:
-        await train(cfg, run_dir, store, stop=stop, until=until, since=since)
+        yield
     except asyncio.CancelledError:
         run_dir.check()
-        if stop.first == signal.SIGINT:
-            raise KeyboardInterrupt from None
         raise
 
 

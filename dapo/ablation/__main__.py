@@ -29,7 +29,7 @@ from dapo.faults.signals import Stop
 from dapo.fleet import build_rollouts, engine_needs, ray_cluster
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
 from dapo.report.redact import redacted
-from dapo.run import train
+from dapo.run import cancelled_when_lost, train
 from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, claim_output_dir, holds_steps
 
@@ -157,7 +157,8 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 async def run_ladder(runs: Sequence[LadderRun]) -> None:
     """Trains what is not finished yet; without anything to train, neither Ray nor an engine starts.
 
-    Raises KeyboardInterrupt after Ctrl-C and CancelledError after another signal, once the run under way has saved.
+    Raises KeyboardInterrupt after Ctrl-C and CancelledError after another signal, once the run under way has saved, and
+    LeaseLost when another run has taken its directory over.
     """
     pending = [run for run in runs if run.store().completed(run.cfg.trainer.total_steps) is None]
     if len(pending) < len(runs):
@@ -177,7 +178,10 @@ async def run_ladder(runs: Sequence[LadderRun]) -> None:
                     place = f"rung {rungs.index(run.rung) + 1}/{len(rungs)} {run.rung}"
                     say(f"{place} · seed {run.seed} · run {run.number}/{len(runs)}")
                     cfg = run.cfg
-                    with claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir:
+                    with (
+                        claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg)) as run_dir,
+                        cancelled_when_lost(run_dir, task),
+                    ):
                         await train(cfg, run_dir, run_dir.store, rollouts, stop)
     except asyncio.CancelledError:
         if stop.first == signal.SIGINT:

@@ -1,6 +1,7 @@
 """The ablation ladder: its plan, and two real rungs on one engine."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -120,6 +121,29 @@ def test_an_interrupted_ladder_says_how_to_go_on(
         ablation.main(["--rungs", "grpo", "--seeds", "0", "--out", str(tmp_path)])
     assert ended.value.code == code
     assert "the same command continues the ladder" in capsys.readouterr().err
+
+
+def test_a_run_whose_directory_another_takes_over_ends_the_ladder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def engines(cfg: Config) -> AsyncIterator[None]:
+        yield
+
+    async def train(cfg: Config, *rest: Any) -> None:
+        other = {"token": "another", "pid": "7", "host": "elsewhere", "since": "yesterday"}
+        (Path(cfg.trainer.output_dir) / ".lease").write_text(json.dumps(other))
+        await asyncio.sleep(5)
+        raise RuntimeError("it trained on")
+
+    monkeypatch.setattr("dapo.state.lease.BEAT_S", 0.1)
+    monkeypatch.setattr(ablation, "ray_cluster", lambda cfg: nullcontext())
+    monkeypatch.setattr(ablation, "build_rollouts", engines)
+    monkeypatch.setattr(ablation, "train", train)
+    with pytest.raises(SystemExit) as ended:
+        ablation.main(["--rungs", "grpo", "--seeds", "0", "--out", str(tmp_path)])
+    assert ended.value.code == 1
+    assert "was taken over by process 7 on elsewhere" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
