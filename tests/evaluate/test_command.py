@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.evaluate import __main__ as command
+from dapo.faults.signals import caught
+from dapo.report.console import EXIT_INTERRUPTED
 from tests.support.runs import START_S
 
 VAL = "pkg://dapo.tiny/data/val.parquet"
@@ -71,6 +76,43 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
     assert 0 < sum(accuracies) < 24 and all(tokens > 0 for one in sums for tokens in one["tokens"])
     right = [a == t for one in sums for a, t in zip(one["answer"], [one["ground_truth"]] * 2, strict=True)]
     assert [bool(accuracy) for accuracy in accuracies] == right
+
+
+@pytest.mark.parametrize("number", caught(), ids=lambda number: number.name)
+def test_each_signal_ends_it_in_order(number, export, tmp_path, monkeypatch, capsys):
+    """A terminal that closes too: engines that outlive it would hold the GPUs."""
+    ended = []
+
+    async def place(cfg, device):
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(5)
+        finally:
+            ended.append("placement")
+
+    @contextmanager
+    def cluster(cfg):
+        for each in caught():
+            signal.signal(each, lambda *_: None)  # as Ray does with one of them
+        try:
+            yield
+        finally:
+            ended.append("Ray")
+
+    monkeypatch.setattr("dapo.run.ray_cluster", cluster)
+    monkeypatch.setattr("dapo.run.place", place)
+    given = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, f"trainer.output_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
+    before = {each: signal.getsignal(each) for each in caught()}
+    try:
+        with pytest.raises(SystemExit) as end:
+            command.main()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert end.value.code == EXIT_INTERRUPTED and ended == ["placement", "Ray"]
+    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob("evaluation_*.json")]
 
 
 @pytest.mark.parametrize(
