@@ -82,6 +82,7 @@ def write(folder: Path, cfg: Config, answered: Answered) -> Path:
         "model": cfg.model.path,
         "inputs": origins(cfg),
         "val_files": cfg.data.val_files,
+        "chat_template_kwargs": cfg.data.chat_template_kwargs,
         "sampling": {**sampling, "max_response_length": cfg.data.max_response_length},
         "seed": cfg.trainer.seed,
     }

@@ -212,7 +212,9 @@ def test_no_evaluation_overwrites_another(tmp_path, export):
     from dapo.evaluate.evaluation import Answered
     from tests.support.fakes import make_group
 
-    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS])
+    given = "data.chat_template_kwargs.enable_thinking=false"
+    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, given])
     answered = Answered(version=0, sets={"": (make_group(0, [1.0, 0.0]),)})
     paths = [command.write(tmp_path, cfg, answered) for _ in range(2)]
     assert [path.name for path in paths] == ["evaluation_001.json", "evaluation_002.json"]
+    assert json.loads(paths[0].read_text())["chat_template_kwargs"] == {"enable_thinking": False}
