@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dapo.config.actor import ModelConfig
-from dapo.config.facts.model_shape import UnknownShape, read_config
+from dapo.config.facts.model_shape import UnknownShape, read_config, text_part
 from dapo.config.paths import not_on_hub
 from dapo.data.files import shown
 from dapo.types import Int32Array, Prompt
@@ -75,7 +75,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
 def check_rows(prompts: Iterable[Prompt], path: str) -> None:
     """Raises ValueError for a prompt with tokens that the embedding of the model has no row for. path: `model.path`."""
     try:
-        rows = read_config(path).get("vocab_size")
+        rows = text_part(read_config(path)).get("vocab_size")
     except UnknownShape:
         return
     highest = max(prompts, key=lambda prompt: prompt.token_ids.max(initial=0), default=None)

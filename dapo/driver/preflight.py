@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.config.facts.model_class import MASKLESS, why_not_packed
+from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
 from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig
@@ -130,6 +130,8 @@ def _class(config: Any, path: str, *, trusted: bool, masked: bool) -> str:
         model, base = (mapping.get(type(config), None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING))
     if model is None or isinstance(model, tuple):  # one of several, by what the configuration says
         return ""
+    if own is None and model.config_class is not type(config.get_text_config()):
+        return f"{model.__name__} is not of text alone{OTHER}"
     why = why_not_packed(model, None if isinstance(base, tuple) else base, masked=masked)
     return why and f"{model.__name__} {why}"
 

@@ -256,6 +256,16 @@ def test_an_evaluation_is_told_what_its_engines_would_refuse(sections: dict[str,
     assert len(found) == (message is not None) and all(one.startswith(message) for one in found), found
 
 
+def test_what_also_sees_images_is_held_to_the_limits_of_its_text(tmp_path: Path) -> None:
+    """Engines of an evaluation, or of a judge, would refuse it after all have started."""
+    text = {"max_position_embeddings": 1024, "num_attention_heads": 6, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    rollout = {"vllm": {"tensor_parallel_size": 4, "load_format": "hf"}}
+    heads, window = served(config(model={"path": str(tmp_path)}, rollout=rollout))
+    assert "`rollout.vllm.tensor_parallel_size` (4) must divide the 6 attention heads of `model.path`" in heads
+    assert "must be at most 1024, the positions that `model.path`" in window
+
+
 def test_an_evaluation_needs_safetensors_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

@@ -53,6 +53,10 @@ SMALL = {
             32_768,
             id="by_kinds_of_layers",
         ),
+        pytest.param({"text_config": {"max_position_embeddings": 2048}, "vision_config": {}}, 2048, id="of_the_text"),
+        pytest.param(
+            {"text_config": {"rope_scaling": {"type": "linear", "factor": 8.0}}}, 32_768, id="scaling_of_the_text"
+        ),
     ],
 )
 def test_positions_of_a_model(said: dict, tokens: float) -> None:

@@ -280,6 +280,7 @@ def test_a_model_of_another_task_is_refused_where_there_are_ranks(model: Path) -
         ("gptj", "GPTJForCausalLM computes attention by itself"),
         ("falcon", "FalconForCausalLM computes attention by itself"),
         ("falcon_h1", "FalconH1ForCausalLM keeps a state from token to token"),
+        ("gemma3", "Gemma3ForConditionalGeneration is not of text alone"),
         ("qwen2", ""),
     ],
 )

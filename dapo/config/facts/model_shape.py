@@ -133,9 +133,15 @@ def head_shares(heads: int, key_heads: int) -> list[int]:
     return [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
 
 
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config.json says of the part that reads text: all of it, but for a model that also sees images."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 def positions(config: Mapping[str, Any]) -> float:
     """Returns the tokens that vLLM lets a sequence of this model have, as it derives them from a config.json; infinite
     where that says nothing."""
+    config = text_part(config)
     said = [config[key] for key in POSITION_KEYS if isinstance(config.get(key), int)]
     own = config.get("model_max_length")
     window = float(own) if isinstance(own, int) else float(min(said, default=math.inf))

@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo.config.facts.model_class import MASKLESS
 from dapo.config.facts.model_files import INDEX, SINGLE, shapes
-from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config
+from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
 from dapo.config.names import nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
@@ -130,7 +130,7 @@ def config_problems(cfg: Config, config: dict[str, Any], *, trains: bool) -> Ite
     if trains:
         yield from architecture_problems(cfg, config)
     elif "hf_overrides" not in cfg.rollout.vllm:
-        yield from _frequencies(cfg, config | (config.get("text_config") or {}))
+        yield from _frequencies(cfg, text_part(config))
     yield from _context(cfg, config)
 
 
@@ -191,13 +191,14 @@ def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) 
     if cfg.trainer.only != "train" and "hf_overrides" not in cfg.rollout.vllm:
         size = cfg.rollout.vllm.get("tensor_parallel_size", 1)
         yield from shares_problems("rollout.vllm.tensor_parallel_size", size, named, config)
-        stages, layers = cfg.rollout.vllm.get("pipeline_parallel_size", 1), config.get("num_hidden_layers")
+        stages, layers = cfg.rollout.vllm.get("pipeline_parallel_size", 1), text_part(config).get("num_hidden_layers")
         if isinstance(layers, int) and stages > layers:
             yield f"`rollout.vllm.pipeline_parallel_size` ({stages}) must be at most {layers}, the layers of {named}"
 
 
 def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
     """Reports a number of ranks or GPUs, `size` of `key`, over which the heads cannot be split. named: the model."""
+    config = text_part(config)
     heads = config.get("num_attention_heads")
     if not isinstance(size, int) or size <= 1 or not isinstance(heads, int):
         return
@@ -213,7 +214,7 @@ def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> 
 def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
     """Reports what the model computes and the actors would not; config: as for `heads_problems`."""
     named = f"`model.path` ({cfg.model.path})"
-    config = config | (config.get("text_config") or {})  # of one that also sees images
+    config = text_part(config)
     yield from _frequencies(cfg, config)
     if others := sorted({*(config.get("layer_types") or ())} - {*LAYER_KINDS}):
         yield (
