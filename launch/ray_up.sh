@@ -46,12 +46,26 @@ die() {
 # Starts one node of the machine that it runs on: node_up DIR IP PORT, and `head` where it is one.
 node_up() {
   set -euo pipefail
-  local python=$1/.venv/bin/python own files ray
+  local python=$1/.venv/bin/python own files ray client
   own=$HOME/.dapo-ray/$(hostname -s)
   [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
   ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
   if [[ ${4:-} == head ]]; then
+    # Ray's client, which nobody uses and which cannot be left out, takes 10001 where nothing else is said, and a head
+    # that finds it taken ends.
+    client=$("$python" -c '
+import socket, sys
+first = int(sys.argv[1]) + 1
+for port in range(first, first + 50):
+    with socket.socket() as one:
+        try:
+            one.bind(("", port))
+        except OSError:
+            continue
+        sys.exit(print(port))
+sys.exit(f"no port from {first} to {port} is free, for the client of Ray; give another PORT")' "$3")
     ray+=(--head --node-ip-address="$2" --port="$3" --dashboard-host=127.0.0.1 --no-monitor)
+    ray+=(--ray-client-server-port="$client")
   else
     ray+=(--address="$2:$3")
   fi

@@ -3,7 +3,9 @@
 import json
 import re
 import resource
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -21,6 +23,7 @@ echo "$*" >>"$HOMES/arguments"
 HOME=$HOMES/${SHARED:-$1} MACHINE=$1 SSH_CONNECTION="10.0.0.9 5 ${REACHED:-10.0.0.1} 22" exec bash -c "${*:2}"
 """
 PYTHON = r"""
+[[ $* != *socket* ]] || exec "$REAL_PYTHON" "$@"  # which has nothing to do with Ray
 echo "token ${RAY_AUTH_TOKEN:-of the file}" >>"$HOME/tokens"
 case "$*" in
   *ray.scripts*)
@@ -50,6 +53,7 @@ def run(tmp_path: Path):
 
     def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
         base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/check out"}
+        base["REAL_PYTHON"] = sys.executable
         return subprocess.run(
             ["bash", str(ROOT / f"launch/{name}.sh"), *machines],
             env={**base, "READY_S": "1", **env},
@@ -99,6 +103,17 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
     down = run("ray_down", "a", "b")
     assert down.returncode == 0 and not alive(a) and not alive(b)
     assert not (own(a) / "token").exists() and not (own(b) / "token").exists()
+
+
+def test_the_port_of_rays_client_is_one_that_is_free(run, tmp_path: Path) -> None:
+    """Ray takes 10001, used or not, and a head that finds it taken, by the Ray of somebody else, ends."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        taken = other.getsockname()[1]
+        assert run("ray_up", "a", "b", PORT=str(taken - 1)).returncode == 0
+    head, worker = ((tmp_path / "homes" / name / "started").read_text() for name in "ab")
+    [client] = re.findall(r"--ray-client-server-port=(\d+)", head)
+    assert taken < int(client) < taken + 50 and "client" not in worker
 
 
 @pytest.mark.parametrize(
