@@ -24,7 +24,8 @@ MIN_SHARED_BYTES = 512 << 20  # Docker gives 64 MiB unless told otherwise; Ray d
 GIB = 1 << 30
 RAY_STOPS_SPILLING = 0.95  # share of a full disk
 MIN_TEMPORARY_BYTES, FEW_TEMPORARY_BYTES = 2 * GIB, GIB // 2
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+FIRST_VERSION = {"memory.max": "memory.limit_in_bytes"}  # names of control groups that have changed
 
 
 def open_files(question: Question) -> Finding:
@@ -96,18 +97,24 @@ def memory_bytes() -> int:
 
 
 def cgroup(name: str) -> int | None:
-    """Returns the smallest number under a name in this process's control groups (version 2); None: unlimited."""
+    """Returns the smallest number under a name in this process's control groups; None: unlimited. name: as version 2
+    has it; of version 1, which has a tree for each controller, it is read under its own."""
     try:
-        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+        lines = OWN_CGROUPS.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     found = []
-    for folder in (CGROUPS / own, *(CGROUPS / own).parents):
-        if folder.is_relative_to(CGROUPS):
-            try:
-                found.append(int((folder / name).read_text(encoding="ascii")))
-            except (OSError, ValueError):  # "max", or the root, which has no limits
-                continue
+    for _, controllers, own in (line.split(":", 2) for line in lines):
+        controller = name.partition(".")[0]
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, file = (CGROUPS / controller, FIRST_VERSION.get(name, name)) if controllers else (CGROUPS, name)
+        for folder in ((group := root / own.lstrip("/")), *group.parents):
+            if folder.is_relative_to(root):
+                try:
+                    found.append(int((folder / file).read_text(encoding="ascii")))
+                except (OSError, ValueError):  # "max", or the root, which has no limits
+                    continue
     return min(found, default=None)
 
 
