@@ -10,11 +10,14 @@ from collections import Counter
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE
 from dapo.types import Group
 
+FAILED = "failed"  # unscorable, for most responses have come to no end
 REMEDIES = {
     ALL_CORRECT: "the prompts are too easy for this policy: take harder ones",
     ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
     "responses by hand, take easier prompts or a stronger model",
     UNSCORABLE: "the reward function gives no verdict: look at its errors and at `filter_groups.min_scored`",
+    FAILED: "`rollout.function` fails for most responses: the warnings say why; mend it, or give it more time "
+    "(`rollout.function.timeout_s`)",
     OVERLONG: "what tells right from wrong is truncated and out of the loss: raise `data.max_response_length`, or set "
     "`reward.overlong_filtering.enable=false`",
 }
@@ -80,7 +83,8 @@ class Budget:
     def add(self, group: Group, outcome: str, fate: str) -> None:
         """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""
         self._outcomes[outcome] += 1
-        self._fates[fate] += 1
+        failed = fate == UNSCORABLE and 2 * sum(one.failed for one in group.responses) > len(group.responses)
+        self._fates[FAILED if failed else fate] += 1
         self._barren = self._barren + 1 if fate in REMEDIES else 0
         if accuracies := group.accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1

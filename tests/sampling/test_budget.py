@@ -2,10 +2,11 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
-from dapo.sampling.budget import REMEDIES, Budget, BudgetExhausted
+from dapo.sampling.budget import FAILED, REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE, classify
@@ -97,6 +98,20 @@ def test_the_remedy_is_that_of_the_largest_share(groups, reason):
     assert [name for name, remedy in REMEDIES.items() if remedy in message] == [reason]
     for key in ("filter_groups.max_num_gen_batches", "data.train_batch_size", "filter_groups.on_budget=train_partial"):
         assert key in message
+
+
+def test_responses_that_the_rollout_function_failed_are_no_fault_of_the_reward_function():
+    """A function that fails for all but the shortest responses does not end the run by itself: it may be too long."""
+    budget = budget_of(right(16), [NAN] * 16)
+    for index in range(3):
+        group = make_group(index, [NAN] * 15 + [1.0])
+        ended = [replace(one, finish_reason="error") for one in group.responses[:15]]
+        group = replace(group, responses=(*ended, *group.responses[15:]))
+        budget.add(group, UNSCORABLE, UNSCORABLE)
+    message = message_of(budget, usable=0, wanted=16)
+    assert share(message, "unscorable") == 80
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [FAILED]
+    assert "`rollout.function` fails" in message
 
 
 def test_groups_that_overlong_filtering_empties_count_as_mixed_and_have_a_remedy_of_their_own():
