@@ -26,10 +26,14 @@ bring_home() {
 
 trap stop TERM INT USR1
 trap bring_home EXIT
-if ! { mkdir -p "$own" && chmod 700 "$own"; }; then
+if ! { mkdir -p "$own/tmp" && chmod 700 "$own"; }; then
   echo "node.sh: $name cannot write to NODE_DISK=$NODE_DISK; name a folder of the node's own disk" >&2
   exit 1
 fi
+
+# What processes leave there, as an engine that is killed does its sockets, goes with the job. A TMPDIR that sbatch took
+# from where the job was submitted need not be on this node.
+export TMPDIR=$own/tmp
 
 # Compiled kernels outlive the job; on a shared home every rank of every node would write the same files.
 caches=$NODE_DISK/dapo-cache-$(id -u)

@@ -184,24 +184,27 @@ def test_the_time_limit_is_watched_and_may_move(tmp_path: Path) -> None:
 
 
 def test_a_worker_starts_again_and_its_logs_come_home(tmp_path: Path) -> None:
-    """Ray gives up a node that it hears nothing of for a while, and `ray start --block` ends."""
+    """Ray gives up a node that it hears nothing of for a while, and `ray start --block` ends. What processes leave in
+    the temporary directory, as an engine that is killed does its sockets, goes with the job."""
     logs = 'for word; do case $word in --temp-dir=*) dir=${word#*=}/session_2/logs;; esac; done; mkdir -p "$dir"'
     first = "[[ -e once ]] || { touch once; exit 3; }"
-    python = fake(
-        tmp_path, "python", f"{logs}; {first}; echo $RAY_ADDRESS$TRITON_CACHE_DIR >$dir/raylet.out; {UNTIL_TERM}"
-    )
+    told = "echo $RAY_ADDRESS$TRITON_CACHE_DIR >$dir/raylet.out; mktemp"
+    python = fake(tmp_path, "python", f"{logs}; {first}; {told}; {UNTIL_TERM}")
     env = {"RAY_ADDRESS": "10.0.0.1:20007", "NODE_DISK": str(tmp_path / "s"), "LOGS": str(tmp_path / "logs")}
+    env |= {"TMPDIR": str(tmp_path / "a_login_nodes")}
     node = subprocess.Popen(
         ["bash", str(ROOT / "launch/slurm/node.sh"), "worker", str(python)],
         cwd=tmp_path,
         env={**os.environ, **env, "SLURM_JOB_ID": "7"},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     wait_for(tmp_path / "s/dapo-7/ray/session_2/logs/raylet.out")
     node.terminate()
-    _, said = node.communicate(timeout=60)
+    left, said = node.communicate(timeout=60)
     assert node.returncode == 0 and "ended with 3; it starts again" in said
+    assert left.startswith(f"{tmp_path}/s/dapo-7/tmp/")
     (log,) = (tmp_path / "logs").glob("*/raylet.out")
     assert log.read_text() == f"{tmp_path}/s/dapo-cache-{os.getuid()}/triton\n"
     assert not (tmp_path / "s/dapo-7").exists() and (tmp_path / f"s/dapo-cache-{os.getuid()}").exists()
