@@ -42,6 +42,8 @@ _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1
 _INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 _RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
 _BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # of a number, 1010_2: the library drops it
+_LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_SPARE = "zwqvukshgjtrnmlcabfpxy"  # without those that the library takes for numbers and differentials
 _ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
 _SET = re.compile(r"(?:([A-Za-z]) ?\\in ?)?((?:\\left ?)?[(\[].*[)\]])")  # x \in [-2,7], or the interval alone
 
@@ -123,6 +125,7 @@ def _equal(left: str, right: str) -> bool:
     """
     if not is_tame(left) or not is_tame(right):
         return False
+    left, right = _without_twins(left, right)
     try:
         one, other = _parse(left), _parse(right)
         return bool(verify(one, other, timeout_seconds=None, raise_on_error=True)) and _is_close(one[0], other[0])
@@ -130,6 +133,14 @@ def _equal(left: str, right: str) -> bool:
         raise
     except Exception:  # the library raises what it likes on expressions that have no value, or that it cannot read
         return False
+
+
+def _without_twins(*sides: str) -> list[str]:
+    """Returns expressions in which no letter stands both as a capital and as a small one: the library makes r of R."""
+    found = {name for side in sides for name in _LETTER.findall(side)}
+    spare = iter([letter for letter in _SPARE if not found & {letter, letter.upper()}])
+    other = {name: next(spare, name) for name in sorted(found) if name != name.lower() and name.lower() in found}
+    return [_LETTER.sub(lambda match: other.get(match[0], match[0]), side) for side in sides] if other else [*sides]
 
 
 def _is_close(one: Any, other: Any) -> bool:
