@@ -13,6 +13,7 @@ from dapo.rewards.math import compute_score
 from tests.support.source import tree
 
 BANNED = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}
+SIGNS = "\u00d7\u00f7\u00b7\u22c5\u00b1*"  # of products, quotients and both signs
 PACKAGE = Path(verifier.__file__).parent
 
 
@@ -165,6 +166,9 @@ def test_right_answers(answer: str, truth: str) -> None:
         pytest.param(r"\boxed{42}^2", "42", id="box-with-an-exponent"),
         pytest.param(r"\sqrt{\boxed{42}}", "42", id="box-in-a-root"),
         pytest.param(r"2 \cdot \boxed{42}", "42", id="box-in-a-product"),
+        *[pytest.param(f"2 {sign} \\boxed{{42}}", "42", id=f"box-behind-{ascii(sign)}") for sign in SIGNS],
+        *[pytest.param(f"\\boxed{{42}} {sign} 2", "42", id=f"box-before-{ascii(sign)}") for sign in SIGNS],
+        pytest.param(r"\boxed{42} \pm x", "42", id="box-before-both-signs"),
         pytest.param("٤٢", "42", id="other-digits"),
         *[pytest.param(f"4{char}2", "42", id=f"control-{ord(char):02x}-inside") for char in "\x0b\x0c\r\x1c\x1f\x85"],
         pytest.param("", "42", id="empty"),

@@ -38,8 +38,9 @@ _LEFT_OPERATOR = re.compile(r"(?:[-+/^\u2212]|\\(?:pm|mp|times|cdot|div|sqrt)\s*
 RIGHT_OPERATOR = re.compile(r"\s*(?:[-+/\u2212]|\^(?!\s*\{?\s*\\circ)|\\(?:times|cdot|div))")
 # A box that is a part of an expression, 1+\boxed{5}: what it holds is not the answer. A dash before it may be a list's.
 _BOX_IN_EXPRESSION = re.compile(
-    r"(?:[0-9)}]\s*-|[0-9A-Za-z)}]\s*[+/^]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)\s*\\f?boxed"
-    r"|\\f?boxed\s*\{[^{}]*\}\s*(?:-\s*[0-9\\(]|[+/^]\s*[0-9A-Za-z\\({]|\\(?:times|cdot|div))"
+    r"(?:[0-9)}]\s*(?:-|\*(?!\*))|[0-9A-Za-z)}]\s*[+/^]|[\u00d7\u00f7\u00b7\u22c5\u00b1]|\\(?:times|cdot|div|pm|mp|sqrt|frac)\s*\{?)"
+    r"\s*\\f?boxed|\\f?boxed\s*\{[^{}]*\}\s*"
+    r"(?:-\s*[0-9\\(]|(?:[+/^]|\*(?!\*))\s*[0-9A-Za-z\\({]|[\u00d7\u00f7\u00b7\u22c5\u00b1]|\\(?:times|cdot|div|pm|mp)(?![A-Za-z]))"
 )
 # An inequality in the clause before the last `=`, 3 < x = 5: no value is named there.
 _INEQUALITY = re.compile(r"(?:[<>]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z]))(?:(?![A-Za-z]{2})[^,;:])*$")
