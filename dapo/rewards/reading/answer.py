@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from dapo.rewards.reading.lists import has_separator, is_list, items_spelling, last_answer, list_spelling
+from dapo.rewards.reading.lists import (
+    has_separator,
+    is_list,
+    items_spelling,
+    joins_labels,
+    last_answer,
+    list_spelling,
+)
 from dapo.rewards.reading.spelling import (
     boxed,
     braced,
@@ -68,15 +75,24 @@ def find_answer(solution: str) -> str:
 
     After the last label with something behind it, the first line that holds more than markup: a display formula may
     follow the colon. A label goes before a box, as in DAPO's prompt. Of boxes the last one counts, with those on its
-    line that it is joined with (`last_answer`).
+    line that it is joined with (`last_answer`); so it is with labels.
     """
     tail = braced(solution[-TAIL_CHARS:])
-    for start in reversed([match.end() for match in _LABEL.finditer(tail)]):
+    for start in _begins(tail):
         for line in tail[start:].split("\n"):
             if _says_something(line):
                 return last_answer(line) if len(set(boxed(line))) > 1 else line
     line = line_of_last_box(tail)
     return last_answer(line) if line else ""
+
+
+def _begins(tail: str) -> list[int]:
+    """Returns where the text behind each label begins, the last one first; of `Answer: 41 or Answer: 42` the first."""
+    begins: list[int] = []
+    for label in _LABEL.finditer(tail):
+        if not (begins and joins_labels(tail[begins[-1] : label.start()])):
+            begins.append(label.end())
+    return begins[::-1]
 
 
 def read(text: str) -> Reading:

@@ -39,6 +39,19 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _HEDGED = r"(?<![A-Za-z])(?:or|and)(?:\s+(?:maybe|perhaps|possibly|probably|even|also|else|then|just))*[^A-Za-z]*$"
 _BEGINS_WITH_OR = re.compile(r"[^A-Za-z.!?]*(?:or|and)(?![A-Za-z])", re.IGNORECASE)
 _ENDS_WITH_OR = re.compile(_HEDGED, re.IGNORECASE)
+# Between boxes for several cases, for even n and for odd ones; a step that goes on to the next box has a verb or `so`.
+_CASES = re.compile(
+    r"[^A-Za-z.!?]*(?:but\s+)?(?:also|alternatively|as\s+well\s+as|otherwise|for|if|when|where)(?![A-Za-z])"
+    r"(?:(?!(?<![A-Za-z])(?:so|thus|hence|therefore|then|gives|we|get|yields|wait|(?:is|are)(?=[^A-Za-z]*$))"
+    r"(?![A-Za-z]))[^.!?:])*+$",
+    re.IGNORECASE,
+)
+# Between two labels on a line: 41 or Answer: 42.
+_JOINS_LABELS = re.compile(
+    r"(?:[,;/]|(?<![A-Za-z])(?:or|and)(?:\s+(?:the|my|final|maybe|perhaps|possibly|probably|another|alternative))*)"
+    r"[\s*_`$]*$",
+    re.IGNORECASE,
+)
 _UNIT = re.compile(r"[^A-Za-z.!?]*[A-Za-z]+[^A-Za-z:]*")  # \boxed{3} cm, \boxed{4} cm
 _ITEM = re.compile(r"[0-9]|(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
 
@@ -57,6 +70,11 @@ def last_answer(line: str) -> str:
         return line[found[first][0] :] if first else line
     begin, end, _ = found[-1]
     return line[begin:end]
+
+
+def joins_labels(between: str) -> bool:
+    """Returns whether what stands between two labels makes the answers behind them alternatives: 41 or Answer: 42."""
+    return "\n" not in between and bool(_ITEM.search(between)) and bool(_JOINS_LABELS.search(between))
 
 
 def is_list(text: str) -> bool:
@@ -135,7 +153,8 @@ def _are_joined(between: str) -> bool:
         return False
     if not _WORD.search(_OR_AND.sub(" ", text)):
         return True
-    return bool(_BEGINS_WITH_OR.match(text) or _ENDS_WITH_OR.search(text) or _UNIT.fullmatch(text))
+    joined = _BEGINS_WITH_OR.match(text) or _ENDS_WITH_OR.search(text) or _UNIT.fullmatch(text) or _CASES.match(text)
+    return bool(joined)
 
 
 def _around(text: str) -> tuple[str, str, str] | None:
