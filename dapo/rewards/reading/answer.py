@@ -35,6 +35,8 @@ MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
 
 _LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
+_CLOSED_BEFORE = re.compile(r"[\s*_$]*\}")
+_CLOSED_BEHIND = re.compile(r"(?<!\\)\}([\s.*_$]*)$")
 _DIGIT = re.compile(r"[0-9]")
 _ONE_OF_JSON = re.compile(r'\s*\["(?:[^"\\]|\\.)*"\]\s*')
 _CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
@@ -79,7 +81,7 @@ def find_answer(solution: str) -> str:
     """
     tail = braced(solution[-TAIL_CHARS:])
     for start in _begins(tail):
-        for line in tail[start:].split("\n"):
+        for line in map(_without_braces, tail[start:].split("\n")):
             if _says_something(line):
                 return last_answer(line) if len(set(boxed(line))) > 1 else line
     line = line_of_last_box(tail)
@@ -93,6 +95,17 @@ def _begins(tail: str) -> list[int]:
         if not (begins and joins_labels(tail[begins[-1] : label.start()])):
             begins.append(label.end())
     return begins[::-1]
+
+
+def _without_braces(line: str) -> str:
+    """Returns the line without the braces at its beginning and end that close those around its label:
+    `\\textbf{Answer:} 42`."""
+    missing = line.count("}") - line.count("{")
+    if missing > 0 and (before := _CLOSED_BEFORE.match(line)):
+        line, missing = line[before.end() :], missing - 1
+    while missing > 0 and (behind := _CLOSED_BEHIND.search(line)):
+        line, missing = line[: behind.start()] + behind[1], missing - 1
+    return line
 
 
 def read(text: str) -> Reading:
