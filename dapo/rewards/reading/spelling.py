@@ -79,8 +79,11 @@ _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _PLAIN = re.compile(rf"[+-]?{_DECIMAL}")
 _MIXED = re.compile(r"([+-]?)(?:([0-9]+) )?([0-9]+)/([0-9]+)")
 _POWER_OF_TEN = re.compile(
-    rf"([+-]?{_DECIMAL})\\(?:times|cdot)10\^(?:([0-9])|\{{([+-]?[0-9]{{1,2}})\}})"
-)  # 1.5\times10^3
+    rf"(?:([+-]?{_DECIMAL})(?:\\times|\\cdot|[*\u00d7\u00b7\u22c5])|([+-]?))10\^(?:([0-9])|\{{([+-]?[0-9]{{1,2}})\}})"
+)  # 1.5\times10^3, 10^3
+_GROUP_COMMA = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_GROUP = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*+)(?<!\\)\}")
+_DASH = re.compile(r"\s*[\u2010-\u2013\ufe63\uff0d](?=[0-9.\\])")  # where only a sign can stand
 _IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
 _CHOICE = re.compile(r"\([A-Z]\)")
 _LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}")
@@ -128,15 +131,17 @@ def _formula_is_all(text: str) -> bool:
 
 
 def careful_spelling(text: str, *, right_side: bool = True) -> str:
-    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup, closing dot, or
-    parentheses around a choice."""
+    """Returns one spelling per answer: no math delimiters, text commands, units, spaces, markup, closing dot, braces
+    around all of it, or parentheses around a choice."""
     text = formula(text, right_side=right_side)
     if _PLAIN.fullmatch(text):
         return text
     text = _DOLLAR_INSIDE.sub("\ufffd", text)
     text = without_units(_SPACE.sub(" ", _REMOVED.sub("", text)).replace("{,}", ","))
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", _SQRT.sub(r"\\sqrt{\1}", _SCRIPT.sub(r"\1\2", text)))
-    text = _trim(text if _MIXED.fullmatch(text) else text.replace(" ", ""))
+    text = _trim(text if _MIXED.fullmatch(_ungrouped(text)) else text.replace(" ", ""))
+    while "," not in text and (group := _GROUP.fullmatch(text)):
+        text = group[1]
     return text[1] if _CHOICE.fullmatch(text) else text
 
 
@@ -155,7 +160,8 @@ def formula(text: str, *, right_side: bool = True) -> str:
     contents = [] if _BOX_IN_EXPRESSION.search(side) else boxed(side)
     text = contents[-1] if contents else side
     text = _inside_dollars(text)
-    return _right_side(text) if right_side else text
+    text = _right_side(text) if right_side else text
+    return f"-{text[sign.end() :]}" if (sign := _DASH.match(text)) else text
 
 
 def printable(text: str) -> str:
@@ -232,11 +238,12 @@ def number(text: str) -> Fraction | None:
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if power := _POWER_OF_TEN.fullmatch(text):
-        return Fraction(power[1]) * Fraction(10) ** int(power[2] or power[3])
+        return Fraction(power[1] or f"{power[2]}1") * Fraction(10) ** int(power[3] or power[4])
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "")
     if _PLAIN.fullmatch(text):
         return Fraction(text)
+    text = _ungrouped(text)
     match = _MIXED.fullmatch(text) or _LATEX.fullmatch(text)
     if match is None or int(match[4]) == 0 or (match[2] and int(match[4]) < 0):
         return None
@@ -245,6 +252,11 @@ def number(text: str) -> Fraction | None:
     if value.denominator == 1:
         return None
     return -value if sign == "-" else value
+
+
+def _ungrouped(text: str) -> str:
+    """Returns the text without the commas of thousands."""
+    return _GROUP_COMMA.sub(lambda group: group[0].replace(",", ""), text) if "," in text else text
 
 
 def enclosed_number(text: str) -> Fraction | None:
