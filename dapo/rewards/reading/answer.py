@@ -6,10 +6,11 @@ none, is what the last \\boxed{...} there holds. Work is bounded by those 300 ch
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
+from dapo.rewards.reading.dress import inner_answer, repeating_decimal
 from dapo.rewards.reading.lists import (
     has_separator,
     is_list,
@@ -39,6 +40,8 @@ _CLOSED_BEFORE = re.compile(r"[\s*_$]*\}")
 _CLOSED_BEHIND = re.compile(r"(?<!\\)\}([\s.*_$]*)$")
 _DIGIT = re.compile(r"[0-9]")
 _ONE_OF_JSON = re.compile(r'\s*\["(?:[^"\\]|\\.)*"\]\s*')
+_ONE_LETTER = re.compile(r"[A-J]")
+_RATIO = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
 _CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
 
 # What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
@@ -57,7 +60,7 @@ class Reading:
     their spelling, "" for one answer. nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to
     9; it is then never right.
     shown: what is recorded of it, printable: its spelling; of a list, which a spelling might shorten to one item, the
-    whole text.
+    whole text. inner: the number or choice that it is with more around it, 5 of `5 apples`.
     """
 
     dapo: str
@@ -67,6 +70,7 @@ class Reading:
     items: str
     nothing: bool
     shown: str
+    inner: "Reading | None" = None
 
 
 NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, items="", nothing=True, shown="")
@@ -115,7 +119,20 @@ def read(text: str) -> Reading:
     """
     if not text.isascii() and any(char.isdecimal() and not char.isascii() for char in text):
         return NO_ANSWER
-    text = with_dollars(text)
+    reading = _read(with_dollars(text))
+    return reading if reading.nothing else replace(reading, inner=_inner(text, reading))
+
+
+def _inner(text: str, whole: Reading) -> Reading | None:
+    if whole.value is not None and "$" not in text and "{" not in whole.careful:
+        return None  # a number says no more
+    part = repeating_decimal(whole.careful) or inner_answer(with_dollars(text), several=whole.several)
+    inner = _read(part) if part else NO_ANSWER
+    one = not inner.several and (inner.value is not None or _ONE_LETTER.fullmatch(inner.careful))
+    return inner if one else None
+
+
+def _read(text: str) -> Reading:
     careful = careful_spelling(text)
     dapo = dapo_spelling(text)
     word = careful.strip("[]<>(){}\\'?!- ").lower().replace("_", "")
@@ -142,7 +159,12 @@ def with_dollars(text: str) -> str:
 def read_truth(text: str) -> Reading:
     """Reads a ground truth, which all responses of a group share."""
     text = truth_text(text)
-    return read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
+    truth = read(text) if len(text) <= MAX_TRUTH_CHARS else NO_ANSWER
+    if repeating := repeating_decimal(truth.careful):
+        return read(repeating)
+    if ratio := _RATIO.fullmatch(truth.careful):
+        return replace(truth, inner=_read(f"{ratio[1]}/{ratio[2]}"))
+    return truth
 
 
 def truth_text(text: str) -> str:
@@ -155,7 +177,16 @@ def truth_text(text: str) -> str:
 
 def agree(answer: Reading, truth: Reading) -> bool:
     """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling, of a
-    word without regard to a capital at its beginning; a list item by item, in order."""
+    word without regard to a capital at its beginning; a list item by item, in order. Of one of them it may be the inner
+    reading, of the truth where that is a number."""
+    if _same(answer, truth):
+        return True
+    if answer.inner is not None and _same(answer.inner, truth):
+        return True
+    return truth.inner is not None and truth.inner.value is not None and _same(answer, truth.inner)
+
+
+def _same(answer: Reading, truth: Reading) -> bool:
     if answer.nothing or truth.nothing or answer.several != truth.several:
         return False
     if answer.dapo and answer.dapo == truth.dapo:
