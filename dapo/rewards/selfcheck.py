@@ -1,7 +1,8 @@
 """Checks data files: does a verifier find each reference answer right, and wrong against another row's?
 
 To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
-warns of an equation as ground truth, such as 7 = 11a + c, that the verifier takes for a name with a value.
+warns of an equation as ground truth, such as 7 = 11a + c, that the verifier takes for a name with a value, and of a
+JSON list of several texts.
 
     python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
 
@@ -25,7 +26,7 @@ from dapo.data.files import read_chunks
 from dapo.data.layouts import AS_IT_IS
 from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
-from dapo.rewards.reading.answer import agree, read_truth
+from dapo.rewards.reading.answer import agree, read_truth, truth_text, truth_texts
 from dapo.sandbox.program import SandboxError
 
 FUNCTIONS = ("math", "math_verify", "gsm8k", "code")
@@ -81,7 +82,7 @@ def _check_answers(name: str, function: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure;
-    warnings: one per equation that its right side alone meets."""
+    warnings: one per equation that its right side alone meets, and per list of texts."""
 
     right: int
     compared: int
@@ -123,6 +124,11 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
             warnings.append(
                 f"row {own.row}: the ground truth {own.short!r} holds `=`, and {half!r} alone is right too; write the "
                 "truth without `=`, or take a verifier that compares equations (math_verify)"
+            )
+        if len(truth_texts(own.truth)) > 1 and truth_text(own.truth) == own.truth:
+            warnings.append(
+                f"row {own.row}: the ground truth {shown(own.truth)} lists several texts that differ, and none of "
+                "them alone is right; write the one answer"
             )
         other = _next_different(references, index)
         if other is not None:

@@ -282,6 +282,10 @@ def test_a_long_text_is_read_only_at_its_end(unit: str) -> None:
         (' ["\\\\frac{1}{2}"] ', "1/2", "1/3"),
         ('["34", "35"]', '["34", "35"]', "34"),  # which of them, or both, it does not say
         ("[2,7]", "[2,7]", "2"),
+        ('["34", "34.0"]', "34", "35"),  # one answer in two spellings
+        ('["\\\\frac{1}{2}","0.5" , "1/2"]', "0.5", "0.25"),
+        ('["0.5", "1/2", "2"]', '["0.5", "1/2", "2"]', "0.5"),
+        ('["none", "none"]', '["none", "none"]', "none"),
     ],
 )
 def test_a_json_list_of_one_text_is_that_text(score, truth: str, right: str, wrong: str) -> None:

@@ -142,3 +142,11 @@ def test_public_references(capsys: pytest.CaptureFixture[str], file: str, functi
         pytest.skip("needs the public data beside the checkout")
     assert main([str(SHARED / file), "--function", function]) == 0
     assert f"{rows} of {rows} right against themselves, {rows} of {rows} wrong" in capsys.readouterr().out
+
+
+def test_a_list_of_texts_that_differ_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, [row('["34", "35"]'), row('["34", "34.0"]'), row('["34"]'), row("12")])
+    main([path])
+    output = capsys.readouterr().out
+    assert """warning: row 0: the ground truth str '["34", "35"]' lists several texts that differ""" in output
+    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 0"]

@@ -39,7 +39,7 @@ _DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
 _CLOSED_BEFORE = re.compile(r"[\s*_$]*\}")
 _CLOSED_BEHIND = re.compile(r"(?<!\\)\}([\s.*_$]*)$")
 _DIGIT = re.compile(r"[0-9]")
-_ONE_OF_JSON = re.compile(r'\s*\["(?:[^"\\]|\\.)*"\]\s*')
+_TEXTS_OF_JSON = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*+"(?:\s*,\s*"(?:[^"\\]|\\.)*+")*+\s*\]\s*')
 _ONE_LETTER = re.compile(r"[A-J]")
 _RATIO = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
 _CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
@@ -124,6 +124,7 @@ def read(text: str) -> Reading:
 
 
 def _inner(text: str, whole: Reading) -> Reading | None:
+    """Returns the reading of the number or choice that a text is with more around it; None where there is none."""
     if whole.value is not None and "$" not in text and "{" not in whole.careful:
         return None  # a number says no more
     part = repeating_decimal(whole.careful) or inner_answer(with_dollars(text), several=whole.several)
@@ -168,11 +169,19 @@ def read_truth(text: str) -> Reading:
 
 
 def truth_text(text: str) -> str:
-    """Returns the text in a JSON list of one, `34` for `["34"]`, as some data sets write ground truths; else as is."""
+    """Returns the text in a JSON list of one, `34` for `["34"]`, as some data sets write ground truths, and the first
+    one of a list whose texts are the same answer; else as is: which of several is right, it does not say."""
+    texts = truth_texts(text)
+    first = read(texts[0]) if len(texts) > 1 else NO_ANSWER
+    return texts[0] if all(_same(read(other), first) for other in texts[1:]) else text
+
+
+def truth_texts(text: str) -> list[str]:
+    """Returns the texts of a JSON list of texts; the text alone where it is none."""
     try:
-        return str(json.loads(text)[0]) if _ONE_OF_JSON.fullmatch(text) else text
+        return list(json.loads(text)) if len(text) <= MAX_TRUTH_CHARS and _TEXTS_OF_JSON.fullmatch(text) else [text]
     except json.JSONDecodeError:
-        return text
+        return [text]
 
 
 def agree(answer: Reading, truth: Reading) -> bool:
