@@ -223,6 +223,11 @@ def _messages(value: Any, row: str) -> Messages:
         if type(role) is not str or type(content) is not str:
             messages = ()
     if messages and messages[-1][1].strip():
+        if messages[-1][0] == "assistant":
+            raise ValueError(
+                f"{row}: column `prompt` ends with what an assistant says ({shown(messages[-1][1])}), and the model "
+                "would answer after that; remove that message, a solution belongs into a column of its own"
+            )
         return messages
     if messages or (isinstance(value, list) and not value):
         raise ValueError(f"{row}: column `prompt` is empty; remove the row or fill it")

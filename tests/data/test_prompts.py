@@ -134,6 +134,11 @@ BAD_ROWS = [
         "row 1 .*a message with `function_call`",
         id="prompt-without-content-but-a-call",
     ),
+    pytest.param(
+        row([{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]),
+        r"row 1 .*`prompt` ends with what an assistant says \(str 'It is 2\.'\), .*; remove that message",
+        id="prompt-with-its-answer",
+    ),
     pytest.param(row(images=["a.png"]), r"row 1 .*column `images` \(list \['a.png'\]\) would be left", id="images"),
     pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
     pytest.param(row("1\ud83d"), r"row 1 .*`prompt` holds '\\ud83d', half of a character", id="prompt-cut"),
@@ -150,6 +155,14 @@ def test_a_bad_row_is_named(bad: Any, message: str, tmp_path: Path, tokenizer: P
     name = write_jsonl(tmp_path / "bad.jsonl", [row("0+1", "1"), bad])
     with pytest.raises(ValueError, match=f"`data.train_files`: {name}, {message}"):
         load(name, tokenizer)
+
+
+def test_earlier_turns_of_an_assistant_may_stand_in_a_prompt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", [row(turns)]), tokenizer)
+    assert [role for role, _ in prompts[0].messages] == ["user", "assistant", "user"]
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", write_parquet), ("a.jsonl", write_jsonl)])
