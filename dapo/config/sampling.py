@@ -56,8 +56,8 @@ class DataConfig:
         FORMATS,
         "auto",
         "columns of the files: `verl` (data_source, prompt, reward_model, as DAPO-Math-17k), `trl` (prompt as text or "
-        "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `math` (problem; answer, "
-        "or the last box of solution); `auto` tells by their names",
+        "messages; answer, solution or ground_truth), `gsm8k` (question; answer, after ####), `qa` (question; the "
+        "same as `trl`), `math` (problem; answer, or the last box of solution); `auto` tells by their names",
     )
     chat_template_kwargs: dict[str, Any] = key(
         {},

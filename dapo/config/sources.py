@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dapo.config.fields import MISSING, at_least, key, one_of, positive
 from dapo.config.reward import RewardFunctionConfig
 
-FORMATS = ("auto", "verl", "trl", "gsm8k", "math")
+FORMATS = ("auto", "verl", "trl", "gsm8k", "qa", "math")
 SET_NAME = re.compile(r"[\w.-]+")  # it becomes a part of names of metrics
 
 

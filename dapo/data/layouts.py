@@ -44,13 +44,16 @@ AS_IT_IS = Reading()
 class Layout:
     """Describes a layout. question: the column of the problem. truths: columns of which one at least gives the truth.
     truth: reads it from a row, or returns None where it is not there, and raises ValueError where it cannot be one;
-    wants: what it looks for, for an error."""
+    wants: what it looks for, and instead: what to give as `format` where it is not there, for an error. after: the
+    layout that is told by the same columns before it."""
 
     name: str
     question: str
     truths: tuple[str, ...]
     truth: Callable[[Row], str | None]
     wants: str
+    instead: str = "another `format`"
+    after: str = ""
 
     def fits(self, columns: Sequence[str]) -> bool:
         """Returns whether these columns can be read."""
@@ -71,7 +74,7 @@ class Layout:
             there = ", ".join(f"`{name}`" for name in self.truths if _says(row, name))
             raise ValueError(
                 f"{where}: {f'column {there} lacks' if there else 'there is not'} {self.wants}, which `format` "
-                f"{self.name} reads as the ground truth; correct or remove the row, or give another `format`"
+                f"{self.name} reads as the ground truth; correct or remove the row, or give {self.instead}"
             )
         prompt = row[self.question] if self.question in row else None
         if isinstance(prompt, str):
@@ -144,7 +147,15 @@ def _of_solution(row: Row) -> str | None:
 
 LAYOUTS = (
     Layout(name="trl", question="prompt", truths=TRUTHS, truth=_plain, wants="an answer"),
-    Layout(name="gsm8k", question="question", truths=("answer",), truth=_marked, wants=f"a final answer after {MARK}"),
+    Layout(
+        name="gsm8k",
+        question="question",
+        truths=("answer",),
+        truth=_marked,
+        wants=f"a final answer after {MARK}",
+        instead="`format` qa, which reads answers alone",
+    ),
+    Layout(name="qa", question="question", truths=TRUTHS, truth=_plain, wants="an answer", after="gsm8k"),
     Layout(name="math", question="problem", truths=("answer", "solution"), truth=_of_solution, wants="a \\boxed{...}"),
 )
 
@@ -156,6 +167,7 @@ def layout_of(columns: Sequence[str], format: str, where: str, schema: str) -> L
     if not missing and format in (AUTO, VERL):
         return None
     fitting = [each for each in LAYOUTS if each.fits(columns) and format in (AUTO, each.name)]
+    fitting = [each for each in fitting if each.after not in [other.name for other in fitting]]
     if len(fitting) == 1:
         return fitting[0]
     found = f"(found: {', '.join(columns)})"

@@ -41,6 +41,8 @@ ROWS = [
     pytest.param({"prompt": "1+1", "answer": "#### (1,2)\n"}, "trl", USER, "(1,2)", {}, id="trl-marked-pair"),
     pytest.param({"prompt": "1+1", "solution": "#### So\n\\boxed{2}"}, "trl", USER, "2", {}, id="trl-heading-and-box"),
     pytest.param({"prompt": "1+1", "solution": "#### So\nit is"}, "trl", USER, "#### So\nit is", {}, id="trl-heading"),
+    pytest.param({"question": "1+1", "solution": WORKED}, "qa", USER, "\\frac{4}{2}", {}, id="qa-solution"),
+    pytest.param({"question": "1+1", "ground_truth": 2, "n": 1}, "qa", USER, "2", {"n": 1}, id="qa-ground-truth"),
     pytest.param({"question": "1+1", "answer": "It is\n#### 1,234"}, "gsm8k", USER, "1234", {}, id="gsm8k"),
     pytest.param(
         {"problem": "1+1", "level": "Level 1", "type": "Algebra", "solution": WORKED},
@@ -102,6 +104,17 @@ def test_a_data_source_of_the_rows_stays(tmp_path: Path) -> None:
 def test_columns_that_fit_none_or_several_are_refused(columns: list[str], format: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^FILE: .*{said}"):
         layout_of(columns, format, "FILE", SCHEMA)
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(
+    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], str]
+) -> None:
+    name = write(tmp_path, [{"question": "1+1", "answer": "2"}])
+    with pytest.raises(ValueError, match=r"row 0 .*or give `format` qa, which reads answers alone"):
+        list(read_chunks(name, "KEY", Reading()))
+    (one,) = read_chunks(name, "KEY", Reading(format="qa"))
+    assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
 
 
 def test_a_named_layout_decides_between_several() -> None:
