@@ -58,7 +58,7 @@ def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]
     # pyarrow itself, because `datasets` takes 1.4 s to import and writes a copy of the file into its cache.
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=PAGE_BUFFER) as file:  # by default it holds all of it
-            layout, columns = _columns(file.schema_arrow.names, where, reading)
+            layout, columns = _columns(file.schema_arrow, where, reading)
             batches = file.iter_batches(batch_size=_at_a_time(columns), columns=columns)
             yield from _arrow_chunks((pa.Table.from_batches([batch]) for batch in batches), layout, where, reading)
     except (pa.ArrowException, OSError) as error:
@@ -85,7 +85,7 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
             splits = ", ".join(sorted(str(each) for each in found))
             raise ValueError(f"{where} has the splits {splits}; name one, as in {repository}:{min(map(str, found))}")
         found = next(iter(found.values()))
-    layout, columns = _columns(found.column_names, where, reading)
+    layout, columns = _columns(found.features.arrow_schema, where, reading)
     tables = found.select_columns(columns).with_format("arrow").iter(_at_a_time(columns))
     yield from _arrow_chunks(tables, layout, where, reading)
 
@@ -125,7 +125,7 @@ def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
         at = _row(where, number)
         if not isinstance(row, dict):
             raise ValueError(f"{at}: must be an object with columns {SCHEMA}, not {shown(row)}")
-        layout = layout_of(list(row), format, at, SCHEMA)
+        layout = layout_of(list(row), format, at, SCHEMA, text_prompt=isinstance(row.get("prompt"), str))
         format = VERL if layout is None else layout.name
         yield chunk(number, row) if layout is None else _converted(number, row, layout, at, reading)
 
@@ -182,9 +182,11 @@ def _next(text: str, at: int) -> int:
     return at
 
 
-def _columns(found: list[str], where: str, reading: Reading) -> tuple[Layout | None, list[str]]:
+def _columns(schema: pa.Schema, where: str, reading: Reading) -> tuple[Layout | None, list[str]]:
     """Returns the layout of a file, and the columns to read: of another layout than verl's all, for `extra_info`."""
-    layout = layout_of(found, reading.format, where, SCHEMA)
+    found = list(schema.names)
+    text = "prompt" in found and schema.field("prompt").type in (pa.string(), pa.large_string())
+    layout = layout_of(found, reading.format, where, SCHEMA, text_prompt=text)
     return layout, found if layout else [column for column in COLUMNS if column in found]
 
 

@@ -82,11 +82,15 @@ class Layout:
         if not isinstance(prompt, list):
             raise ValueError(f"{where}: column `{self.question}` must be text or messages; correct or remove the row")
         read = {self.question, "data_source", *self.truths}
+        own = row.get("extra_info") if isinstance(row.get("reward_model"), dict) else None
+        if isinstance(own, dict):  # verl's columns, with a prompt of text
+            read |= {"reward_model", "extra_info"}
+        extra = {name: value for name, value in row.items() if name not in read}
         return {
             "data_source": row.get("data_source") or source or self.name,
             "prompt": prompt,
             "reward_model": {"ground_truth": truth.strip()},
-            "extra_info": {name: value for name, value in row.items() if name not in read},
+            "extra_info": extra | own if isinstance(own, dict) else extra,
         }
 
 
@@ -118,7 +122,11 @@ def _text(row: Row, column: str) -> str:
 
 
 def _plain(row: Row) -> str | None:
-    """Returns the first truth there is: of a worked solution its last box or else what it marks, where it has one."""
+    """Returns the first truth there is: of a worked solution its last box or else what it marks, where it has one. That
+    of a `reward_model` in verl's columns comes before all."""
+    model = row.get("reward_model")
+    if isinstance(model, dict) and _says(model, "ground_truth"):
+        return _text(model, "ground_truth")
     column = next((name for name in TRUTHS if _says(row, name)), None)
     if column is None:
         return None
@@ -160,12 +168,15 @@ LAYOUTS = (
 )
 
 
-def layout_of(columns: Sequence[str], format: str, where: str, schema: str) -> Layout | None:
+def layout_of(
+    columns: Sequence[str], format: str, where: str, schema: str, *, text_prompt: bool = False
+) -> Layout | None:
     """Returns the layout of a file with these columns; None: verl's. format: as `data.format`. where: the file or row,
-    schema: verl's columns, for an error. Raises ValueError where they fit no layout, several, or not the one named."""
+    schema: verl's columns, for an error. text_prompt: whether column `prompt` holds text, not messages. Raises
+    ValueError where they fit no layout, several, or not the one named."""
     missing = [name for name in VERL_COLUMNS if name not in columns]
     if not missing and format in (AUTO, VERL):
-        return None
+        return LAYOUTS[0] if format == AUTO and text_prompt and LAYOUTS[0].fits(columns) else None
     fitting = [each for each in LAYOUTS if each.fits(columns) and format in (AUTO, each.name)]
     fitting = [each for each in fitting if each.after not in [other.name for other in fitting]]
     if len(fitting) == 1:

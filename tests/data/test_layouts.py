@@ -169,3 +169,47 @@ def test_a_decimal_of_a_parquet_file_is_a_number(tmp_path: Path) -> None:
     name = parquet(tmp_path, [{"prompt": "1+1", "answer": Decimal("1E-7")}])
     (one,) = read_chunks(name, "KEY", Reading())
     assert one.reward_models == [{"ground_truth": "0.0000001"}]
+
+
+PROCESSED = {  # DAPO-Math-17k-Processed of open-r1
+    "prompt": "1+1",
+    "solution": "2",
+    "data_source": "math_dapo",
+    "source_prompt": [{"role": "user", "content": "Solve: 1+1"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b", "answer": "two"},
+}
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+@pytest.mark.parametrize("solution", ["2", "It is two, as anyone can see."])
+def test_a_prompt_of_text_next_to_a_reward_model_is_read(
+    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], str], solution: str
+) -> None:
+    """The truth is that of the reward model: a worked solution may have no box."""
+    for format in ("auto", "trl"):
+        name = write(tmp_path, [PROCESSED | {"solution": solution}])
+        (one,) = read_chunks(name, "KEY", Reading(format=format))
+        assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
+        rest = one.rest(0)
+        assert rest["data_source"] == "math_dapo"
+        assert rest["extra_info"] == {
+            "source_prompt": PROCESSED["source_prompt"],
+            "ability": "MATH",
+            "index": "9a9b",
+            "answer": "two",
+        }
+
+
+def test_a_prompt_of_messages_next_to_a_solution_stays_verls(tmp_path: Path) -> None:
+    (one,) = read_chunks(jsonl(tmp_path, [PROCESSED | {"prompt": CHAT, "solution": "3"}]), "KEY", Reading())
+    assert one.prompts == [CHAT] and one.reward_models == [PROCESSED["reward_model"]]
+    assert one.rest(0)["extra_info"] == PROCESSED["extra_info"]
+
+
+def test_a_saved_data_set_with_a_prompt_of_text_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([PROCESSED]).save_to_disk(str(tmp_path / "saved"))
+    (one,) = read_chunks(str(tmp_path / "saved"), "KEY", Reading())
+    assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
