@@ -26,6 +26,7 @@ from dapo.rewards.reading.answer import (
     truth_text,
     with_dollars,
 )
+from dapo.rewards.reading.intervals import as_intervals, is_of_intervals
 from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
 from dapo.rewards.reading.lists import items
 from dapo.rewards.reading.spelling import formula, without_units
@@ -79,6 +80,8 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
         return True
     if (expected.value is not None and not whole) or _LETTERS.fullmatch(truth.strip(" $")):
         return False
+    if (same := _solved(text, truth)) is not None:
+        return same
     if (answer.several or "\\pm" in text) != (expected.several or "\\pm" in truth):
         return False
     if expected.several:
@@ -94,6 +97,19 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
     if all(bases) and bases[0] != bases[1]:
         return False
     return left.replace(" ", "") == right.replace(" ", "") or _equal(left, right)
+
+
+def _solved(text: str, truth: str) -> bool | None:
+    """Returns whether inequalities and a set of intervals are the same solutions; None where they are not these two,
+    and for one inequality as ground truth, which the library compares."""
+    left, right = _expression(truth, right_side=False), _expression(text, right_side=False)
+    if is_of_intervals(left) and (found := as_intervals(text)):
+        return _equal(left, found)
+    named = _SET.fullmatch(right)
+    if named and is_of_intervals(named[2]) and "or" in truth and (wanted := as_intervals(truth)):
+        other = named[1] and not re.search(rf"(?<![A-Za-z]){named[1]}(?![A-Za-z])", truth)
+        return not other and _equal(wanted, named[2])
+    return None
 
 
 def _is_relation(truth: str) -> bool:

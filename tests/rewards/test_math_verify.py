@@ -208,3 +208,44 @@ def test_an_expression_that_failed_once_is_read_again(monkeypatch: pytest.Monkey
     assert compute_score("math", r"Answer: $\sqrt{98}$", r"7\sqrt{2}")["acc"] is False
     monkeypatch.setattr(verifier, "parse", readable)
     assert compute_score("math", r"Answer: $\sqrt{98}$", r"7\sqrt{2}")["acc"] is True
+
+
+UNION = r"(-\infty,1)\cup[2,\infty)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("x > 2", r"(2,\infty)", True),
+        (r"$y \leq \frac{1}{2}$", r"\left(-\infty, \frac{1}{2}\right]", True),
+        ("2 < x", r"(2,\infty)", True),
+        (r"1 < x \le 2", "(1,2]", True),
+        (r"2 \ge x > 1", "(1,2]", True),
+        ("-1 \u2264 x \u2264 1", "[-1,1]", True),
+        ("x < 1 or x >= 2", UNION, True),
+        (r"x \ge 2 \text{ or } x < 1", UNION, True),
+        (r"[2,\infty) \cup (-\infty,1)", UNION, True),
+        (r"x \in [2,\infty) \cup (-\infty,1)", UNION, True),
+        (UNION, "x < 1 or x >= 2", True),
+        (rf"x \in {UNION}", r"x \ge 2 \text{ or } x < 1", True),
+        ("x >= 2", r"(2,\infty)", False),
+        ("x > 2", r"(-\infty,2)", False),
+        ("x < 1 or x > 2", UNION, False),
+        ("x < 1 or x >= 2", r"[2,\infty)", False),
+        ("x < 1 or y >= 2", UNION, False),
+        ("x < 1, x >= 2", UNION, False),
+        ("x < 1 and x >= 2", UNION, False),
+        ("x < 1 or x >= 2 or x >= 3", r"(-\infty,1)\cup[3,\infty)", False),
+        ("x >= 2 or maybe x < 1", UNION, False),
+        ("1 < x < 2", "(1,2)", False),
+        ("1 < x > 2", r"(2,\infty)", False),
+        (r"2 < 3", r"(2,\infty)", False),
+        (rf"y \in {UNION}", "x < 1 or x >= 2", False),
+        (rf"x \in {UNION}", r"y < 1 \text{ or } y \ge 2", False),
+        (r"(-\infty,1]\cup[2,\infty)", "x < 1 or x >= 2", False),
+        ("x \\ne 2", r"(-\infty,2)\cup(2,\infty)", False),
+        (r"\{2, 3\}", "[2,3]", False),
+    ],
+)
+def test_inequalities_and_their_intervals(answer: str, truth: str, right: bool) -> None:
+    assert compute_score("math", f"Answer: {answer}", truth)["acc"] is right
