@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from dapo.rewards.reading.answer import (
@@ -36,7 +37,17 @@ READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
-_LATEX = [LatexExtractionConfig(boxed_match_priority=-1)]
+# As by default, but for units: the library takes the last t of 5t, and h of \pi r^2 h, for one.
+_NORMAL = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+)
+_LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMAL)]
+# Of units that are letters, and hence factors elsewhere, those that are set as text.
+_UNIT = re.compile(
+    r"(?:\\[,;: ]|[\s~])*\\(?:text|textnormal|textrm|mathrm|mbox)"
+    r"\s*\{\s*(?:[kcmd]?[mgslL]|h|ft|in|mi|yd|N|J|W|V|A|K|Pa|Hz)"
+    r"(?:/(?:s|min|h|hr))?\s*\}(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?=[\s.$}]*$)"
+)
 # Left of its `=`, an answer has only a name: x, y_1, f(x), (a,b). Else it is an equation, and its answer all of it.
 _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
 _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
@@ -130,7 +141,11 @@ def _items(text: str) -> str:
 
 def _expression(text: str, *, right_side: bool) -> str:
     """Returns what the library gets: the formula alone, without units."""
-    text = without_units(formula(text, right_side=right_side)).replace("$", "").replace("\\displaystyle", "")
+    text = (
+        without_units(formula(_UNIT.sub(" ", text), right_side=right_side))
+        .replace("$", "")
+        .replace("\\displaystyle", "")
+    )
     return text.replace("{,}", ",").replace("\\varnothing", "\\emptyset").strip()
 
 

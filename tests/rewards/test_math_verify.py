@@ -21,6 +21,13 @@ from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
         pytest.param(r"\frac{\ln 3}{\ln 2}", r"\log_2 3", id="logarithms"),
         pytest.param(r"\sqrt{50}", r"5\sqrt{2}\text{ cm}", id="unit-in-the-truth"),
         pytest.param("2i + 3", "3+2i", id="complex"),
+        *[
+            pytest.param(rf"\sqrt{{8}}\text{{ {unit}}}", r"2\sqrt{2}", id=f"unit-{unit}")
+            for unit in ("m", "cm", "g", "s", "m/s", "ft", "mi", "square units", "m}^{2")
+        ],
+        pytest.param(r"2\pi \, \mathrm{m}^3", r"\pi \cdot 2", id="cubic-metres"),
+        pytest.param(r"2 \cdot g", "g+g", id="a-letter-of-a-unit"),
+        pytest.param(r"\sqrt{8}\text{ s}", r"2\sqrt{2}\text{ s}", id="unit-in-both"),
         pytest.param("a^2 + 2aA + A^2", "(A+a)^2", id="a-letter-in-both-sizes"),
         pytest.param("2RT/V", r"\frac{2RT}{V}", id="capitals"),
         pytest.param(r"x = 1+\sqrt{2}", r"\sqrt{2}+1", id="a-name-before-the-value"),
@@ -79,6 +86,12 @@ def test_right_answers(answer: str, truth: str) -> None:
         pytest.param("(0.0, 1)", r"(2^{-30}, 1)", id="zero-in-a-pair"),
         pytest.param(r"\{0.0, 1\}", r"\{2^{-30}, 1\}", id="zero-in-a-set"),
         pytest.param("CBA", "ABC", id="an-order-of-points"),
+        *[pytest.param(rf"\pi r^2 {name}", r"\pi r^2", id=f"a-factor-{name}") for name in "cdghlmost"],
+        *[pytest.param("5", f"5{name}", id=f"a-truth-without-its-factor-{name}") for name in "cdghlmost"],
+        pytest.param("2h", "2d", id="another-factor"),
+        pytest.param("3x+2", "3x+2m", id="half-a-term"),
+        pytest.param(r"\sqrt{2} \text{ if}", r"\sqrt{2}", id="a-condition"),
+        pytest.param(r"2\pi \text{ h}", r"\pi \cdot 2 h", id="a-unit-for-a-factor"),
         pytest.param(r"\pi R^2", r"\pi r^2", id="a-capital-for-a-small-letter"),
         pytest.param("x + X", "2x", id="a-capital-and-a-small-letter"),
         pytest.param("c", "C", id="a-small-letter-for-a-choice"),
