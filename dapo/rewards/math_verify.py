@@ -167,10 +167,12 @@ def _equal(left: str, right: str) -> bool:
 
 
 def _without_twins(*sides: str) -> list[str]:
-    """Returns expressions in which no letter stands both as a capital and as a small one: the library makes r of R."""
+    """Returns expressions in which no letter stands both as a capital and as a small one, and none is T: the library
+    makes r of R, and drops an exponent T."""
     found = {name for side in sides for name in _LETTER.findall(side)}
     spare = iter([letter for letter in _SPARE if not found & {letter, letter.upper()}])
-    other = {name: next(spare, name) for name in sorted(found) if name != name.lower() and name.lower() in found}
+    twins = [name for name in sorted(found) if name == "T" or (name != name.lower() and name.lower() in found)]
+    other = {name: next(spare, name) for name in twins}
     return [_LETTER.sub(lambda match: other.get(match[0], match[0]), side) for side in sides] if other else [*sides]
 
 

@@ -86,6 +86,8 @@ def test_right_answers(answer: str, truth: str) -> None:
         pytest.param("(0.0, 1)", r"(2^{-30}, 1)", id="zero-in-a-pair"),
         pytest.param(r"\{0.0, 1\}", r"\{2^{-30}, 1\}", id="zero-in-a-set"),
         pytest.param("CBA", "ABC", id="an-order-of-points"),
+        pytest.param("P(1+r)", "P(1+r)^T", id="a-truth-without-its-exponent-T"),
+        pytest.param("2x^{T}", "2x", id="an-exponent-T"),
         *[pytest.param(rf"\pi r^2 {name}", r"\pi r^2", id=f"a-factor-{name}") for name in "cdghlmost"],
         *[pytest.param("5", f"5{name}", id=f"a-truth-without-its-factor-{name}") for name in "cdghlmost"],
         pytest.param("2h", "2d", id="another-factor"),
