@@ -51,6 +51,7 @@ _UNIT = re.compile(
 # Left of its `=`, an answer has only a name: x, y_1, f(x), (a,b). Else it is an equation, and its answer all of it.
 _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
 _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
+_OPERATION = re.compile(r"^(?!.*(?<![A-Za-z\\])[A-Za-z]{3}).*[-+*/^0-9\\]")  # in no sentence
 _INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 _RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
 _BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # of a number, 1010_2: the library drops it
@@ -86,7 +87,7 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
     expected = read_truth(truth)
     if answer.nothing or expected.nothing:
         return False
-    whole = not expected.several and _is_relation(truth)
+    whole = not expected.several and (_is_relation(truth) or (expected.value is None and _is_other_form(text, truth)))
     if not whole and agree(answer, expected):
         return True
     if (expected.value is not None and not whole) or _LETTERS.fullmatch(truth.strip(" $")):
@@ -128,6 +129,12 @@ def _is_relation(truth: str) -> bool:
     text = _expression(truth, right_side=False)
     left = _RELATION.split(text, maxsplit=1)[0].strip()
     return bool(_INEQUALITY.search(text)) or ("=" in text and not _NAMED.fullmatch(left))
+
+
+def _is_other_form(text: str, truth: str) -> bool:
+    """Returns whether a value with a name is answered by an equation of more than a name: y = 2x by 2x - y = 0."""
+    left, equals, _ = _expression(text, right_side=False).partition("=")
+    return "=" in truth and bool(equals and _OPERATION.search(left)) and not _NAMED.fullmatch(left.strip())
 
 
 def _items(text: str) -> str:

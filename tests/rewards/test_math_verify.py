@@ -21,6 +21,13 @@ from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
         pytest.param(r"\frac{\ln 3}{\ln 2}", r"\log_2 3", id="logarithms"),
         pytest.param(r"\sqrt{50}", r"5\sqrt{2}\text{ cm}", id="unit-in-the-truth"),
         pytest.param("2i + 3", "3+2i", id="complex"),
+        pytest.param("2x - y + 1 = 0", "y = 2x+1", id="a-line-in-another-form"),
+        pytest.param("2x+1 = y", "y = 2x+1", id="a-line-turned"),
+        pytest.param("y - 1 = 2x", "y = 2x+1", id="a-line-rearranged"),
+        pytest.param("Hence, $y = 1+2x$", "y = 2x+1", id="a-line-in-a-sentence"),
+        pytest.param("Hence, y = 2x+1", "y = 2x+1", id="a-line-in-a-sentence-without-dollars"),
+        pytest.param(r"f(x) = x(x+2) = x^2+2x", "y = x^2+2x", id="a-chain-behind-a-name"),
+        pytest.param(r"y = 2x + 3x = 5x", "y = 5x", id="a-chain"),
         *[
             pytest.param(rf"\sqrt{{8}}\text{{ {unit}}}", r"2\sqrt{2}", id=f"unit-{unit}")
             for unit in ("m", "cm", "g", "s", "m/s", "ft", "mi", "square units", "m}^{2")
@@ -86,6 +93,10 @@ def test_right_answers(answer: str, truth: str) -> None:
         pytest.param("(0.0, 1)", r"(2^{-30}, 1)", id="zero-in-a-pair"),
         pytest.param(r"\{0.0, 1\}", r"\{2^{-30}, 1\}", id="zero-in-a-set"),
         pytest.param("CBA", "ABC", id="an-order-of-points"),
+        pytest.param("2y = 2x+1", "y = 2x+1", id="another-line-with-that-side"),
+        pytest.param(r"\frac{1}{2} x = y^2", "x = y^2", id="another-parabola-with-that-side"),
+        pytest.param("2x - y = 1", "y = 2x+1", id="another-line"),
+        pytest.param("0 = 0", "y = 2x+1", id="an-equation-that-always-holds"),
         pytest.param("P(1+r)", "P(1+r)^T", id="a-truth-without-its-exponent-T"),
         pytest.param("2x^{T}", "2x", id="an-exponent-T"),
         *[pytest.param(rf"\pi r^2 {name}", r"\pi r^2", id=f"a-factor-{name}") for name in "cdghlmost"],
