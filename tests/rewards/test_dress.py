@@ -102,3 +102,25 @@ def test_a_number_is_its_value(verifier: object, answer: str, truth: str) -> Non
 def test_a_number_is_no_other(verifier: object, answer: str, truth: str) -> None:
     verdict = verifier.compute_score("math", f"Answer: {answer}", truth)  # type: ignore[attr-defined]
     assert verdict["acc"] is False, verdict["pred"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("YES", "Yes", True),
+        ("no", "NO", True),
+        ("True", "TRUE", True),
+        ("NO", "Yes", False),
+        ("NOT", "not", False),
+        ("on", "NO", False),
+        ("3:45 p.m.", "3:45 PM", True),
+        ("3:45pm", "3:45 P.M.", True),
+        (r"3:45 \text{ PM}", "3:45 pm", True),
+        ("3:45 am", "3:45 PM", False),
+        ("3:45", "3:45 PM", False),
+        ("3:46 pm", "3:45 PM", False),
+    ],
+)
+def test_capitals_of_yes_and_no_and_times(verifier: object, answer: str, truth: str, right: bool) -> None:
+    assert verifier.compute_score("math", f"Answer: {answer}", truth)["acc"] is right  # type: ignore[attr-defined]

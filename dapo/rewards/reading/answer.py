@@ -42,7 +42,8 @@ _DIGIT = re.compile(r"[0-9]")
 _TEXTS_OF_JSON = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*+"(?:\s*,\s*"(?:[^"\\]|\\.)*+")*+\s*\]\s*')
 _ONE_LETTER = re.compile(r"[A-J]")
 _RATIO = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
-_CAPITALIZED = re.compile(r"No|[A-Z][a-z]{2,}")
+_CAPITALIZED = re.compile(r"N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,}")
+_CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2})([ap])\.?m\.?", re.IGNORECASE)
 
 # What stands for "no answer" in a scorer, a table or the prompt's own example; right for no ground truth.
 _SENTINELS = frozenset(
@@ -208,7 +209,10 @@ def _same(answer: Reading, truth: Reading) -> bool:
 
 
 def _uncapitalized(text: str) -> str:
-    """Returns `yes` for `Yes` too; a single letter, an order of points and a product such as AB keep theirs."""
+    """Returns `yes` for `Yes` and `YES`, 3:45pm for 3:45 P.M.; a single letter, an order of points and a product such
+    as AB keep theirs."""
+    if clock := _CLOCK.fullmatch(text):
+        return f"{clock[1]}{clock[2].lower()}m"
     return text.lower() if _CAPITALIZED.fullmatch(text) else text
 
 
