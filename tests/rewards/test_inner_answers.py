@@ -33,6 +33,11 @@ KINDS = {
         ("5 m/s", "5"),
         (r"5 \text{ m/s}^2", "5"),
         ("60 miles per hour", "60"),
+        ("1 1/2 cups", "1.5"),
+        ("1 200 apples", "1200"),
+        ("-3/4 miles per hour", "-0.75"),
+        (r"2\frac{1}{2} apples", "2.5"),
+        ("10^3 apples", "1000"),
         ("3 \\cdot 10^8 m/s", "300000000"),
         ("90 deg", "90"),
         (r"90\degree", "90"),
@@ -105,6 +110,8 @@ OTHERS = {
             (f"{more} apples", "5")
             for more in ("about 5", "less than 5", "5+1", "5-6", "5/6", "5x", "5 or six", "5 not")
         ],
+        ("0cm5 miles", "5"),
+        ("hours5 apples", "5"),
         ("5 m", "5"),
         ("5 m/x", "5"),
         ("5/s", "5"),
@@ -130,6 +137,7 @@ OTHERS = {
         ("The sum of 33 and 34 is 67", "34"),
         ("The answer is C, D", "C"),
         ("The answer is a", "A"),
+        ("The answer is 3 cm4", "34"),
     ),
     "ratio": (("2/3", "3:2"), ("6:4", "3:2"), ("1:3", "1/3"), ("4", "4:1"), ("3/2", "3:2:1"), ("12/5", "12:05")),
     "repeating": (("0.3", r"0.\overline{3}"), (r"0.\overline{16}", "1/6"), (r"0.\overline{3}", r"0.\overline{4}")),

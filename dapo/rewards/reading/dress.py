@@ -43,8 +43,12 @@ _PER = r"(?:/|\s+per\s+|\s+an?\s+)"
 _TIME = r"(?:s(?:ec(?:ond)?)?|min(?:ute)?|h(?:(?:ou)?r)?|day|week|month|year)"
 _LENGTH = r"(?:[cmk]?m|(?:centi|kilo|milli)?met(?:er|re)s?|ft|feet|foot|inch(?:es)?|yards?|mi(?:les?)?)"
 _CURRENCY = r"[\u20ac\u00a3\u00a5\u20b9]"
+_NUMBER = (
+    r"[-+]?(?:[0-9][0-9., ]*(?:/[0-9][0-9,]*)?|(?:[0-9]+ ?)?\\[dt]?frac ?\{[0-9,]+\} ?\{[0-9,]+\})"
+    r"(?: ?(?:\\times|\\cdot|[*\u00d7\u00b7\u22c5]) ?10)?(?:\^\{?-?[0-9]{1,2}\}?)?"
+)
 _COUNTED = re.compile(
-    r"(?P<number>.*[0-9}])(?:"
+    rf"(?P<number>{_NUMBER})(?:"
     rf"\s+(?:{_NO_NOUN}[a-z]{{3,}}\s+)?{_NO_NOUN}[a-z]{{3,}}(?<![su])s"  # apples, red apples
     rf"|\s*{_LENGTH}{_PER}{_TIME}(?:\s*\^\s*\{{?\s*2\s*\}}?)?|\s*deg|\s*\\degree|\s*(?:{_CURRENCY}|\u00a2))"
 )
@@ -60,6 +64,7 @@ _SENTENCE = re.compile(
     rf"(?P<about>(?:[a-z-]+\s+){{0,3}}{_HEAD}(?![a-z])[^.;:!?=<>]*?)\s+(?:is|equals)\s+(?P<claim>\S+(?:\s\S+)?)",
     re.IGNORECASE,
 )
+_NO_CLAIM = re.compile(r"(?<!frac)(?<=[A-Za-z])\s*[0-9]")  # of 3 cm 4 the unit is no unit
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}")
 
 
@@ -69,7 +74,7 @@ def inner_answer(text: str, *, several: bool) -> str:
     flat = _flat(text)
     if (sentence := _SENTENCE.fullmatch(flat)) and not _HEDGE.search(sentence["about"]):
         claim = sentence["claim"].rstrip(",")
-        return inner_answer(claim, several=False) or claim
+        return inner_answer(claim, several=False) or ("" if _NO_CLAIM.search(claim) else claim)
     if several:
         return ""
     if choice := _CHOICE.fullmatch(flat):
