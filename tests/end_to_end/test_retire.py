@@ -17,14 +17,14 @@ from dapo.store.schema import DATABASE
 from dapo.tiny.task import Addends, Split, draw_problem, rows
 from tests.support.runs import TINY, Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(7200)]
 
 SEEDS = (0, 1, 2)
 SETTING = (
-    *("rollout.n=8", "trainer.total_steps=40", "data.train_batch_size=16"),
+    *("rollout.n=8", "data.train_batch_size=16"),
     *("eval.every=0", "eval.before_train=false", "eval.n=4", "checkpoint.every=0", "logging.tensorboard=false"),
 )
-RETIRE = ("data.curriculum=retire", "data.retire_after=1", "data.retire_steps=20")  # chosen on seed 20
+RETIRE = ("data.curriculum=retire", "data.retire_steps=20")
 
 
 def two_numbers(rng: Random, split: Split) -> Addends:
@@ -35,7 +35,7 @@ def two_numbers(rng: Random, split: Split) -> Addends:
 
 @pytest.fixture(scope="module")
 def sums_of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Overrides: the first 128 training problems of two numbers, each of which is visited some fourteen times; held
+    """Overrides: the first 128 training problems of two numbers, each of which is visited 14 or some 75 times; held
     out, as many as the whole task has, and the whole task, of which nothing longer is trained."""
     folder = tmp_path_factory.mktemp("sums")
     every = pq.read_table(resolve_path("pkg://dapo.tiny/data/train.parquet")).to_pylist()
@@ -53,17 +53,18 @@ def tokens_used(run: Path) -> int:
     return tokens
 
 
+@pytest.mark.parametrize(("steps", "after"), [(40, 1), (80, 4)])  # chosen on seed 20
 def test_retire_saves_a_tenth_of_the_tokens_and_costs_little_accuracy(
-    runs: Runs, sums_of_two: tuple[str, ...], tmp_path: Path
+    runs: Runs, sums_of_two: tuple[str, ...], tmp_path: Path, steps: int, after: int
 ) -> None:
-    """What it costs on the kind of problem that is trained was 0.012, 0.018 and nothing (dapo/data/README.md)."""
+    """What it costs on the kind of problem that is trained was 0.018 at most (dapo/data/README.md)."""
     for seed in SEEDS:
-        of_seed = [*SETTING, *sums_of_two, f"trainer.seed={seed}"]
+        of_seed = [*SETTING, *sums_of_two, f"trainer.seed={seed}", f"trainer.total_steps={steps}"]
         uniform, retire = (
             runs.train(compose([*of_seed, *given, f"trainer.output_dir={tmp_path / f'{name}{seed}'}"], TINY))
-            for name, given in (("uniform", ()), ("retire", RETIRE))
+            for name, given in (("uniform", ()), ("retire", (*RETIRE, f"data.retire_after={after}")))
         )
-        before, after = tokens_used(uniform), tokens_used(retire)
+        used, left = tokens_used(uniform), tokens_used(retire)
         gain = differences(read_run(uniform).problems[-1], read_run(retire).problems[-1])
-        print(f"seed {seed}: {before} -> {after} tokens ({after / before - 1:+.1%}), {gain}")
-        assert after <= 0.9 * before and gain["two"].value > -0.03
+        print(f"seed {seed}: {used} -> {left} tokens ({left / used - 1:+.1%}), {gain}")
+        assert left <= 0.9 * used and gain["two"].value > -0.03
