@@ -27,6 +27,7 @@ from dapo.rewards.reading.answer import (
     truth_text,
     with_dollars,
 )
+from dapo.rewards.reading.dress import UNIT_AS_TEXT
 from dapo.rewards.reading.intervals import as_intervals, is_of_intervals
 from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
 from dapo.rewards.reading.lists import items
@@ -42,12 +43,6 @@ _NORMAL = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
 )
 _LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMAL)]
-# Of units that are letters, and hence factors elsewhere, those that are set as text.
-_UNIT = re.compile(
-    r"(?:\\[,;: ]|[\s~])*\\(?:text|textnormal|textrm|mathrm|mbox)"
-    r"\s*\{\s*(?:[kcmd]?[mgslL]|h|ft|in|mi|yd|N|J|W|V|A|K|Pa|Hz)"
-    r"(?:/(?:s|min|h|hr))?\s*\}(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?=[\s.$}]*$)"
-)
 # Left of its `=`, an answer has only a name: x, y_1, f(x), (a,b). Else it is an equation, and its answer all of it.
 _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
 _NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
@@ -149,7 +144,7 @@ def _items(text: str) -> str:
 def _expression(text: str, *, right_side: bool) -> str:
     """Returns what the library gets: the formula alone, without units."""
     text = (
-        without_units(formula(_UNIT.sub(" ", text), right_side=right_side))
+        without_units(formula(UNIT_AS_TEXT.sub(" ", text), right_side=right_side))
         .replace("$", "")
         .replace("\\displaystyle", "")
     )

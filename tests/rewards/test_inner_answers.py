@@ -46,6 +46,14 @@ KINDS = {
         ("US$7", "7"),
         ("$7 per hour", "7"),
         (r"\$7/hour", "7"),
+        *[
+            (rf"5\,\{command}{{{unit}}}", "5")
+            for command in ("text", "mathrm")
+            for unit in ("m", "g", " L", "h", "N", "A")
+        ],
+        (r"\boxed{5\,\text{m}}.", "5"),
+        (r"5\,\mathrm{m}^2", "5"),
+        (r"\frac{1}{2}\text{ g}", "0.5"),
     ),
     "sentence": (
         ("The sum of m and n is 34.", "34"),
@@ -94,6 +102,12 @@ OTHERS = {
     ),
     "counted": (
         ("5 apples", "5 oranges"),
+        *[
+            (answer, "5")
+            for answer in ("5m", "5 g", "5L", r"5\cdot\text{m}", r"5\text{ m} + 1", r"-\,\text{m}", r"5\text{mg}2")
+        ],
+        *[(rf"5\text{{ h }}{more}", "5") for more in ("30", r"30\text{ min}", r"\text{ or }6\text{ h}")],
+        (r"4\text{ m}, 5\text{ m}", "5"),
         ("5 km/h", "5 m/s"),
         ("\u20ac7", "\u00a37"),
         ("6 apples", "5 apples"),

@@ -64,6 +64,12 @@ _SENTENCE = re.compile(
     rf"(?P<about>(?:[a-z-]+\s+){{0,3}}{_HEAD}(?![a-z])[^.;:!?=<>]*?)\s+(?:is|equals)\s+(?P<claim>\S+(?:\s\S+)?)",
     re.IGNORECASE,
 )
+# Of units that are letters, and hence factors elsewhere, those that are set as text.
+UNIT_AS_TEXT = re.compile(
+    r"(?:\\[,;: ]|[\s~])*\\(?:text|textnormal|textrm|mathrm|mbox)"
+    r"\s*\{\s*(?:[kcmd]?[mgslL]|h|ft|in|mi|yd|N|J|W|V|A|K|Pa|Hz)"
+    r"(?:/(?:s|min|h|hr))?\s*\}(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?=[\s.$}]*$)"
+)
 _NO_CLAIM = re.compile(r"(?<!frac)(?<=[A-Za-z])\s*[0-9]")  # of 3 cm 4 the unit is no unit
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}")
 
@@ -81,7 +87,12 @@ def inner_answer(text: str, *, several: bool) -> str:
         other = choice["text"] and _OTHER_CHOICE.search(choice["text"])
         return "" if other else next(letter for letter in choice.group(1, 2, 4) if letter)
     counted = _PRICE.fullmatch(text.strip(" *.")) or _COUNTED.fullmatch(_flat(formula(text)))
-    return counted["number"] if counted else ""
+    return counted["number"] if counted else _without_unit(formula(text))
+
+
+def _without_unit(text: str) -> str:
+    unit = UNIT_AS_TEXT.search(text)
+    return text[: unit.start()] if unit else ""
 
 
 def repeating_decimal(text: str) -> str:
