@@ -46,6 +46,12 @@ def test_nothing_is_said_of_a_good_one() -> None:
             id="heads",
         ),
         pytest.param(
+            {"vllm": {"pipeline_parallel_size": 5, "enforce_eager": False}},
+            "`reward.judge.engine.vllm.pipeline_parallel_size` (5) must be at most 4, the layers of "
+            "`reward.judge.engine.path` (pkg://dapo.tiny/base)",
+            id="layers",
+        ),
+        pytest.param(
             {"vllm": {"max_model_len": 5000}},
             "`reward.judge.engine.vllm.max_model_len` (5000) must be at most 4096, the positions that "
             "`reward.judge.engine.path` (pkg://dapo.tiny/base) has",

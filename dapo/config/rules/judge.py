@@ -14,7 +14,7 @@ from dapo.config.names import JUDGE, nearest
 from dapo.config.paths import checked_path
 from dapo.config.reward import JudgeEngineConfig
 from dapo.config.rules.engine import values
-from dapo.config.rules.model import shares_problems, window_problems
+from dapo.config.rules.model import division_problems, window_problems
 from dapo.config.schema import Config
 
 KEY, WINDOW = "reward.judge.engine", "max_model_len"
@@ -66,7 +66,7 @@ def judge(cfg: Config) -> Iterator[str]:
 
 def _model(engine: JudgeEngineConfig, config: dict[str, Any]) -> Iterator[str]:
     """Reports what a server would refuse of its model; config: what its config.json says."""
-    named, size, window = f"`{KEY}.path` ({engine.path})", *map(engine.vllm.get, ("tensor_parallel_size", WINDOW))
-    yield from shares_problems(f"{JUDGE}.tensor_parallel_size", size, named, config)
+    named, window = f"`{KEY}.path` ({engine.path})", engine.vllm.get(WINDOW)
+    yield from division_problems(JUDGE, engine.vllm, named, config)
     if isinstance(window, int):
         yield from window_problems(f"`{JUDGE}.{WINDOW}` ({window})", window, named, config, engine.vllm)

@@ -12,7 +12,7 @@ from typing import Any
 from dapo.config.facts.model_class import MASKLESS
 from dapo.config.facts.model_files import INDEX, SINGLE, shapes
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
-from dapo.config.names import nearest
+from dapo.config.names import ENGINE, nearest
 from dapo.config.paths import checked_path
 from dapo.config.schema import Config
 
@@ -188,12 +188,19 @@ def heads_problems(cfg: Config, config: dict[str, Any], *, trains: bool = True) 
     if trains:
         size = cfg.actor.ulysses_sequence_parallel_size
         yield from shares_problems("actor.ulysses_sequence_parallel_size", size, named, config)
-    if cfg.trainer.only != "train" and "hf_overrides" not in cfg.rollout.vllm:
-        size = cfg.rollout.vllm.get("tensor_parallel_size", 1)
-        yield from shares_problems("rollout.vllm.tensor_parallel_size", size, named, config)
-        stages, layers = cfg.rollout.vllm.get("pipeline_parallel_size", 1), text_part(config).get("num_hidden_layers")
-        if isinstance(layers, int) and stages > layers:
-            yield f"`rollout.vllm.pipeline_parallel_size` ({stages}) must be at most {layers}, the layers of {named}"
+    if cfg.trainer.only != "train":
+        yield from division_problems(ENGINE, cfg.rollout.vllm, named, config)
+
+
+def division_problems(key: str, arguments: dict[str, Any], named: str, config: dict[str, Any]) -> Iterator[str]:
+    """Reports heads that cannot be divided among the GPUs of an engine with these arguments, which stand below `key`,
+    and more stages than layers. named: the model."""
+    if "hf_overrides" in arguments:
+        return
+    yield from shares_problems(f"{key}.tensor_parallel_size", arguments.get("tensor_parallel_size"), named, config)
+    stages, layers = arguments.get("pipeline_parallel_size"), text_part(config).get("num_hidden_layers")
+    if isinstance(stages, int) and isinstance(layers, int) and stages > layers:
+        yield f"`{key}.pipeline_parallel_size` ({stages}) must be at most {layers}, the layers of {named}"
 
 
 def shares_problems(key: str, size: Any, named: str, config: dict[str, Any]) -> Iterator[str]:
