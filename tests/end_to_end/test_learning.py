@@ -6,7 +6,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.report.log import read_metrics
-from dapo.report.names import undocumented
+from tests.support.report.reference import undocumented
 from tests.support.runs import TINY, Runs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]

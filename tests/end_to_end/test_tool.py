@@ -9,8 +9,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.report.log import read_metrics
-from dapo.report.names import undocumented
 from tests.support.cluster import join_cluster
+from tests.support.report.reference import undocumented
 from tests.support.runs import START_S, Runs, checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(3600)]

@@ -11,11 +11,11 @@ import pytest
 from dapo.batch import build_batch
 from dapo.config.schema import Config
 from dapo.report.metrics import sample_text, step_metrics
-from dapo.report.names import undocumented
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import classify
 from dapo.types import Collected, Cut, Group, Response, Score, VersionSpan
 from tests.support.fakes import make_group, make_response
+from tests.support.report.reference import undocumented
 
 NAN = math.nan
 VERSION = 4

@@ -10,12 +10,11 @@ import pytest
 from ray.util.metrics import Gauge
 
 from dapo.config.compose import compose
-from dapo.report.names import FAMILIES, PLACEHOLDER
 from dapo.report.sinks.choice import sinks_of
 from dapo.report.sinks.prometheus import problem, prometheus_name
+from tests.support.report.reference import NAMES, PLACEHOLDER
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[2] / "launch/grafana.json").read_text(encoding="utf-8"))
-NAMES = [name for family in FAMILIES for name in family.names()]
 
 
 class Recorded(Gauge):

@@ -75,7 +75,6 @@ RUN_BY = {
     r"python -m dapo\.main_ppo .*tool_tiny\b": "tests/end_to_end/test_tool.py::test_a_short_run",
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
     r"python -m dapo\.config\b": "tests/config/test_compose.py::test_the_reference_of_all_keys_is_current",
-    r"python -m dapo\.report\b": "tests/report/test_names.py::test_the_readme_is_what_the_command_prints",
     r"python -m dapo\.evaluate\b": "tests/evaluate/test_command.py::test_a_checkpoint_is_evaluated_without_actors",
     r"python -m dapo\.doctor\.readme\b": "tests/doctor/test_command.py::test_the_readme_is_current",
     r"python -m dapo\.doctor\b": "tests/doctor/test_command.py::test_a_healthy_machine_has_nothing",

@@ -11,7 +11,6 @@ from dapo import plot
 from dapo.compare.__main__ import main as compare
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import metrics, summaries
-from dapo.report.names import PERF
 from dapo.results.figures import results
 from dapo.results.runs import Problem, Run, labels, positions, read_run
 from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
@@ -19,6 +18,7 @@ from dapo.state.lease import LeaseLost
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
+from tests.support.report.reference import NAMES
 from tests.support.results.problems import asked
 from tests.support.results.run_files import step_line, store_starts, write_run
 
@@ -191,7 +191,7 @@ def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: P
 
 def test_every_count_of_what_was_restarted_is_told() -> None:
     """Also of what only some runs have, as judges of their own."""
-    counted = [metric.name for metric in PERF.metrics if metric.name.startswith("restarted_")]
+    counted = [name.removeprefix("perf/") for name in NAMES if name.startswith("perf/restarted_")]
     line = step_line(1, 0.5) | {"actor/entropy": 0.1} | {f"perf/{name}": 2.0 for name in counted}
     found = results(Run(name="", config={}, records=[line]))
     assert {name: found.faults.get(name) for name in counted} == dict.fromkeys(counted, 2)

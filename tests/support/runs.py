@@ -18,10 +18,10 @@ import psutil
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.report.names import undocumented
 from dapo.sampling.draws import DROPPED, TRAINED
 from dapo.state.run_dir import claim_output_dir
 from dapo.store.schema import DATABASE
+from tests.support.report.reference import undocumented
 
 STOP_S = 120  # a deadline against hanging, wide because test machines are shared; a quiet one needs less than 10 s
 START_S = 600  # 30 s on a quiet machine; a slow one must not fail for that
@@ -158,7 +158,7 @@ def checkpoint(output_dir: Path) -> Path:
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on timing; no name may be missing in the reference of metrics."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert undocumented(name for line in lines for name in line) == [], "add it to dapo/report/names.py"
+    assert undocumented(name for line in lines for name in line) == [], "add it to dapo/report/README.md"
     return [{key: value for key, value in line.items() if not key.startswith(("perf/", "ledger/"))} for line in lines]
 
 

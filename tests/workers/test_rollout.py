@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config.facts.model_shape import shape_of
 from dapo.plan.engine import EngineMemory
-from dapo.report.names import undocumented
 from dapo.tiny.random_model import make_random_model
 from dapo.types import Response, Sampling
 from tests.support.engines.started import started
 from tests.support.engines.two import LONG, make_config
 from tests.support.local_actors import local_sync
+from tests.support.report.reference import undocumented
 from workers.engines.load import EngineCounts, engine_metrics
 from workers.engines.slot import PULSE_S
 

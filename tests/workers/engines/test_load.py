@@ -12,9 +12,9 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dapo.config.reward import OverlongBufferConfig, RewardConfig
-from dapo.report.names import undocumented
 from tests.measure.test_usage import Clock
 from tests.support.fakes import make_prompt, make_response, make_score
+from tests.support.report.reference import undocumented
 from workers import reward
 from workers.engines.life import LifeSigns, Statistics
 from workers.engines.load import EngineMeter, Follower, engine_metrics

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.report.names import undocumented
 from dapo.types import Response, Sampling
 from tests.support.local_actors import local_sync
+from tests.support.report.reference import undocumented
 from workers.engines.slot import PULSE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]

@@ -11,8 +11,8 @@ import torch
 
 from dapo.config.schema import Config
 from dapo.pools import BatchRefused
-from dapo.report.names import undocumented
 from dapo.types import TrainBatch, TrainSequence
+from tests.support.report.reference import undocumented
 from tests.support.training.plain_reference import (
     LENGTHS,
     checksum,

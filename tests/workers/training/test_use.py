@@ -6,8 +6,8 @@ import pytest
 from dapo.bench.setting import random_batch
 from dapo.config.facts.model_shape import read_shape
 from dapo.measure.usage import RankUse
-from dapo.report.names import undocumented
 from dapo.types import TrainBatch
+from tests.support.report.reference import undocumented
 from workers.training.use import begin_use, end_use, model_flops, rank_metrics
 
 SHAPE = read_shape("Qwen/Qwen2.5-7B")
