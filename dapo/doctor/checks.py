@@ -1,7 +1,6 @@
 """Lists all checks in the order in which they are told, and makes one line of each.
 
-In: a `Subject` and the machines of its run. Out: `Outcome`s, one per check; `dapo/doctor/README.md` is made of the
-same list.
+In: a `Subject` and the machines of its run. Out: `Outcome`s, one per check.
 """
 
 import time
@@ -23,12 +22,10 @@ MAX_NODES = 3  # of which a line tells
 @dataclass(frozen=True, slots=True)
 class Check:
     """Describes one check. where: `NODE` (look takes a `Question`), `DRIVER` (a `Subject`), or `ALL` (a `Subject` and
-    the machines). text: what it looks at. needs: checks without whose success it cannot look. cheap: whether each run
-    makes it too."""
+    the machines). needs: checks without whose success it cannot look. cheap: whether each run makes it too."""
 
     name: str
     where: str
-    text: str
     look: Callable[..., Finding]
     needs: tuple[str, ...] = ()
     cheap: bool = False
@@ -51,37 +48,33 @@ def all_reduce(subject: Subject, machines: Machines) -> Finding:
     return judged(measured, device, len(machines.names), subject.cfg.plan.network_bandwidth)
 
 
-CHECKS = (
-    Check("python", NODE, "its version, the same as the driver's", software.python, cheap=True),
-    Check("packages", NODE, "versions against `docker/*.lock`", software.packages),
-    Check("libraries", NODE, "the build of vLLM; libnuma, where it computes on a CPU", software.libraries, cheap=True),
-    Check("GPUs", NODE, "the driver's CUDA against torch's; memory that others hold", software.gpus),
-    Check("allocator", NODE, "expandable segments, where engines open ranks' memory", software.allocator, cheap=True),
-    Check("open files", NODE, "RLIMIT_NOFILE", limits.open_files, cheap=True),
-    Check("processes", NODE, "RLIMIT_NPROC, and pids.max of a container", limits.processes, cheap=True),
-    Check("shared memory", NODE, "size of /dev/shm", limits.shared_memory, cheap=True),
-    Check("temporary disk", NODE, "room for Ray's session", limits.temporary_disk, cheap=True),
-    Check("model", NODE, "local files whole and as the driver's, or the hub's cache, or the hub", files.models),
-    Check("files", NODE, "reward functions, the rollout function and data can be read", files.data),
-    Check("clock", ALL, "how far the nodes' clocks are apart", cluster.clocks),
-    Check("free disk", DRIVER, "room for the planner's checkpoints", storage.free_disk, cheap=True),
-    Check("disk speed", DRIVER, "the output directory takes files, and a checkpoint in time", storage.write_speed),
-    Check("shared directory", ALL, "a token in the output directory, read and answered by every node", storage.shared),
-    Check("authentication", DRIVER, "Ray's token: whoever reaches Ray's ports can run code", cluster.authentication),
-    Check("placement", ALL, "GPUs that the run asks for, and that are there", cluster.placement, ("GPUs",)),
-    Check("all-reduce", ALL, "gloo or NCCL over the whole allocation, with its bandwidth", all_reduce),
-    Check("settings", DRIVER, "what a run tries first: schedule, model, functions on known answers", inputs.settings),
-    Check("judge", DRIVER, "a judge with an address answers a question", judge.judges, cheap=True),
-    Check("tokenizer", DRIVER, "it loads, reads text, and has an end of sequence", inputs.tokenizer, ("model",)),
-    Check(
-        "chat template", DRIVER, "shows what was asked, opens the model's turn; date", inputs.template, ("tokenizer",)
-    ),
-    Check("prompts", DRIVER, "rows that repeat or contradict each other", inputs.prompts, ("chat template",)),
-    Check("held-out", DRIVER, "problems of `data.val_files` that are trained on", inputs.held_out, ("prompts",)),
-    Check(
-        "verifier", DRIVER, "reference answers: right for themselves, wrong for others", inputs.verifier, ("prompts",)
-    ),
-    Check("plan", DRIVER, "`python -m dapo.plan`, with the memory that is there", planned.verdict),
+CHECKS = (  # what each looks at: README.md
+    Check("python", NODE, software.python, cheap=True),
+    Check("packages", NODE, software.packages),
+    Check("libraries", NODE, software.libraries, cheap=True),
+    Check("GPUs", NODE, software.gpus),
+    Check("allocator", NODE, software.allocator, cheap=True),
+    Check("open files", NODE, limits.open_files, cheap=True),
+    Check("processes", NODE, limits.processes, cheap=True),
+    Check("shared memory", NODE, limits.shared_memory, cheap=True),
+    Check("temporary disk", NODE, limits.temporary_disk, cheap=True),
+    Check("model", NODE, files.models),
+    Check("files", NODE, files.data),
+    Check("clock", ALL, cluster.clocks),
+    Check("free disk", DRIVER, storage.free_disk, cheap=True),
+    Check("disk speed", DRIVER, storage.write_speed),
+    Check("shared directory", ALL, storage.shared),
+    Check("authentication", DRIVER, cluster.authentication),
+    Check("placement", ALL, cluster.placement, ("GPUs",)),
+    Check("all-reduce", ALL, all_reduce),
+    Check("settings", DRIVER, inputs.settings),
+    Check("judge", DRIVER, judge.judges, cheap=True),
+    Check("tokenizer", DRIVER, inputs.tokenizer, ("model",)),
+    Check("chat template", DRIVER, inputs.template, ("tokenizer",)),
+    Check("prompts", DRIVER, inputs.prompts, ("chat template",)),
+    Check("held-out", DRIVER, inputs.held_out, ("prompts",)),
+    Check("verifier", DRIVER, inputs.verifier, ("prompts",)),
+    Check("plan", DRIVER, planned.verdict),
 )
 
 

@@ -76,7 +76,6 @@ RUN_BY = {
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
     r"python -m dapo\.config\b": "tests/config/test_compose.py::test_the_reference_of_all_keys_is_current",
     r"python -m dapo\.evaluate\b": "tests/evaluate/test_command.py::test_a_checkpoint_is_evaluated_without_actors",
-    r"python -m dapo\.doctor\.readme\b": "tests/doctor/test_command.py::test_the_readme_is_current",
     r"python -m dapo\.doctor\b": "tests/doctor/test_command.py::test_a_healthy_machine_has_nothing",
     r"python -m dapo\.plan\b": "tests/plan/test_plan.py::test_refusal_ends_with_1_and_one_message_and_needs_no_worker",
     r"python -m dapo\.plot\b": "tests/test_plot.py::test_a_picture_is_written",
