@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -23,7 +23,7 @@ from dapo.bench.shapes import LENGTHS
 from dapo.config.schema import Config
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table
-from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, TrainBatch, TrainSequence
+from dapo.types import Int32Array, Response, Sampling, TrainBatch
 from workers.actor import split_batch
 from workers.engines.unfinished import Unfinished
 from workers.remote import wait
@@ -38,43 +38,28 @@ SPEEDS = {"generation_tokens_per_s": "generation tokens/s", "update_tokens_per_s
 Request = tuple[Int32Array, Sampling, Sequence[int]]  # a group: prompt, sampling, seeds
 
 
-class RecordingRollouts:
+class Recording:
+    """Hands on to a pool whatever its subclass does not note on the way."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+class RecordingRollouts(Recording):
     """Records the requests of the current step on their way to the engines."""
 
     def __init__(self, pool: RolloutPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self.requests: dict[str, Request] = {}
 
-    @property
-    def capacity(self) -> int:
-        return self._pool.capacity
-
-    def room(self, n: int) -> int:
-        return self._pool.room(n)
-
-    @property
-    def spare(self) -> int:
-        return self._pool.spare
-
-    @property
-    def serving(self) -> bool:
-        return self._pool.serving
-
     def generate(
-        self,
-        key: str,
-        prompt: Int32Array,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        *,
-        background: bool = False,
-        problem: Prompt | None = None,
+        self, key: str, prompt: Int32Array, sampling: Sampling, seeds: Sequence[int], **options: Any
     ) -> AsyncGenerator[tuple[int, Response]]:
         self.requests[key] = (prompt, sampling, seeds)
-        return self._pool.generate(key, prompt, sampling, seeds, background=background, problem=problem)
-
-    def lap(self) -> dict[str, float]:
-        return self._pool.lap()
+        return self._pool.generate(key, prompt, sampling, seeds, **options)
 
     async def abort(self, keys: list[str]) -> None:
         """Forgets these, which the step did not need: they do not belong to its floor."""
@@ -83,46 +68,16 @@ class RecordingRollouts:
         await self._pool.abort(keys)
 
 
-class RecordingActors:
+class RecordingActors(Recording):
     """Keeps the last batch on its way to the actors."""
 
     def __init__(self, pool: ActorPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self.batch = TrainBatch(version=0, minibatches=(), order=())
 
     async def update(self, batch: TrainBatch) -> Updated:
         self.batch = batch
         return await self._pool.update(batch)
-
-    async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]:
-        return await self._pool.reference_logprobs(sequences)
-
-    async def save(self, directory: str, version: int) -> None:
-        await self._pool.save(directory, version)
-
-    async def load(self, directory: str, version: int) -> None:
-        await self._pool.load(directory, version)
-
-    async def check_shared(self, path: str, content: str) -> None:
-        await self._pool.check_shared(path, content)
-
-    async def until_lost(self) -> str:
-        return await self._pool.until_lost()
-
-    def restarts(self) -> dict[str, float]:
-        return self._pool.restarts()
-
-    async def restart(self) -> None:
-        await self._pool.restart()
-
-    async def export_hf(self, directory: str) -> None:
-        await self._pool.export_hf(directory)
-
-    async def stage(self, version: int, *, export: bool) -> None:
-        await self._pool.stage(version, export=export)
-
-    async def write_staged(self, directory: str, export: str) -> None:
-        await self._pool.write_staged(directory, export)
 
 
 def engine_alone(worker: Any, requests: Sequence[Request]) -> float:
@@ -163,7 +118,7 @@ async def measure(shape: str, cfg: Config, steps: int) -> list[dict[str, float]]
         remote: Any = ray.remote(num_cpus=0)(BareRank)
         ranks = [remote.remote(cfg) for _ in range(cfg.actor.num_workers)]
         rollouts, actors = RecordingRollouts(pools.rollouts), RecordingActors(pools.actors)
-        recorded = replace(pools, rollouts=rollouts, actors=actors)
+        recorded = replace(pools, rollouts=cast(RolloutPool, rollouts), actors=cast(ActorPool, actors))
         async with trainer(cfg, recorded, prompts, Path(cfg.trainer.output_dir) / "run") as training:
             await pools.sync_weights(0)
             for step in range(1 - WARM_UP, steps + 1):
