@@ -12,17 +12,12 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
-from contextlib import suppress
 
 import psutil
 
-from dapo.bench.rewards import drain
-from dapo.config.reward import LimitsConfig, RewardFunctionConfig
+from dapo.bench.rewards import measure
 from dapo.report.table import table
 from dapo.rewards.calling.fork_server import Item
-from workers.scoring.children import Children
 
 WANTED_PER_CORE = 50.0  # programs per second
 AT_ONCE = 4  # responses that wait for each child
@@ -38,9 +33,9 @@ PROGRAMS = (
 )
 
 
-def short_solutions(count: int, seed: int = 0) -> list[Item]:
+def short_solutions(count: int) -> list[Item]:
     """Returns right and wrong solutions to sums, about half of each."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     items: list[Item] = []
     for index in range(count):
         numbers = [rng.randrange(1000) for _ in range(20)]
@@ -49,38 +44,6 @@ def short_solutions(count: int, seed: int = 0) -> list[Item]:
         text = f"We add them up.\n```python\n{PROGRAMS[index % len(PROGRAMS)]}\n```\n"
         items.append(Item(source="benchmark", text=text, ground_truth=json.dumps(truth), extra_info={}))
     return items
-
-
-def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
-    """Returns the CPU time so far of processes and of those that they have waited for."""
-    total = 0.0
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])
-    return total
-
-
-async def measure(num_children: int, items: list[Item]) -> tuple[dict[str, float], list[float]]:
-    """Returns figures by the name of their column, and each item's accuracy. Raises RuntimeError for no verdict."""
-    seconds: list[float] = []
-    right: list[float] = []
-    async with Children([RewardFunctionConfig(path="code")], LimitsConfig(), num_children) as children:
-        await drain(children, iter(items[:WARM_UP]), [], [])
-        processes = [psutil.Process(), *psutil.Process(children.about["pid"]).children(recursive=True)]
-        processes.append(psutil.Process(children.about["pid"]))
-        cpu_s, began = cpu_seconds(processes), time.perf_counter()
-        queue = iter(items)
-        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(AT_ONCE * num_children)))
-        wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(processes) - cpu_s
-        await drain(children, iter(items[: max(MIN_PROGRAMS, len(items) // 10)]), seconds, [])
-    return {
-        "programs/s": len(items) / wall_s,
-        "cores used": cpu_s / wall_s,
-        "programs/s per core": len(items) / cpu_s,
-        "p50 ms": 1e3 * statistics.median(seconds),
-        "p99 ms": 1e3 * statistics.quantiles(seconds, n=100)[98],
-        "bare starts/s per core": bare(),
-    }, right
 
 
 def bare() -> float:
@@ -98,7 +61,9 @@ def run(given: argparse.Namespace) -> None:
     if given.programs < MIN_PROGRAMS:
         raise ValueError(f"`--programs` ({given.programs}) must be at least {MIN_PROGRAMS}; more give steadier figures")
     items = short_solutions(given.programs)
-    figures, right = asyncio.run(measure(given.children, items))
+    scored = measure("code", given.children, items, "programs", warm_up=WARM_UP, at_once=AT_ONCE)
+    figures, right = asyncio.run(scored)
+    figures["bare starts/s per core"] = bare()
     cells = [f"{value:.0f}" if "/s" in name else f"{value:.2f}" for name, value in figures.items()]
     print(f"{given.programs} programs, {statistics.fmean(right):.0%} right")
     print(table(["children", *figures], [[str(given.children), *cells]]))

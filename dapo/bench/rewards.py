@@ -8,17 +8,18 @@ isolation. A core's share counts the CPU time of this process, of the children a
 import argparse
 import asyncio
 import random
-import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import psutil
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
 from dapo.report.table import table
 from dapo.rewards.calling.fork_server import Item
 from dapo.rewards.calling.functions import RewardFunctions
 from workers.scoring.children import Children
-from workers.scoring.process import state_and_cpu
 
 WANTED_PER_CORE = 2000.0  # verdicts per second
 WANTED_P50_MS = 1.0
@@ -31,9 +32,9 @@ ANSWERS = ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "{}.", "x = {}", "{}.0", "{}
 LAST_LINES = {"gsm8k": "#### {}"}  # of functions that do not look for a label
 
 
-def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
+def ordinary_answers(count: int, function: str) -> list[Item]:
     """Returns worked solutions to integer problems, in usual spellings; about half of them right."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     items: list[Item] = []
     for _ in range(count):
         words: list[str] = rng.choices(WORDS, k=CHARS // 4)
@@ -51,10 +52,13 @@ def ordinary_answers(count: int, function: str, seed: int = 0) -> list[Item]:
     return items
 
 
-def cpu_seconds(pids: list[int]) -> float:
-    """Returns user and system time so far of this process and of others."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return own.ru_utime + own.ru_stime + sum(state_and_cpu(pid)[1] for pid in pids)
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Returns the CPU time so far of processes and of those that they have waited for."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 async def drain(children: Children, items: Iterator[Item], seconds: list[float], right: list[float]) -> None:
@@ -68,8 +72,11 @@ async def drain(children: Children, items: Iterator[Item], seconds: list[float],
         right.append(verdict.score.accuracy)
 
 
-async def measure(function: str, num_children: int, items: list[Item]) -> tuple[dict[str, float], list[float]]:
-    """Returns figures by the name of their column, and the accuracy of each item.
+async def measure(
+    function: str, num_children: int, items: list[Item], what: str, *, warm_up: int, at_once: int
+) -> tuple[dict[str, float], list[float]]:
+    """Returns figures by the name of their column, and the accuracy of each item. what: items are, in the plural.
+    warm_up: items that do not count. at_once: that wait for each child.
 
     All items are scored at full load, then a tenth of them one at a time for each child, which gives the seconds from
     hand-over to verdict. Raises RuntimeError for no verdict.
@@ -77,23 +84,21 @@ async def measure(function: str, num_children: int, items: list[Item]) -> tuple[
     seconds: list[float] = []
     right: list[float] = []
     async with Children([RewardFunctionConfig(path=function)], LimitsConfig(), num_children) as children:
-        await drain(children, iter(items[:WARM_UP]), [], [])
-        pids = [*children.pids, children.about["pid"]]
-        cpu_s, began = cpu_seconds(pids), time.perf_counter()
+        await drain(children, iter(items[:warm_up]), [], [])
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        cpu_s, began = cpu_seconds(processes), time.perf_counter()
         queue = iter(items)
-        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(AT_ONCE * num_children)))
-        wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(pids) - cpu_s
+        await asyncio.gather(*(drain(children, queue, [], right) for _ in range(at_once * num_children)))
+        wall_s, cpu_s = time.perf_counter() - began, cpu_seconds(processes) - cpu_s
         queue = iter(items[: len(items) // 10])
         await asyncio.gather(*(drain(children, queue, seconds, []) for _ in range(num_children)))
-    figures = {
-        "verdicts/s": len(items) / wall_s,
+    return {
+        f"{what}/s": len(items) / wall_s,
         "cores used": cpu_s / wall_s,
-        "verdicts/s per core": len(items) / cpu_s,
+        f"{what}/s per core": len(items) / cpu_s,
         "p50 ms": 1e3 * statistics.median(seconds),
         "p99 ms": 1e3 * statistics.quantiles(seconds, n=100)[98],
-        "bare calls/s": bare(function, items),
-    }
-    return figures | {"bare / isolated": figures["bare calls/s"] / figures["verdicts/s per core"]}, right
+    }, right
 
 
 def bare(function: str, items: list[Item]) -> float:
@@ -112,7 +117,10 @@ def run(given: argparse.Namespace) -> None:
             f"`--responses` ({given.responses}) must be at least {MIN_RESPONSES}; more give steadier figures"
         )
     items = ordinary_answers(given.responses, given.function)
-    figures, right = asyncio.run(measure(given.function, given.children, items))
+    scored = measure(given.function, given.children, items, "verdicts", warm_up=WARM_UP, at_once=AT_ONCE)
+    figures, right = asyncio.run(scored)
+    figures["bare calls/s"] = bare(given.function, items)
+    figures["bare / isolated"] = figures["bare calls/s"] / figures["verdicts/s per core"]
     cells = [f"{value:.0f}" if "/s" in name else f"{value:.2f}" for name, value in figures.items()]
     print(f"{given.responses} responses of {CHARS} characters, {statistics.fmean(right):.0%} right")
     print(table(["function", "children", *figures], [[given.function, str(given.children), *cells]]))
