@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.report.redact import redacted
+from dapo.report.sinks.sink import Sink
 from dapo.state.durable import write_text
 
 ID_FILE = "mlflow_id"
@@ -25,8 +26,9 @@ LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_METRICS, MOST_PARAMETERS, LONGEST_VALUE = 1000, 100, 6000  # that a server takes at once
 
 
-class MLflow:
-    """Writes to one MLflow run, from a thread. Steps that a resumed run takes again have both values there."""
+class MLflow(Sink):
+    """Writes to one MLflow run, from a thread; it has no histograms. Steps that a resumed run takes again have both
+    values there."""
 
     name = "MLflow"
 
@@ -70,7 +72,6 @@ class MLflow:
         return str(run.info.run_id)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Does what `Sink` says."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -80,9 +81,6 @@ class MLflow:
 
     def _log(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._id, metrics=metrics)
-
-    def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Takes nothing: MLflow has no histograms."""
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Keeps it as the file `TAG/step_STEP.md` of the run."""

@@ -6,15 +6,18 @@ Prometheus does not take in a name. launch/grafana.json shows them. Histograms a
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from dapo.report.sinks.sink import Sink
 
 NEEDED = ("opencensus", "opentelemetry.exporter.prometheus")  # without them Ray has no endpoint, and does not say so
 
 
-class Prometheus:
-    """Sets gauges. Those of a run that ended keep their values until its process does."""
+class Prometheus(Sink):
+    """Sets gauges; a resumed run overwrites those of later steps. Those of a run that ended keep their values until its
+    process does."""
 
     def __init__(self, output_dir: Path, gauge: Callable[..., Any]) -> None:
         """Makes no gauge yet. output_dir: its last part names the run. gauge: `ray.util.metrics.Gauge`."""
@@ -23,25 +26,12 @@ class Prometheus:
         self._make = gauge
         self._gauges: dict[str, Any] = {}
 
-    def begin(self, step: int) -> None:
-        """Does what `Sink` says; what is there of later steps is overwritten."""
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Does what `Sink` says."""
         for name, value in {"step": float(step), **values}.items():
             if name not in self._gauges:
                 gauge = self._make(prometheus_name(name), name, tag_keys=("run",))
                 self._gauges[name] = gauge.set_default_tags({"run": self._run})
             self._gauges[name].set(value)
-
-    def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Leaves it out."""
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Leaves it out."""
-
-    def close(self) -> None:
-        """Does what `Sink` says."""
 
 
 def prometheus_name(name: str) -> str:

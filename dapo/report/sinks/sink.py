@@ -5,17 +5,15 @@ In: scalars, histograms and texts of a step. Out: the same, handed to a sink as 
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from dapo.report.console import warn
 
 
-class Sink(Protocol):
-    """Takes what a run reports. Any call may raise; `close` is then called, and `begin` before it is tried again."""
+class Sink:
+    """Takes what a run reports; here, nothing. Any call may raise; `close` is then called, and `begin` before it is
+    tried again. name: for a person."""
 
-    @property
-    def name(self) -> str:
-        """Names the sink for a person."""
+    name: str
 
     def begin(self, step: int) -> None:
         """Opens the sink for what comes after `step`; what an earlier process gave for later steps is void."""

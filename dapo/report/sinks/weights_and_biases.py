@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.report.redact import redacted
+from dapo.report.sinks.sink import Sink
 from dapo.state.durable import write_text
 
 ID_FILE = "wandb_id"
@@ -20,7 +21,7 @@ OWN = ("dir", "config", "id", "resume", "settings", "reinit")  # arguments that 
 WAIT_S = 60  # for its server, at the start and at the end
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """Writes to one W&B run. Steps that a resumed run takes again keep the values of the first time there."""
 
     name = "Weights & Biases"
@@ -33,7 +34,6 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def begin(self, step: int) -> None:
-        """Does what `Sink` says."""
         import wandb
 
         id_file = self._output_dir / ID_FILE
@@ -53,17 +53,14 @@ class WeightsAndBiases:
         )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Does what `Sink` says."""
         self._run.log(dict(values), step=step)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Does what `Sink` says."""
         import wandb
 
         self._run.log({name: wandb.Histogram(list(values))}, step=step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Does what `Sink` says."""
         import wandb
 
         self._run.log({tag: wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)}, step=step)
