@@ -18,7 +18,8 @@ from dapo.data.prompts import DataReport
 from dapo.data.sources import load_train
 from dapo.data.tokenizer import load_tokenizer
 from dapo.derived import device_of
-from dapo.plan.report import checkpoint_terms
+from dapo.plan.actor import ActorMemory
+from dapo.plan.terms import together
 from dapo.types import HeldOut, Prompt
 
 
@@ -51,7 +52,7 @@ class Subject:
     @property
     def checkpoint_bytes(self) -> float | None:
         """Returns the planner's bytes of one checkpoint on disk; None where it does not know the model."""
-        return None if self.shape is None else sum(term.amount for term in checkpoint_terms(self.cfg, self.shape))
+        return None if self.shape is None else together(ActorMemory(self.cfg, self.shape).checkpoint())
 
     @cached_property
     def tokenizer(self) -> Any:

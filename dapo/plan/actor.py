@@ -15,7 +15,7 @@ from dapo.config.plan import PlannedConfig
 from dapo.config.schema import LOGITS_CHUNK_ELEMENTS
 from dapo.derived import LENT_TRANSPORT, device_of, lends, num_shards, resolve_transport
 from dapo.plan.activations import FLOAT32, Activations
-from dapo.plan.terms import Phase, Term, product
+from dapo.plan.terms import Phase, Term, product, together
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CANARY_TOKENS = 16  # `workers.engines.canary`
@@ -132,6 +132,15 @@ class ActorMemory:
         phases = (Phase(name=name, terms=(*self.resting(), *terms)) for name, terms in own.items())
         return max(phases, key=lambda phase: phase.total)
 
+    def checkpoint(self) -> tuple[Term, ...]:
+        """Returns the bytes of one checkpoint on disk; buffer, cursor and tokenizer are small next to it, and all that
+        a run without actors has."""
+        if self.cfg.trainer.only == "rollout":
+            return ()
+        state = product("parameters and Adam m, v, float32", 12, self.trained)
+        export = product(f"Hugging Face export, {self.cfg.model.dtype}", self.element, self.shape.parameters)
+        return (state, export) if self.cfg.checkpoint.hf_export else (state,)
+
     def copied(self) -> tuple[Term, ...]:
         """Returns what is in host memory besides while a checkpoint is written beside the next steps: of a rank first,
         then what rank 0 alone holds."""
@@ -146,7 +155,7 @@ class ActorMemory:
         """Returns the bytes of host memory that the ranks of one node take, that of rank 0."""
         ranks = min(self.cfg.plan.gpus_per_node, self.cfg.actor.num_workers)
         own, *alone = [term.amount for term in self.copied()] or [0.0]
-        return ranks * (own + sum(term.amount for term in (*self.offloaded(), *self.moved()))) + sum(alone)
+        return ranks * (own + together((*self.offloaded(), *self.moved()))) + sum(alone)
 
     def resident(self) -> tuple[Term, ...]:
         """Returns the part of `state` that stays on the device, and what the process itself takes."""

@@ -15,7 +15,7 @@ from dapo.config.plan import PlannedConfig
 from dapo.config.rules.engine import MAX_NUM_BATCHED_TOKENS
 from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, resolve_transport, takes_turns
 from dapo.plan.actor import ELEMENT_BYTES, bucket_term, copies_term
-from dapo.plan.terms import Term, size
+from dapo.plan.terms import Term, size, together
 
 # vLLM 0.32: defaults of an engine that another program embeds (usage context ENGINE_CONTEXT).
 MAX_NUM_SEQS = 128
@@ -128,7 +128,7 @@ class EngineMemory:
             cache = self._arg(CACHE, float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
             formula = "VLLM_CPU_KVCACHE_SPACE or rollout.vllm.kv_cache_memory_bytes"
         else:
-            left = self.utilization * self.cfg.plan.gpu_memory_bytes - sum(term.amount for term in used)
+            left = self.utilization * self.cfg.plan.gpu_memory_bytes - together(used)
             cache = self._arg(CACHE, left)
             formula = f"{self.utilization:g} x {self.cfg.plan.gpu_memory_bytes:,.0f} B less the rest"
             formula = formula if cache is left else f"rollout.vllm.{CACHE}"
@@ -137,7 +137,7 @@ class EngineMemory:
     @property
     def taken(self) -> float:
         """Counts the bytes of a GPU that the engine takes."""
-        return max(0.0, sum(term.amount for term in self.terms()))
+        return max(0.0, together(self.terms()))
 
     def within(self, room: float) -> tuple[str, float]:
         """Returns the key that the engine's size follows from, and the largest value with which it takes `room`."""

@@ -10,7 +10,7 @@ from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of, lent_engines, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import CACHE, EngineMemory
-from dapo.plan.terms import size
+from dapo.plan.terms import size, together
 
 HIGHEST_UTILIZATION = 0.95
 WIDEST_ENGINE = 16  # GPUs
@@ -35,7 +35,7 @@ def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
 def beyond_host(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Returns why a run could not fall back to engines whose weights wait on the host while they sleep; empty where it
     could, or never has to. It may never come to it: this is no problem of `problems`."""
-    copies = sum(term.amount for term in EngineMemory(cfg, shape).on_host())
+    copies = together(EngineMemory(cfg, shape).on_host())
     needed = copies + ActorMemory(cfg, shape).on_host()
     if not copies or needed <= cfg.plan.host_memory_bytes:
         return ""
@@ -136,7 +136,7 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
     share.
     """
-    memory, beyond = cfg.plan.gpu_memory_bytes, sum(t.amount for t in engine.beyond())
+    memory, beyond = cfg.plan.gpu_memory_bytes, together(engine.beyond())
     if device_of(cfg) == "cuda" and beyond and engine.taken + beyond > memory:
         why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
         leaves, most = _left_by(engine, beyond)
@@ -149,7 +149,7 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()
-    fixed = sum(term.amount for term in used)
+    fixed = together(used)
     needed = -(-engine.window // engine.block) * engine.block * engine.kv_bytes_per_token
     remedies = []
     share, key = (fixed + needed) / cfg.plan.gpu_memory_bytes, engine.within(0)[0]
@@ -198,7 +198,7 @@ def _machine(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
     own, *alone = [term.amount for term in actor.copied()] or [0.0]
     ranks = cfg.actor.num_workers * (actor.peak().total + own) + sum(alone)
     count = cfg.rollout.num_engines + lent_engines(cfg)
-    engines = count * sum(term.amount for term in engine.terms())
+    engines = count * together(engine.terms())
     if ranks + engines > cfg.plan.gpu_memory_bytes:
         yield (
             f"{cfg.actor.num_workers} ranks ({size(ranks)}) and {count} engines ({size(engines)}) "

@@ -12,9 +12,9 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.paths import output_path
 from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of
-from dapo.plan.checkpoint import checkpoint_terms
+from dapo.plan.actor import ActorMemory
 from dapo.plan.step import Step, sync_bytes
-from dapo.plan.terms import duration, size
+from dapo.plan.terms import duration, size, together
 
 ROOM = 1.5  # times what is estimated, as `trainer.max_hours` leaves
 ENDING_S = 60.0  # for the processes to stop and for Slurm, which looks at its clock once in a while
@@ -40,7 +40,7 @@ class Lead:
     @cached_property
     def save_s(self) -> float:
         """Returns the seconds that a checkpoint takes to reach the storage."""
-        return sum(term.amount for term in checkpoint_terms(self.cfg, self.shape)) / self.cfg.plan.storage_bandwidth
+        return together(ActorMemory(self.cfg, self.shape).checkpoint()) / self.cfg.plan.storage_bandwidth
 
     @property
     def seconds(self) -> int:

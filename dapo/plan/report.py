@@ -6,13 +6,12 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
-from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import beyond_host, room_for_actors
 from dapo.plan.hints import hints
 from dapo.plan.lead import Lead
 from dapo.plan.step import Step, mean_tokens, sync_bytes
-from dapo.plan.terms import duration, short, size, table
+from dapo.plan.terms import duration, short, size, table, together
 
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
@@ -55,7 +54,7 @@ def _actor(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     if offloaded := memory.offloaded():
         ranks = min(cfg.plan.gpus_per_node, cfg.actor.num_workers)
         lines += ["in host memory:", *table(offloaded, "together per rank")]
-        lines.append(f"  x {ranks} ranks of a node: {size(ranks * sum(term.amount for term in offloaded))}")
+        lines.append(f"  x {ranks} ranks of a node: {size(ranks * together(offloaded))}")
     lines += ["at all times:", *table(memory.resident(), "together")]
     resident = {term.name for term in memory.resident()}
     for phase in memory.phases():
@@ -95,7 +94,7 @@ def _asleep(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     copies = EngineMemory(cfg, shape).on_host()
     if not copies:
         return []
-    needed = ActorMemory(cfg, shape).on_host() + sum(term.amount for term in copies)
+    needed = ActorMemory(cfg, shape).on_host() + together(copies)
     return [
         "in host memory while they sleep at vLLM's level 1, which a run takes where level 2 spoils what they compute:",
         *table(copies),
@@ -105,13 +104,13 @@ def _asleep(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
 
 
 def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
-    terms = checkpoint_terms(cfg, shape)
+    memory = ActorMemory(cfg, shape)
+    terms = memory.checkpoint()
     if not terms:
         return ["CHECKPOINT ON DISK: no weights, for there are no actors (trainer.only)"]
     kept = cfg.checkpoint.keep or cfg.trainer.total_steps
-    whole = size(kept * sum(term.amount for term in terms))
+    whole = size(kept * together(terms))
     lines = ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
-    memory = ActorMemory(cfg, shape)
     if copied := memory.copied():
         lines += ["in host memory while it is written beside the next steps (checkpoint.async_save):", *table(copied)]
         lines.append(f"  with all ranks of the node of rank 0, and what they offload: {size(memory.on_host())}")

@@ -15,7 +15,7 @@ from dapo.derived import lends, lent_engines, optimizer_steps, takes_turns
 from dapo.packing import estimated_work, pack
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import EngineMemory
-from dapo.plan.terms import size
+from dapo.plan.terms import size, together
 from dapo.sampling.lending import Lending
 
 SAMPLED_MINIBATCHES = 4
@@ -99,7 +99,7 @@ class Step:
 
     @property
     def _moved_bytes(self) -> float:
-        return sum(term.amount for term in ActorMemory(self.cfg, self.shape).moved())
+        return together(ActorMemory(self.cfg, self.shape).moved())
 
     @property
     def rank_groups(self) -> int:

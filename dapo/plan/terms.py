@@ -1,7 +1,7 @@
 """Keeps arithmetic for people: named terms in bytes, each with its formula, and how numbers are written."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -25,8 +25,13 @@ class Phase:
 
     @property
     def total(self) -> float:
-        """Returns the bytes of all terms together."""
-        return sum(term.amount for term in self.terms)
+        """Returns the bytes of all terms."""
+        return together(self.terms)
+
+
+def together(terms: Iterable[Term]) -> float:
+    """Returns the bytes of all terms."""
+    return sum(term.amount for term in terms)
 
 
 def product(name: str, width: int, *counts: int) -> Term:
@@ -54,12 +59,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 600 else f"{seconds:.1f} s"
 
 
-def table(terms: Sequence[Term], total: str = "", indent: str = "  ") -> list[str]:
+def table(terms: Sequence[Term], total: str = "") -> list[str]:
     """Returns one line per term that is not zero, and one with their sum under the name `total`."""
     shown = [term for term in terms if term.amount]
     names = [term.name for term in shown] + [total]
     width = max(len(name) for name in names)
-    lines = [f"{indent}{term.name:<{width}}  {size(term.amount):>10}  {term.formula}".rstrip() for term in shown]
+    lines = [f"  {term.name:<{width}}  {size(term.amount):>10}  {term.formula}".rstrip() for term in shown]
     if total:
-        lines.append(f"{indent}{total:<{width}}  {size(sum(term.amount for term in terms)):>10}")
+        lines.append(f"  {total:<{width}}  {size(together(terms)):>10}")
     return lines

@@ -6,7 +6,7 @@ import pytest
 
 from dapo.config.compose import experiments
 from dapo.plan.__main__ import main
-from dapo.plan.checkpoint import checkpoint_terms
+from dapo.plan.actor import ActorMemory
 from dapo.plan.lead import Lead
 from dapo.plan.report import report
 from dapo.plan.step import Step
@@ -16,7 +16,7 @@ from tests.support.plan.plans import planned
 def test_the_lead_before_a_time_limit_is_an_update_and_a_save():
     cfg, shape = planned()
     assert not cfg.checkpoint.async_save
-    step, saved = Step(cfg, shape), sum(term.amount for term in checkpoint_terms(cfg, shape))
+    step, saved = Step(cfg, shape), sum(term.amount for term in ActorMemory(cfg, shape).checkpoint())
     exact = 1.5 * (step.update_s + 2 * shape.parameters / cfg.plan.sync_bandwidth + saved / 2e9) + 60
     assert Lead(cfg, shape).seconds == pytest.approx(exact, abs=1) and 1.2e3 < exact < 1.5e3
 
@@ -30,7 +30,7 @@ def test_a_save_that_runs_beside_the_steps_may_have_to_end_first():
 
 def test_a_run_without_actors_has_neither_update_nor_weights_to_save():
     cfg, shape = planned("trainer.only=rollout")
-    assert checkpoint_terms(cfg, shape) == () and Lead(cfg, shape).seconds == 60
+    assert ActorMemory(cfg, shape).checkpoint() == () and Lead(cfg, shape).seconds == 60
     assert "CHECKPOINT ON DISK: no weights" in report(cfg, shape)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from dapo.plan.__main__ import plan
 from dapo.plan.actor import ActorMemory
-from dapo.plan.checkpoint import checkpoint_terms
 from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
 from tests.support.training.plain_reference import on_all, start_pool, version_of
@@ -83,7 +82,7 @@ def test_actor_memory(tiny, actors):
 
 def test_checkpoint_size(tiny, actors, tmp_path):
     cfg, shape = tiny
-    state, export = checkpoint_terms(cfg, shape)
+    state, export = ActorMemory(cfg, shape).checkpoint()
     [version] = set(on_all(actors, version_of))
     for term, write in ((state, partial(actors.save, version=version)), (export, actors.export_hf)):
         folder = tmp_path / term.name.split()[0]

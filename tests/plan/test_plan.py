@@ -11,7 +11,6 @@ from dapo.config.compose import experiments
 from dapo.derived import optimizer_steps
 from dapo.packing import pack
 from dapo.plan.actor import ActorMemory, adapter_parameters
-from dapo.plan.checkpoint import checkpoint_terms
 from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.hints import hints
@@ -133,7 +132,7 @@ def test_lora_trains_adapters_alone():
     cfg, shape = planned("model.lora.rank=16", experiment="dapo_qwen7b")
     per_layer = 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert adapter_parameters(cfg, shape) == 28 * per_layer
-    assert checkpoint_terms(cfg, shape)[0].amount == 12 * 28 * per_layer
+    assert ActorMemory(cfg, shape).checkpoint()[0].amount == 12 * 28 * per_layer
     full = ActorMemory(changed(cfg, {"model.lora.rank": 0}), shape)
     assert ActorMemory(cfg, shape).peak().total < full.peak().total - 13 * shape.parameters / 4
     some = changed(cfg, {"model.lora.target_modules": ["q_proj"]})
