@@ -16,9 +16,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from dapo.ablation.report import write_report
 from dapo.ablation.results import RUNGS, run_folder
@@ -28,15 +25,15 @@ from dapo.driver.preflight import preflight
 from dapo.faults.signals import Stop
 from dapo.fleet import build_rollouts, engine_needs, ray_cluster
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say
-from dapo.report.redact import redacted
 from dapo.run import cancelled_when_lost, train
+from dapo.state.changes import changes, is_accepted
 from dapo.state.checkpoint import CheckpointStore
+from dapo.state.inputs import read_config
 from dapo.state.run_dir import CHECKPOINTS, CONFIG, claim_output_dir, holds_steps
 
 OWN_KEYS = ("experiment", "trainer.seed", "trainer.output_dir")  # what the ladder sets itself
 # What a continued or finished run may have had otherwise: nothing of it moves a number of the report.
-FREE_SECTIONS = ("checkpoint", "logging")
-FREE_KEYS = ("trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
+FREE = ("checkpoint", "logging", "trainer.total_steps", "trainer.output_dir", "trainer.ray_address")
 OUT, SMOKE_OUT = Path("outputs/ablation"), Path("outputs/ablation-smoke")
 SMOKE = (  # every rung as it is, but for its size
     *("trainer.total_steps=2", "data.train_batch_size=4", "data.gen_batch_size=12", "actor.ppo_mini_batch_size=2"),
@@ -132,26 +129,10 @@ def check_recorded(run: LadderRun) -> None:
     folder = Path(run.cfg.trainer.output_dir)
     if not (folder.is_dir() and holds_steps(folder) and (folder / CONFIG).is_file()):
         return
-    recorded = _flat(redacted(OmegaConf.to_container(OmegaConf.load(folder / CONFIG), resolve=False)))
-    wanted = _flat(redacted(asdict(run.cfg)))
-    differences = [
-        f"`{key}` is {recorded[key]!r} there and {wanted[key]!r} here"
-        for key in sorted(recorded.keys() & wanted.keys())
-        if recorded[key] != wanted[key] and key not in FREE_KEYS and key.split(".")[0] not in FREE_SECTIONS
-    ]
+    recorded = read_config(folder / CONFIG, str(folder))
+    differences = [str(one) for one in changes(recorded, asdict(run.cfg)) if not is_accepted(one.key, FREE)]
     if differences:
         raise ValueError(f"{folder} holds a run of other settings: {', '.join(differences)}; give another `--out`")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves by dotted key; a list is a leaf."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        name: leaf
-        for key, branch in tree.items()
-        for name, leaf in _flat(branch, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
 
 
 async def run_ladder(runs: Sequence[LadderRun]) -> None:

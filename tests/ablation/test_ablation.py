@@ -193,9 +193,12 @@ def test_rungs_that_need_other_engines_are_refused(tmp_path: Path) -> None:
 
 def test_a_finished_run_of_other_settings_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "grpo", 0, [0.1, 0.2], total_steps=60)
-    assert len(ladder_runs(["grpo"], [0], tmp_path, ["trainer.total_steps=70"])) == 1, "more steps continue a run"
     config = run_folder(tmp_path, "grpo", 0) / "config.yaml"
-    config.write_text(yaml.safe_dump({"actor": {"optim": {"lr": 0.5}}, "trainer": {"total_steps": 60}}))
+    cfg = ablation.compose_run("grpo", 0, tmp_path, ["trainer.total_steps=60"])
+    config.write_text(yaml.safe_dump(asdict(cfg)))
+    assert len(ladder_runs(["grpo"], [0], tmp_path, ["trainer.total_steps=70"])) == 1, "more steps continue a run"
+    cfg.actor.optim.lr = 0.5
+    config.write_text(yaml.safe_dump(asdict(cfg)))
     with pytest.raises(ValueError, match=r"holds a run of other settings: `actor.optim.lr` is 0.5 there and 0.25 here"):
         ladder_runs(["grpo"], [0], tmp_path, ["actor.optim.lr=0.25"])
 
