@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo.config.compose import compose
 from dapo.config.paths import output_path
-from dapo.doctor.checks import CHECKS, Outcome, diagnose, failed
+from dapo.doctor.checks import CHECKS, Outcome, diagnose
 from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
 from dapo.doctor.machines import Machines, ThisMachine
 from dapo.doctor.subject import Subject
@@ -70,8 +70,7 @@ def main() -> None:
         end("interrupted", EXIT_INTERRUPTED)
     if not show:
         say(json.dumps(document(outcomes), indent=1))
-    if failed(outcomes):
-        count = sum(outcome.finding.level == FAULT for outcome in outcomes)
+    if count := sum(outcome.finding.level == FAULT for outcome in outcomes):
         end(f"{count} {'fault' if count == 1 else 'faults'}", EXIT_FAILED)
     if RUN in sys.argv[1:]:
         os.execv(sys.executable, [sys.executable, "-m", "dapo.main_ppo", *arguments])

@@ -109,7 +109,7 @@ def _looked(look: Callable[..., Finding], arguments: tuple[Any, ...]) -> Finding
 def _finding(answer: Any) -> Finding:
     if isinstance(answer, Finding):
         return answer
-    reason = answer.reason if isinstance(answer, Silent) else repr(answer)
+    reason = answer if isinstance(answer, Silent) else repr(answer)
     return fault(
         f"the check failed there: {reason}", "see that dapo is installed on this node as on the driver's, and Ray runs"
     )
@@ -127,8 +127,3 @@ def _together(said: dict[str, Finding]) -> Finding:
     found = "; ".join(f"{name}: {finding.found}" for name, finding in [*those.items()][:MAX_NODES])
     more = f"; and {len(those) - MAX_NODES} nodes more" if len(those) > MAX_NODES else ""
     return Finding(level, f"on {len(those)} of {len(said)} nodes: {found}{more}", next(iter(those.values())).remedy)
-
-
-def failed(outcomes: Sequence[Outcome]) -> bool:
-    """Returns whether any is a fault."""
-    return any(outcome.finding.level == FAULT for outcome in outcomes)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dapo.doctor.checked.allreduce import LIMIT_S
@@ -17,15 +16,8 @@ from dapo.doctor.checked.devices import visible_gpus
 CPU_RANKS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
+class Silent(str):
     """Says why a machine gave no answer."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        """Returns the reason."""
-        return self.reason
 
 
 def called(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -18,6 +18,16 @@ RIGHT, WRONG = (
 )
 
 
+def prompt(number: int) -> Prompt:
+    """Returns a prompt of which nothing but the number counts."""
+    return Prompt(id=number, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
+
+
+def scored(draw: Draw, right: Iterable[bool]) -> Group:
+    """Returns the group of a draw. right: which of its responses are."""
+    return Group(draw=draw, responses=(), scores=tuple(RIGHT if each else WRONG for each in right))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """Describes a fleet and its job. batch: mixed groups per update. update, sync: time of an update and of a weight
@@ -130,10 +140,7 @@ class Simulation:
 
     def group(self, index: int) -> Group:
         """Returns the scored group of a finished draw."""
-        attempt = self.attempts[index]
-        prompt = Prompt(id=index, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
-        scores = tuple(RIGHT if right else WRONG for right in attempt.right)
-        return Group(draw=Draw(index=index, prompt=prompt), responses=(), scores=scores)
+        return scored(Draw(index=index, prompt=prompt(index)), self.attempts[index].right)
 
     def closed(self, trained: Sequence[int]) -> None:
         """Records that a batch is complete."""

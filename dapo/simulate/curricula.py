@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from dapo.config.sampling import CURRICULA, DataConfig
 from dapo.data.curriculum import curriculum_of
 from dapo.data.order import PromptOrder
-from dapo.simulate.books import NO_TOKENS, RIGHT, WRONG, Scenario
-from dapo.types import Draw, Group, Prompt
+from dapo.simulate.books import Scenario, prompt, scored
 
 COLUMNS = (
     *("curriculum", "prompts", "epochs of uniform", "mixed groups", "draws", "of them mixed", "tokens"),
@@ -60,7 +59,7 @@ def outcome(name: str, scenario: Scenario, population: Population) -> Outcome:
     rng = np.random.default_rng(work.seed)
     skill = _logit(rng.beta(population.alpha, population.beta, population.count))
     order = PromptOrder(
-        [_prompt(number) for number in range(population.count)],
+        [prompt(number) for number in range(population.count)],
         seed=work.seed,
         shuffle=True,
         curriculum=curriculum_of(DataConfig(curriculum=name), work.n),
@@ -74,7 +73,7 @@ def outcome(name: str, scenario: Scenario, population: Population) -> Outcome:
             right = luck.random(work.n) < rates[draw.prompt.id]
             lengths = np.minimum(work.cap, np.exp(luck.normal(math.log(work.median), work.sigma, work.n)))
             lengths = np.where(right, lengths, np.minimum(work.cap, lengths * work.wrong_longer))
-            groups.append(_group(draw, right))
+            groups.append(scored(draw, right))
             mixed += 0 < right.sum() < work.n
             found.tokens += int(lengths.sum())
             ended.settled += 1
@@ -106,11 +105,3 @@ def rows(scenario: Scenario, population: Population) -> Iterator[list[str]]:
 def _logit(rates: NDArray[np.float64]) -> NDArray[np.float64]:
     clipped = np.clip(rates, 1e-6, 1 - 1e-6)
     return np.asarray(np.log(clipped / (1 - clipped)))
-
-
-def _prompt(number: int) -> Prompt:
-    return Prompt(id=number, source="", messages=(), text="", token_ids=NO_TOKENS, ground_truth="", extra_info={})
-
-
-def _group(draw: Draw, right: NDArray[np.bool_]) -> Group:
-    return Group(draw=draw, responses=(), scores=tuple(RIGHT if each else WRONG for each in right))

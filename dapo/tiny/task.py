@@ -95,11 +95,6 @@ def is_correct(response: str, addends: Addends) -> bool:
     return bool(answers) and answers[-1].strip() == str(sum(addends))
 
 
-def addends_of(text: str) -> Addends:
-    """Inverts `problem_text`."""
-    return tuple(int(part) for part in text.removesuffix("=").split("+"))
-
-
 def rows(
     split: Split, count: int, seed: int, *, source: str = DATA_SOURCE, draw: Draw = draw_problem
 ) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ from dapo.tiny.checked_sums import (
 from dapo.tiny.make_base import CHECKED_DIR
 from dapo.tiny.make_data import tables
 from dapo.tiny.report import sample
-from dapo.tiny.task import addends_of, distinct_problems, split_of
+from dapo.tiny.task import distinct_problems, split_of
+from tests.support.addends import addends_of
 
 LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
 

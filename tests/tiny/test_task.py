@@ -11,7 +11,6 @@ from dapo.tiny import make_data
 from dapo.tiny.task import (
     DATA_SOURCE,
     Split,
-    addends_of,
     distinct_problems,
     draw_problem,
     is_correct,
@@ -19,6 +18,7 @@ from dapo.tiny.task import (
     solution,
     split_of,
 )
+from tests.support.addends import addends_of
 
 SHIPPED = make_data.DATA_DIR.parent
 SPLITS: list[Split] = ["base", "rl", "heldout"]
