@@ -30,6 +30,7 @@ from workers.remote import wait
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand
 WANTED_SECONDS = 1.3  # of whole logits
+VOCABULARY = 100  # tokens that are drawn from, as few as the tiny models have
 WARM_UP = 2  # rounds: the first ones fill allocators and caches
 LEARNT_NOTHING = ("actor.optim.lr=1e-12", "weight_sync.max_mean_logprob_diff=1e9")  # tokens are drawn at random
 SIZES = {
@@ -45,11 +46,11 @@ def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[
     return [min(int(length), cfg.data.max_response_length) for length in drawn]
 
 
-def batch_of(shape: str, cfg: Config, vocabulary: int = 100) -> TrainBatch:
+def batch_of(shape: str, cfg: Config) -> TrainBatch:
     """Returns one update of one optimizer step on random tokens, with prompts of 10 to 20."""
     rng = np.random.default_rng(0)
     lengths = [(int(rng.integers(10, 21)), response) for response in response_lengths(shape, cfg, rng)]
-    return random_batch(lengths, vocabulary, rng)
+    return random_batch(lengths, VOCABULARY, rng)
 
 
 async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:

@@ -11,7 +11,7 @@ With `--run` the process then becomes the run, where there is no fault: one comm
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from dapo.config.compose import compose
 from dapo.config.paths import output_path
 from dapo.doctor.checks import CHECKS, Outcome, diagnose
 from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
-from dapo.doctor.machines import Machines, ThisMachine
+from dapo.doctor.machines import ThisMachine
 from dapo.doctor.subject import Subject
 from dapo.report.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
 
@@ -58,14 +58,11 @@ def main() -> None:
         return
     show = JSON not in sys.argv[1:]
     outcomes: list[Outcome] = []
-
-    def tell(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        if show:
-            say(line(outcome))
-
     try:
-        _look(arguments, tell)
+        for outcome in _look(arguments):
+            outcomes.append(outcome)
+            if show:
+                say(line(outcome))
     except KeyboardInterrupt:
         end("interrupted", EXIT_INTERRUPTED)
     if not show:
@@ -76,34 +73,29 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "dapo.main_ppo", *arguments])
 
 
-def _look(arguments: Sequence[str], tell: Any) -> None:
+def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
     try:
         subject = Subject(compose(arguments, plan=True))
         output_path(subject.cfg.trainer.output_dir)
     except ValueError as error:
-        tell(Outcome("configuration", fault(str(error), ""), 0.0))
+        yield Outcome("configuration", fault(str(error), ""), 0.0)
         return
-    tell(Outcome("configuration", ok(f"output directory {subject.cfg.trainer.output_dir}"), 0.0))
+    yield Outcome("configuration", ok(f"output directory {subject.cfg.trainer.output_dir}"), 0.0)
     if not subject.address:
-        _diagnose(subject, ThisMachine(), tell)
+        yield from diagnose(subject, ThisMachine())
         return
     from dapo.doctor.nodes import RayNodes  # loads Ray
 
     try:
         nodes = RayNodes(subject.address)
     except (OSError, ValueError, RuntimeError) as error:
-        tell(Outcome("Ray", _unreachable(subject.address, error), 0.0))
+        yield Outcome("Ray", _unreachable(subject.address, error), 0.0)
         return
     try:
-        tell(Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0))
-        _diagnose(subject, nodes, tell)
+        yield Outcome("Ray", ok(f"{len(nodes.names)} nodes at {subject.address}"), 0.0)
+        yield from diagnose(subject, nodes)
     finally:
         nodes.close()
-
-
-def _diagnose(subject: Subject, machines: Machines, tell: Any) -> None:
-    for outcome in diagnose(subject, machines):
-        tell(outcome)
 
 
 def _unreachable(address: str, error: Exception) -> Finding:

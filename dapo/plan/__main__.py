@@ -28,22 +28,15 @@ from dapo.report.console import end, say
 JOB = "--job"
 
 
-def plan(overrides: Sequence[str]) -> tuple[PlannedConfig, ModelShape]:
-    """Returns the configuration that a run with these arguments would have, and its model's shape.
-
-    Raises ValueError as a run would, and where the model's architecture is not known here.
-    """
-    cfg = _configuration(overrides)
-    return cfg, _shape(cfg)
-
-
-def _configuration(overrides: Sequence[str]) -> PlannedConfig:
+def configuration(overrides: Sequence[str]) -> PlannedConfig:
+    """Returns the configuration that a run with these arguments would have. Raises ValueError as a run would."""
     cfg = compose(overrides, plan=True)
     assert isinstance(cfg, PlannedConfig)
     return cfg
 
 
-def _shape(cfg: PlannedConfig) -> ModelShape:
+def known_shape(cfg: PlannedConfig) -> ModelShape:
+    """Returns the model's shape. Raises ValueError where it cannot run so, or its architecture is not known here."""
     shape = shape_of(read_config(cfg.model.path), cfg.model.path)
     if found := [*refusals(cfg), *unpredictable(cfg)]:
         raise ValueError("\n".join(found))
@@ -79,10 +72,10 @@ def main() -> None:
         return
     for_launcher = len(arguments) < len(sys.argv) - 1
     try:
-        cfg = _configuration(arguments)
+        cfg = configuration(arguments)
         if for_launcher:
             say(job(cfg))  # whether or not the planner knows the model
-        shape = _shape(cfg)
+        shape = known_shape(cfg)
     except ValueError as error:
         end(str(error), 1)
     if for_launcher:

@@ -30,22 +30,18 @@ REPLAYS = "replays"  # folder in the output directory of the run
 class Replay:
     """Says how a step is taken again. Made by `prepare`.
 
-    run: the output directory of the run. step: to get to. origin: the checkpoint to start from; None: the model that
-    the run began with. folder: the new output directory, which is empty. cfg: of the new run. changed: keys that the
-    overrides give.
+    run: the output directory of the run. step: to get to. first: of the steps that are taken again on the way. origin:
+    the checkpoint to start from; None: the model that the run began with. folder: the new output directory, which is
+    empty. cfg: of the new run. changed: keys that the overrides give.
     """
 
     run: Path
     step: int
+    first: int
     origin: Path | None
     folder: Path
     cfg: Config
     changed: tuple[str, ...]
-
-    @property
-    def first(self) -> int:
-        """Returns the first step that is taken again on the way."""
-        return 1 if self.origin is None else step_of(self.origin) + 1
 
 
 def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) -> Replay:
@@ -93,7 +89,7 @@ def prepare(run: Path, step: int, out: Path | None, overrides: Sequence[str]) ->
         ) from error
     assert isinstance(tree, DictConfig)
     cfg = to_config(tree)
-    return Replay(run=run, step=step, origin=origin, folder=folder, cfg=cfg, changed=tuple(changed))
+    return Replay(run=run, step=step, first=first, origin=origin, folder=folder, cfg=cfg, changed=tuple(changed))
 
 
 def _recorded(run: Path, step: int) -> Any:

@@ -52,7 +52,7 @@ def _line(run: Path, step: int) -> dict[str, float]:
     path = run / METRICS
     for line in read_metrics(path) if path.is_file() else ():
         if line["step"] == step and "actor/loss" in line:
-            return {name: math.nan if value is None else float(value) for name, value in line.items()}
+            return {name: float(value) for name, value in line.items()}
     raise ValueError(f"{path} has no line for an update of step {step}")
 
 

@@ -11,6 +11,7 @@ from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 
+FACTOR = 3  # times the batch, of who draws a fixed number
 Rule = Callable[[OversamplingBuffer, Simulation], None]
 
 
@@ -112,10 +113,10 @@ def streaming(
     return run
 
 
-def barrier(scenario: Scenario, factor: int = 3) -> Simulation:
-    """Waits for a fixed multiple of the batch; the first mixed groups are trained on, the rest thrown away. Too few:
+def barrier(scenario: Scenario) -> Simulation:
+    """Waits for `FACTOR` times the batch; the first mixed groups are trained on, the rest thrown away. Too few:
     the same again."""
-    return _in_rounds(scenario, lambda missing: factor * scenario.batch)
+    return _in_rounds(scenario, lambda missing: FACTOR * scenario.batch)
 
 
 def refill_in_rounds(scenario: Scenario) -> Simulation:
@@ -157,15 +158,15 @@ def refill(scenario: Scenario) -> Simulation:
     return run
 
 
-def first_finished(scenario: Scenario, factor: int = 3) -> Simulation:
-    """Starts a fixed multiple of the batch; the mixed groups that finish first are trained on, the rest is cut off. Too
+def first_finished(scenario: Scenario) -> Simulation:
+    """Starts `FACTOR` times the batch; the mixed groups that finish first are trained on, the rest is cut off. Too
     few: the same again."""
     run = Simulation(scenario)
     for _ in range(scenario.steps):
         mixed: list[int] = []
         running: set[int] = set()
         while len(mixed) < scenario.batch:
-            running = running or set(run.start_next(factor * scenario.batch))
+            running = running or set(run.start_next(FACTOR * scenario.batch))
             finished = run.next_finished()
             running.remove(finished)
             if run.attempts[finished].is_mixed:

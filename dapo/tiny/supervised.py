@@ -5,7 +5,7 @@ In: a model, its tokenizer and a way to draw dialogues. Out: the model, trained 
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -22,13 +22,8 @@ _WARMUP_STEPS = 30
 _IGNORED = -100  # the label that the cross-entropy leaves out
 
 
-def sequences(tokenizer: Qwen2Tokenizer, dialogues: Iterable[Dialogue]) -> list[torch.Tensor]:
-    """Returns sequences (int64, unequal lengths), stacked as [2, length]: token ids, and labels on the policy's
-    tokens only."""
-    return [_sequence(tokenizer, problem, parts) for problem, parts in dialogues]
-
-
-def _sequence(tokenizer: Qwen2Tokenizer, problem: str, parts: list[tuple[str, bool]]) -> torch.Tensor:
+def sequence(tokenizer: Qwen2Tokenizer, problem: str, parts: list[tuple[str, bool]]) -> torch.Tensor:
+    """Returns a dialogue as int64 [2, length]: token ids, and labels on the policy's tokens only."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem}], add_generation_prompt=True, return_dict=False
     )
@@ -46,11 +41,11 @@ def backward(model: Qwen2ForCausalLM, batch: list[torch.Tensor]) -> float:
     Sequences of like length share a micro-batch, which halves the padding. It is on the right, where causal attention
     needs no mask.
     """
-    num_targets = sum(int((sequence[1] != _IGNORED).sum()) for sequence in batch)
-    batch = sorted(batch, key=lambda sequence: sequence.shape[1])
+    num_targets = sum(int((one[1] != _IGNORED).sum()) for one in batch)
+    batch = sorted(batch, key=lambda one: one.shape[1])
     total = 0.0
     for start in range(0, len(batch), len(batch) // _MICRO_BATCHES):
-        rows = [sequence.T for sequence in batch[start : start + len(batch) // _MICRO_BATCHES]]
+        rows = [one.T for one in batch[start : start + len(batch) // _MICRO_BATCHES]]
         ids, labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_IGNORED).unbind(-1)
         hidden = model.model(input_ids=ids.clamp(min=0), use_cache=False).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
@@ -92,7 +87,7 @@ def train(
     model.train()
     for step in range(1, steps + 1):
         clean = step <= clean_share * steps
-        loss = backward(model, sequences(tokenizer, (draw(rng, clean) for _ in range(BATCH))))
+        loss = backward(model, [sequence(tokenizer, *draw(rng, clean)) for _ in range(BATCH)])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(step / _WARMUP_STEPS, (steps - step) / max(steps - _WARMUP_STEPS, 1))
         for optimizer in optimizers:

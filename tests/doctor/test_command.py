@@ -49,7 +49,7 @@ def test_lines_and_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [FAULT, WARNING])
 def test_the_process_becomes_the_run_where_there_is_no_fault(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
-    monkeypatch.setattr(command, "_look", lambda arguments, tell: tell(Outcome("plan", Finding(level, "x", "y"), 0.0)))
+    monkeypatch.setattr(command, "_look", lambda arguments: [Outcome("plan", Finding(level, "x", "y"), 0.0)])
     monkeypatch.setattr(command.os, "execv", lambda program, line: became.append([program, *line]))
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", "+experiment=dapo_tiny", "trainer.seed=1"])
     with pytest.raises(SystemExit) if level == FAULT else nullcontext():

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dapo.plan.__main__ import plan
+from dapo.plan.__main__ import configuration, known_shape
 from dapo.plan.actor import ActorMemory
 from dapo.run import make_paths_absolute
 from dapo.types import TrainSequence
@@ -26,7 +26,8 @@ LENGTH, PROMPT = 64, 4
 @pytest.fixture(scope="module")
 def tiny():
     """(configuration, shape) of dapo_tiny."""
-    cfg, shape = plan(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=100"])
+    cfg = configuration(["+experiment=dapo_tiny", "weight_sync.max_mean_logprob_diff=100"])
+    shape = known_shape(cfg)
     make_paths_absolute(cfg)
     return cfg, shape
 

@@ -11,7 +11,7 @@ from dapo.tiny.make_base import BASE_DIR, CHECKED_DIR, VOCAB_SIZE, addition
 from dapo.tiny.model import make_model
 from dapo.tiny.random_model import make_random_model
 from dapo.tiny.report import sample
-from dapo.tiny.supervised import BATCH, backward, sequences, train
+from dapo.tiny.supervised import BATCH, backward, sequence, train
 from dapo.tiny.task import distinct_problems
 from dapo.tiny.tokenizer import make_tokenizer
 
@@ -40,7 +40,7 @@ def test_training_lowers_the_loss_and_repeats_exactly() -> None:
     tokenizer = make_tokenizer(VOCAB_SIZE)
     models = [make_model(tokenizer, seed=0, layers=1, hidden=32, intermediate=64) for _ in range(2)]
     rng = random.Random(99)
-    held_back = sequences(tokenizer, [addition(rng, clean=True) for _ in range(BATCH)])
+    held_back = [sequence(tokenizer, *addition(rng, clean=True)) for _ in range(BATCH)]
     before = backward(models[0], held_back)
     models[0].zero_grad()
     for model in models:

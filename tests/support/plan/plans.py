@@ -2,9 +2,10 @@
 
 import functools
 
-from dapo.plan.__main__ import plan
+from dapo.plan.__main__ import configuration, known_shape
 
 
 @functools.cache
 def planned(*overrides, experiment="dapo_qwen32b"):
-    return plan([f"+experiment={experiment}", *overrides])
+    cfg = configuration([f"+experiment={experiment}", *overrides])
+    return cfg, known_shape(cfg)
