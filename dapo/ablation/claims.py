@@ -7,6 +7,7 @@ lies on the other, else `unresolved`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from dapo.ablation.results import Curve, Estimate, estimate
 from dapo.report.table import table as markdown_table
@@ -19,9 +20,9 @@ class Claim:
     text: str
     rung: str
     against: str
-    sign: int
-    unit: str
-    quantity: Callable[[Curve], float]
+    sign: int = 1
+    unit: str = "last accuracy"
+    quantity: Callable[[Curve], float] = attrgetter("final")
 
 
 CLAIMS = (
@@ -29,15 +30,11 @@ CLAIMS = (
         text="overlong filtering makes training better (3.4)",
         rung="overlong_filtering",
         against="grpo",
-        sign=1,
-        unit="last accuracy",
-        quantity=lambda run: run.final,
     ),
     Claim(
         text="clip-higher keeps the entropy up (3.1)",
         rung="clip_higher",
         against="overlong_filtering",
-        sign=1,
         unit="entropy at the end, nats a token",
         quantity=lambda run: run.late("entropy"),
     ),
@@ -61,7 +58,6 @@ CLAIMS = (
         text="dynamic sampling keeps the gradient from vanishing (3.2)",
         rung="dynamic_sampling",
         against="token_mean",
-        sign=1,
         unit="norm of the gradient at the end",
         quantity=lambda run: run.late("grad_norm"),
     ),
@@ -69,25 +65,16 @@ CLAIMS = (
         text="dynamic sampling learns more from an optimizer step (3.2)",
         rung="dynamic_sampling",
         against="token_mean",
-        sign=1,
-        unit="last accuracy",
-        quantity=lambda run: run.final,
     ),
     Claim(
         text="all of them together learn more than naive GRPO (4.2)",
         rung="dynamic_sampling",
         against="grpo",
-        sign=1,
-        unit="last accuracy",
-        quantity=lambda run: run.final,
     ),
     Claim(
         text="a filter on accuracy is better than one on the shaped reward",
         rung="dynamic_sampling",
         against="filter_by_reward",
-        sign=1,
-        unit="last accuracy",
-        quantity=lambda run: run.final,
     ),
 )
 

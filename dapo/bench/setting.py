@@ -61,10 +61,6 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
             yield pools, prompts
 
 
-def silent(line: str) -> None:
-    """Says nothing."""
-
-
 @asynccontextmanager
 async def trainer(
     cfg: Config,
@@ -72,7 +68,7 @@ async def trainer(
     prompts: Sequence[Prompt],
     directory: Path,
     *,
-    say: Callable[[str], None] = silent,
+    say: Callable[[str], None] = lambda line: None,
     limit: TimeLimit | None = None,
 ) -> AsyncIterator[Trainer]:
     """Yields a trainer that writes to `directory`, which is made; at the end nothing generates. say: takes the line

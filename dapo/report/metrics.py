@@ -70,12 +70,10 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
     scores = [score for group in drawn for score in group.scores]
     responses = [response for group in drawn for response in group.responses]
     lengths = np.array([length for group in drawn for length in group.lengths])
-    rewards = [score.reward for score in scores if not math.isnan(score.reward)]
-    accuracies = [accuracy for group in drawn for accuracy in group.accuracies]
     failures = Counter(score.failure for score in scores if score.failure)
     return {
-        "rollout/accuracy": float(np.mean(accuracies)) if accuracies else math.nan,
-        "rollout/reward_mean": float(np.mean(rewards)) if rewards else math.nan,
+        "rollout/accuracy": _mean_without_nan([score.accuracy for score in scores]),
+        "rollout/reward_mean": _mean_without_nan([score.reward for score in scores]),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_min": float(lengths.min()),
         "rollout/response_length_max": float(lengths.max()),

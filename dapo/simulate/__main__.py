@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from dapo.report.table import head, row
 from dapo.simulate import bound, curricula, layouts
@@ -54,21 +55,17 @@ def strategy_cells(
     ]
 
 
+def workload(given: argparse.Namespace, **rates: Any) -> Workload:
+    """Returns what the options say of the draws. rates: of mixed groups."""
+    names = ("n", "median", "sigma", "cap", "wrong_longer", "seed")
+    return Workload(**{name: getattr(given, name) for name in names}, **rates)
+
+
 def scenarios(given: argparse.Namespace) -> Iterator[Scenario]:
     """Yields one scenario per number of slots, rate and drift."""
     for slots, rate, drift in itertools.product(given.slots, given.rate, given.rate_drift):
-        workload = Workload(
-            n=given.n,
-            rate=rate,
-            rate_drift=drift,
-            median=given.median,
-            sigma=given.sigma,
-            cap=given.cap,
-            wrong_longer=given.wrong_longer,
-            seed=given.seed,
-        )
         scenario = Scenario(
-            workload=workload,
+            workload=workload(given, rate=rate, rate_drift=drift),
             engines=given.engines,
             slots=slots,
             batch=given.batch,
@@ -165,15 +162,7 @@ def compare_strategies(given: argparse.Namespace) -> None:
 def compare_curricula(given: argparse.Namespace) -> None:
     """Prints what each curriculum generates for the same number of mixed groups."""
     alpha, beta = given.pass_rates
-    workload = Workload(
-        n=given.n,
-        median=given.median,
-        sigma=given.sigma,
-        cap=given.cap,
-        wrong_longer=given.wrong_longer,
-        seed=given.seed,
-    )
-    scenario = Scenario(workload=workload, batch=given.batch, steps=given.steps)
+    scenario = Scenario(workload=workload(given), batch=given.batch, steps=given.steps)
     print(head(curricula.COLUMNS))
     for count in given.prompts:
         population = curricula.Population(count=count, alpha=alpha, beta=beta, gain=given.gain)
