@@ -1,14 +1,8 @@
 """Estimates what k samples per problem achieve, from n >= k samples of each, with intervals over problems.
 
-| name   | of k samples                                       | estimator                                             |
-|--------|----------------------------------------------------|-------------------------------------------------------|
-| avg@n  | the mean accuracy                                  | the mean over all n                                   |
-| pass@k | whether at least one is right                      | 1 - C(n - c, k) / C(n, k), c right ones (2107.03374)  |
-| best@k | the best accuracy; pass@k where all are 0 or 1     | mean over all subsets of k                            |
-| maj@k  | the accuracy of the answer that most of them give  | mean over all subsets of k, ties drawn evenly         |
-
-All are means over the subsets of k samples, drawn without replacement, and hence unbiased. In: accuracies and answers
-of single problems. Out: numbers. Pure: no state, no clock, and no chance but a fixed seed of the bootstrap.
+avg@n, pass@k, best@k and maj@k are those of the table in dapo/README.md: means over the subsets of k samples, drawn
+without replacement, and hence unbiased. In: accuracies and answers of single problems. Out: numbers. Pure: no state, no
+clock, and no chance but a fixed seed of the bootstrap.
 """
 
 import math
@@ -42,7 +36,7 @@ def sizes(samples: int) -> list[int]:
 
 
 def pass_at(accuracies: Sequence[float], k: int) -> float:
-    """Returns the probability that one of k samples is right; NaN with fewer than k."""
+    """Returns the probability that one of k samples is right (arXiv 2107.03374); NaN with fewer than k."""
     n, right = len(accuracies), sum(accuracy > RIGHT for accuracy in accuracies)
     return 1.0 - math.comb(n - right, k) / math.comb(n, k) if k <= n else math.nan
 
