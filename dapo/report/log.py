@@ -88,14 +88,10 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.give(step, lambda sink: sink.text(step, tag, text))
 
-    def groups(self, step: int, collected: Collected) -> None:
-        """Keeps what a step used up."""
+    def groups(self, step: int, collected: Collected, spans: Sequence[Span]) -> None:
+        """Keeps what a step used up, and its timeline."""
         if self._store is not None:
             self._store.step(step, collected)
-
-    def spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Keeps the timeline of a step."""
-        if self._store is not None:
             self._store.spans(step, spans)
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:

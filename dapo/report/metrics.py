@@ -188,8 +188,7 @@ def report_step(
     """Logs a step: its metrics; its groups; its timeline; the lengths of all responses drawn and the pass rates of all
     groups as histograms; the text of the first responses of `samples` groups."""
     logger.log(step, metrics)
-    logger.groups(step, collected)
-    logger.spans(step, spans)
+    logger.groups(step, collected, spans)
     logger.histogram(step, "rollout/lengths", [length for group in collected.drawn for length in group.lengths])
     rates = [float(np.mean(group.accuracies)) for group in collected.drawn if group.accuracies]
     logger.histogram(step, "rollout/pass_rates", rates)
