@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from dapo.bench.setting import cluster, tiny_config
 from dapo.config.schema import Config
@@ -18,7 +19,8 @@ from dapo.derived import device_of
 from dapo.fleet import STOP_GRACE_S
 from dapo.report.table import table
 from dapo.run import load_data
-from dapo.types import Prompt, Sampling
+from dapo.sampling.stream import sampling_of
+from dapo.types import Prompt
 from workers.engines.arguments import engine_args
 from workers.engines.slot import PULSE_S
 from workers.placement import Placement
@@ -52,13 +54,7 @@ async def engine(cfg: Config) -> AsyncIterator[RolloutPool]:
 
 async def one_round(pool: RolloutPool, prompts: Sequence[Prompt], cfg: Config, seed: int) -> tuple[float, int]:
     """Returns the seconds until every prompt has its response, and the tokens of all."""
-    sampling = Sampling(
-        n=1,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        max_tokens=cfg.data.max_response_length,
-    )
+    sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=1)
 
     async def respond(number: int) -> int:
         name = f"{seed}-{number}"
