@@ -36,23 +36,22 @@ def local_overrides(cfg: Config, copy: Callable[[str, str], Path]) -> list[str]:
         found = copy("dataset", whole) if _on_hub(whole) else resolve_path(whole)
         return f"{found}{name.removeprefix(whole)}"
 
-    def files(value: Any) -> str:
+    def files(value: Any) -> Any:
         if isinstance(value, dict):
-            return "{" + ",".join(f"{name}:{files(one)}" for name, one in value.items()) + "}"
-        names = [value] if isinstance(value, str) else value
-        return "[" + ",".join(f"'{data(name)}'" for name in names) + "]"
+            return {name: files(one) for name, one in value.items()}
+        return [data(name) for name in ([value] if isinstance(value, str) else value)]
 
-    def source(one: SourceConfig) -> str:
-        return _written(asdict(one) | {key: list(map(data, getattr(one, key))) for key in ("files", "val_files")})
+    def source(one: SourceConfig) -> dict[str, Any]:
+        return asdict(one) | {"files": files(one.files), "val_files": files(one.val_files)}
 
     def model(name: str) -> str:
         return str(copy("model", name)) if _on_hub(name) else resolve_path(name)
 
-    found = [f"model.path={model(cfg.model.path)}", f"data.train_files={files(cfg.data.train_files)}"]
+    found = [f"model.path={model(cfg.model.path)}", f"data.train_files={_written(files(cfg.data.train_files))}"]
     if cfg.data.sources:
-        found.append(f"data.sources=[{','.join(map(source, cfg.data.sources))}]")
+        found.append(f"data.sources={_written(list(map(source, cfg.data.sources)))}")
     if cfg.data.val_files:
-        found.append(f"data.val_files={files(cfg.data.val_files)}")
+        found.append(f"data.val_files={_written(files(cfg.data.val_files))}")
     judges = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
     return found + [f"{key}={model(name)}" for key, name in judges.items() if name]
 
