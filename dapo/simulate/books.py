@@ -180,11 +180,6 @@ class Simulation:
         return [end - start for start, end in zip([0.0, *self._ends], self._ends, strict=False)]
 
     @property
-    def busy(self) -> float:
-        """Returns the share of the engines' slot time with a response."""
-        return self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
-
-    @property
     def lent(self) -> float:
         """Returns the share of the slot time of as many lent engines that these had a response."""
         return self.fleet.lent_busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
@@ -192,7 +187,7 @@ class Simulation:
     @property
     def idle(self) -> float:
         """Returns the share of the engines' slot time without a response."""
-        return 1.0 - self.busy
+        return 1.0 - self.fleet.busy / (self.scenario.engines * self.scenario.slots * self._ends[-1])
 
     @property
     def goodput(self) -> float:
