@@ -12,7 +12,7 @@ from dapo.config.schema import Config
 from dapo.pools import BatchRefused, Updated
 from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.quarantine import Quarantine
+from dapo.state.quarantine import set_aside
 from dapo.types import Collected, Group
 
 MAX_IN_A_ROW = 3
@@ -28,7 +28,7 @@ class Refusals:
     def __init__(self, cfg: Config, output_dir: Path, buffer: OversamplingBuffer) -> None:
         self._cfg = cfg
         self._buffer = buffer
-        self._quarantine = Quarantine(output_dir)
+        self._output_dir = output_dir
         self._in_a_row = 0
 
     def refused(self, collected: Collected, error: BatchRefused, version: int) -> None:
@@ -59,4 +59,4 @@ class Refusals:
 
     def _put(self, groups: Sequence[Group], version: int, reason: str, message: str, metrics: dict[str, float]) -> None:
         started = [(group, version) for group in groups]
-        self._quarantine.put(started, version=version, reason=reason, message=message, metrics=metrics)
+        set_aside(self._output_dir, started, version=version, reason=reason, message=message, metrics=metrics)

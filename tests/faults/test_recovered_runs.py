@@ -8,10 +8,11 @@ from dapo.faults.losses import unless_lost
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.log import read_metrics
-from dapo.state.quarantine import QUARANTINE, read_quarantined
+from dapo.state.quarantine import QUARANTINE
 from tests.support.driver.loops import make_trainer, tiny_config
 from tests.support.fakes import FakeActors, FakeRollouts
 from tests.support.faulty_pools import lost
+from tests.support.state.quarantined import read_quarantined
 
 
 class Failing(FakeActors):

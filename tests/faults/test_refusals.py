@@ -9,9 +9,10 @@ from dapo.config.schema import Config
 from dapo.faults.refusals import MAX_IN_A_ROW, NotFinite, Refusals
 from dapo.pools import BatchRefused, Updated
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.quarantine import QUARANTINE, Quarantined, read_quarantined
+from dapo.state.quarantine import QUARANTINE
 from dapo.types import Collected, Group
 from tests.support.fakes import make_group
+from tests.support.state.quarantined import Quarantined, read_quarantined
 
 GROUPS = 6
 PARITY = BatchRefused("parity", "probabilities differ")

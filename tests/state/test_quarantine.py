@@ -10,17 +10,18 @@ import pytest
 
 from dapo.batch import build_batch, deal
 from dapo.config.schema import Config
-from dapo.state.quarantine import Quarantine, read_quarantined
+from dapo.state.quarantine import set_aside
 from tests.support.fakes import make_group
+from tests.support.state.quarantined import read_quarantined
 
 
 def make_groups(count=4):
     return [make_group(index, [1.0, 0.0, index % 2]) for index in range(count)]
 
 
-def put(quarantine, version=7, reason="nonfinite", **more):
+def put(folder, version=7, reason="nonfinite"):
     held = [(group, version) for group in make_groups()]
-    return quarantine.put(held, version=version, reason=reason, message="why", **more)
+    return set_aside(folder, held, version=version, reason=reason, message="why", metrics={})
 
 
 def test_the_same_batch_can_be_made_again(tmp_path):
@@ -29,7 +30,8 @@ def test_the_same_batch_can_be_made_again(tmp_path):
     groups = make_groups()
     broken = dataclasses.replace(groups[1].responses[0], rollout_logprobs=np.full(4, np.nan, np.float32))
     groups[1] = dataclasses.replace(groups[1], responses=(broken, *groups[1].responses[1:]))
-    path = Quarantine(tmp_path).put(
+    path = set_aside(
+        tmp_path,
         [(group, 6) for group in groups],
         version=7,
         reason="nonfinite",
@@ -66,14 +68,13 @@ def test_the_groups_of_a_mini_batch_are_found():
 
 
 def test_a_second_entry_of_a_step_does_not_replace_the_first(tmp_path):
-    quarantine = Quarantine(tmp_path)
-    assert [put(quarantine).name for _ in range(3)] == [f"step_000007-nonfinite{end}" for end in ("", "-2", "-3")]
+    assert [put(tmp_path).name for _ in range(3)] == [f"step_000007-nonfinite{end}" for end in ("", "-2", "-3")]
 
 
-def test_only_the_newest_entries_are_kept(tmp_path):
-    quarantine = Quarantine(tmp_path, keep=3)
+def test_only_the_newest_entries_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("dapo.state.quarantine.KEEP", 3)
     for version in range(9, 14):
-        put(quarantine, version)
+        put(tmp_path, version)
     names = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
     assert names == [f"step_0000{version}-nonfinite" for version in (11, 12, 13)]
 
@@ -81,7 +82,7 @@ def test_only_the_newest_entries_are_kept(tmp_path):
 def test_what_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "quarantine").write_text("no directory")
     with caplog.at_level(logging.WARNING):
-        assert put(Quarantine(tmp_path)) is None
+        assert put(tmp_path) is None
     assert "groups of step 7 could not be set aside" in caplog.text
 
 
@@ -91,10 +92,10 @@ def test_half_an_entry_is_not_left(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("dapo.state.quarantine.write_groups", full)
-    assert put(Quarantine(tmp_path)) is None
+    assert put(tmp_path) is None
     assert list((tmp_path / "quarantine").iterdir()) == []
 
 
 @pytest.mark.parametrize("reason", ["parity", "nonfinite"])
 def test_the_reason_is_in_the_name(tmp_path, reason):
-    assert put(Quarantine(tmp_path), reason=reason).name == f"step_000007-{reason}"
+    assert put(tmp_path, reason=reason).name == f"step_000007-{reason}"
