@@ -19,10 +19,9 @@ from ray.util.metrics import Gauge
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
-from dapo.data.sources import load_train
+from dapo.data.sources import load_held_out, load_train
 from dapo.data.tokenizer import check_rows, load_tokenizer
 from dapo.derived import device_of, halve_roles
 from dapo.driver.preflight import preflight
@@ -188,7 +187,7 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     """Loads training prompts, held-out sets, and the fingerprint of the former.
 
     today: the date for chat templates that write one; None: the real one. Raises ValueError: see
-    `dapo.data.prompts.load_prompts`.
+    `dapo.data.prompts.load_counted`.
     """
     tokenizer = load_tokenizer(cfg.model)
     prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)

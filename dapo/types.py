@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """Holds one set of problems that are not trained on. Made by `dapo.data.held_out`, consumed by `dapo.evaluate`.
+    """Holds one set of problems that are not trained on. Made by `dapo.data.sources`, consumed by `dapo.evaluate`.
 
     name: in `data.val_files`; "" for the set of a plain list. samples: how many answers each prompt gets.
     """

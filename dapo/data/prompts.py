@@ -29,7 +29,7 @@ class DataReport:
     """Counts what became of the rows: rows = duplicates + contradictory + too_long + kept, the last three in distinct
     prompts.
 
-    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_prompts`. A sum
+    contradictory: prompts that stand in the files with ground truths that disagree. Made by `load_counted`. A sum
     is the report on the rows of both.
     """
 
@@ -55,12 +55,6 @@ class _Problem:
     extra_info: dict[str, Any]
     copies: int = 1
     contradiction: str = ""
-
-
-def load_prompts(files: Sequence[str], tokenizer: Any, **options: Any) -> tuple[list[Prompt], DataReport]:
-    """Returns what `load_counted` does, without the counts. options: its own."""
-    counted, report = load_counted(files, tokenizer, **options)
-    return [prompt for prompt, _ in counted], report
 
 
 def load_counted(

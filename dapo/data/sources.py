@@ -1,6 +1,8 @@
-"""Says which files a run reads and how, and reads those that it trains on: `data.train_files`, or `data.sources`.
+"""Says which files a run reads and how, and reads them: `data.train_files` or `data.sources`, and the held-out sets,
+those of `data.val_files` (a list of files is one set, a mapping holds several by name) and of the entries' `val_files`.
 
-In: a configuration and a tokenizer. Out: prompts whose position is their id, those of each source in one piece.
+In: a configuration and a tokenizer. Out: prompts to train on, whose position is their id, those of each source in one
+piece; held-out sets.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,14 +10,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from dapo.config.sampling import DataConfig
+from dapo.config.sampling import MAX_SAMPLES, DataConfig
 from dapo.config.schema import Config
 from dapo.config.sources import SourceConfig
 from dapo.data.layouts import Reading
-from dapo.data.prompts import DataReport, load_prompts
-from dapo.types import Prompt
+from dapo.data.prompts import DataReport, load_counted
+from dapo.types import HeldOut, Prompt
 
 TRAIN, HELD_OUT = "data.train_files", "data.val_files"
+
+Told = Callable[[str, DataReport], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +68,7 @@ def _reading(source: SourceConfig, data: DataConfig) -> Reading:
 
 
 def load_train(
-    cfg: Config,
-    tokenizer: Any,
-    *,
-    today: datetime | None = None,
-    told: Callable[[str, DataReport], None] = lambda key, report: None,
+    cfg: Config, tokenizer: Any, *, today: datetime | None = None, told: Told = lambda key, report: None
 ) -> tuple[list[Prompt], DataReport]:
     """Returns the prompts, and what became of the rows of all sources together.
 
@@ -78,16 +78,46 @@ def load_train(
     prompts: list[Prompt] = []
     whole = DataReport(rows=0, duplicates=0, contradictory=0, too_long=0, kept=0)
     for one in train_files(cfg.data):
-        found, report = load_prompts(
-            one.files,
-            tokenizer,
-            max_prompt_length=cfg.data.max_prompt_length,
-            max_contradictory=cfg.data.max_contradictory,
-            key=one.key,
-            reading=one.reading,
-            today=today,
-        )
+        counted, report = _load(one, cfg.data, tokenizer, today)
         told(one.key, report)
-        prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found] if prompts else found
+        first = len(prompts)
+        prompts += [replace(prompt, id=first + prompt.id) if first else prompt for prompt, _ in counted]
         whole = whole + report
     return prompts, whole
+
+
+def load_held_out(
+    cfg: Config, tokenizer: Any, *, today: datetime | None = None, told: Told = lambda key, report: None
+) -> list[HeldOut]:
+    """Returns the held-out sets in the order of the configuration; options as those of `load_train`.
+
+    Rows that repeat a problem are its samples, as in the published AIME-2024 file, 30 problems of 32 rows each: a
+    problem gets `eval.n` answers, or as many as it has rows where these are more. So the file and its 30 distinct rows
+    ask the same of a model at n 32, and so does the file at n 1.
+    """
+    loaded = []
+    for one in held_out_files(cfg.data):
+        counted, report = _load(one, cfg.data, tokenizer, today)
+        told(one.key, report)
+        samples = tuple(max(cfg.eval.n, copies) for _, copies in counted)
+        if max(samples) > MAX_SAMPLES:
+            raise ValueError(
+                f"`{one.key}` holds a problem {max(samples)} times, and each row is one of its samples, of which there "
+                f"may be {MAX_SAMPLES}; remove copies"
+            )
+        loaded.append(HeldOut(name=one.name, prompts=tuple(prompt for prompt, _ in counted), samples=samples))
+    return loaded
+
+
+def _load(
+    one: Files, data: DataConfig, tokenizer: Any, today: datetime | None
+) -> tuple[list[tuple[Prompt, int]], DataReport]:
+    return load_counted(
+        one.files,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        max_contradictory=data.max_contradictory,
+        key=one.key,
+        reading=one.reading,
+        today=today,
+    )

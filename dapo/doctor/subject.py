@@ -13,9 +13,8 @@ from dapo.config.facts.model_shape import ModelShape, UnknownShape, read_config,
 from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out
 from dapo.data.prompts import DataReport
-from dapo.data.sources import load_train
+from dapo.data.sources import load_held_out, load_train
 from dapo.data.tokenizer import load_tokenizer
 from dapo.derived import device_of
 from dapo.plan.actor import ActorMemory

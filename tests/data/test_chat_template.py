@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from dapo.config.compose import compose
 from dapo.config.sampling import OWN_TEMPLATE_KWARGS
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out
 from dapo.data.prompts import fingerprint
-from dapo.data.sources import load_train
+from dapo.data.sources import load_held_out, load_train
 from dapo.state.changes import alters_meaning
 from tests.data.test_order import prompts_of
 from tests.data.test_prompts import row, write_jsonl

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dapo.data.prompts import fingerprint, load_prompts
+from dapo.data.prompts import fingerprint
 from tests.data.test_order import prompts_of
 from tests.data.test_prompts import KEY, row, write_jsonl
+from tests.support.prompts import load_prompts
 
 
 def test_fingerprint_depends_on_content_and_order(tokenizer: PreTrainedTokenizerFast) -> None:

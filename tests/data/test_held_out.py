@@ -10,8 +10,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out
-from dapo.data.sources import held_out_files
+from dapo.data.sources import held_out_files, load_held_out
 from dapo.evaluate.evaluation import Evaluation
 from dapo.evaluate.summary import metrics, summaries
 from tests.data.test_published_layout import CountingTokenizer, published

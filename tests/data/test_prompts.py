@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dapo.data.prompts import DataReport, load_prompts
+from dapo.data.prompts import DataReport
 from dapo.types import Prompt
+from tests.support.prompts import load_prompts
 
 KEY = "data.train_files"
 

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.data.prompts import DataReport, load_prompts
+from dapo.data.prompts import DataReport
+from tests.support.prompts import load_prompts
 
 KEY = "data.train_files"
 COPIES = 100  # of each row, one after the other, in the published file
@@ -121,7 +122,7 @@ def test_nothing_left_but_contradictions_is_an_error(tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from dapo.data.prompts import load_prompts
+from tests.support.prompts import load_prompts
 from tests.data.test_published_layout import CountingTokenizer
 def load(name):
     return load_prompts([name], CountingTokenizer(), max_prompt_length=4096, max_contradictory=0.1, key="k")[1]

@@ -12,11 +12,10 @@ from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.config.rules.sources import RESERVED
 from dapo.config.schema import Config
-from dapo.data.held_out import load_held_out
 from dapo.data.order import PromptOrder
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
-from dapo.data.sources import load_train
+from dapo.data.sources import load_held_out, load_train
 from dapo.derived import response_caps
 from dapo.store.schema import TRAIN, UNNAMED
 
