@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo.config.paths import data_parts
-from dapo.data.layouts import MEDIA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
+from dapo.data.layouts import MEDIA, SCHEMA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
 from dapo.data.values import shown
 
 COLUMNS = (*VERL_COLUMNS, "extra_info", *MEDIA)
@@ -24,7 +24,6 @@ PAGE_BUFFER = 2**20  # bytes of one column of a Parquet file that are read at a 
 CHUNK_ROWS = 8192  # rows in memory at a time: the public DAPO-Math file has 1.8 million
 MEDIA_ROWS = 64  # of files with pictures, which may take megabytes each
 SAVED = "state.json"  # in a folder that `save_to_disk` of the `datasets` library has written
-SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
         at = _row(where, number)
         if not isinstance(row, dict):
             raise ValueError(f"{at}: must be an object with columns {SCHEMA}, not {shown(row)}")
-        layout = layout_of(list(row), format, at, SCHEMA, text_prompt=isinstance(row.get("prompt"), str))
+        layout = layout_of(list(row), format, at, text_prompt=isinstance(row.get("prompt"), str))
         format = VERL if layout is None else layout.name
         yield chunk(number, row) if layout is None else _converted(number, row, layout, at, reading)
 
@@ -186,7 +185,7 @@ def _columns(schema: pa.Schema, where: str, reading: Reading) -> tuple[Layout | 
     """Returns the layout of a file, and the columns to read: of another layout than verl's all, for `extra_info`."""
     found = list(schema.names)
     text = "prompt" in found and schema.field("prompt").type in (pa.string(), pa.large_string())
-    layout = layout_of(found, reading.format, where, SCHEMA, text_prompt=text)
+    layout = layout_of(found, reading.format, where, text_prompt=text)
     return layout, found if layout else [column for column in COLUMNS if column in found]
 
 

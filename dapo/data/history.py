@@ -5,6 +5,7 @@ row per prompt that was visited. The sample store has a table of the same things
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +56,7 @@ class PromptHistory:
 
     def copy(self) -> "PromptHistory":
         """Returns one that later visits do not change."""
-        return PromptHistory(
-            visits=self.visits.copy(),
-            pass_rate=self.pass_rate.copy(),
-            variance=self.variance.copy(),
-            solved=self.solved.copy(),
-            last_version=self.last_version.copy(),
-        )
+        return deepcopy(self)
 
     def add(self, groups: Sequence[Group], *, version: int) -> None:
         """Adds the visits of one update, which started from policy `version`, in the order of `groups`. A group that

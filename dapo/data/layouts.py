@@ -14,6 +14,7 @@ from dapo.rewards.reading.spelling import boxed
 
 VERL = "verl"
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
+SCHEMA = 'data_source, prompt [{"role", "content"}], reward_model {"ground_truth", "style"}, extra_info (optional)'
 TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
 MARK = "####"  # before GSM8K's final answers
 AUTO = "auto"
@@ -168,12 +169,10 @@ LAYOUTS = (
 )
 
 
-def layout_of(
-    columns: Sequence[str], format: str, where: str, schema: str, *, text_prompt: bool = False
-) -> Layout | None:
+def layout_of(columns: Sequence[str], format: str, where: str, *, text_prompt: bool = False) -> Layout | None:
     """Returns the layout of a file with these columns; None: verl's. format: as `data.format`. where: the file or row,
-    schema: verl's columns, for an error. text_prompt: whether column `prompt` holds text, not messages. Raises
-    ValueError where they fit no layout, several, or not the one named."""
+    for an error. text_prompt: whether column `prompt` holds text, not messages. Raises ValueError where they fit no
+    layout, several, or not the one named."""
     missing = [name for name in VERL_COLUMNS if name not in columns]
     if not missing and format in (AUTO, VERL):
         return LAYOUTS[0] if format == AUTO and text_prompt and LAYOUTS[0].fits(columns) else None
@@ -189,6 +188,6 @@ def layout_of(
         raise ValueError(f"{where}: the columns {found} are not those of `format` {named}; name another, or auto")
     others = ", ".join(str(each) for each in LAYOUTS)
     raise ValueError(
-        f"{where}: column {', '.join(f'`{name}`' for name in missing)} is missing {found}; the schema is {schema}; "
+        f"{where}: column {', '.join(f'`{name}`' for name in missing)} is missing {found}; the schema is {SCHEMA}; "
         f"other formats are {others}"
     )

@@ -13,8 +13,8 @@ from datetime import datetime
 from typing import Any
 
 from dapo.config.paths import checked_data
-from dapo.data.files import SCHEMA, Chunk, read_chunks
-from dapo.data.layouts import AS_IT_IS, Reading, refuse_media
+from dapo.data.files import Chunk, read_chunks
+from dapo.data.layouts import AS_IT_IS, SCHEMA, Reading, refuse_media
 from dapo.data.template import DATE_FUNCTION, clock_at, rendered, template_text, unread
 from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.data.files import SCHEMA, read_chunks
+from dapo.data.files import read_chunks
 from dapo.data.layouts import Reading, layout_of
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
@@ -103,7 +103,7 @@ def test_a_data_source_of_the_rows_stays(tmp_path: Path) -> None:
 )
 def test_columns_that_fit_none_or_several_are_refused(columns: list[str], format: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^FILE: .*{said}"):
-        layout_of(columns, format, "FILE", SCHEMA)
+        layout_of(columns, format, "FILE")
 
 
 @pytest.mark.parametrize("write", [parquet, jsonl])
@@ -118,10 +118,10 @@ def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(
 
 
 def test_a_named_layout_decides_between_several() -> None:
-    found = layout_of(["question", "answer", "problem"], "math", "FILE", SCHEMA)
+    found = layout_of(["question", "answer", "problem"], "math", "FILE")
     assert found is not None and found.name == "math"
-    assert layout_of(["data_source", "prompt", "reward_model", "answer"], "auto", "FILE", SCHEMA) is None
-    trl = layout_of(["data_source", "prompt", "reward_model", "answer"], "trl", "FILE", SCHEMA)
+    assert layout_of(["data_source", "prompt", "reward_model", "answer"], "auto", "FILE") is None
+    trl = layout_of(["data_source", "prompt", "reward_model", "answer"], "trl", "FILE")
     assert trl is not None and trl.name == "trl"
 
 
