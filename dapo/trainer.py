@@ -59,7 +59,7 @@ class Trainer:
         self._limit = limit or TimeLimit()
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
         self._order = PromptOrder.of(cfg, prompts)
-        self.saver = Saver.of(cfg, store, pools.actors, self._buffer, self._order, logger, self._limit)
+        self.saver = Saver(cfg, store, pools.actors, self._buffer, self._order, logger, self._limit)
         self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
         self.stream = stream_of(cfg, self._order, self._buffer, pools, self.clock)
         self._batches = Batches.of(cfg, logger.output_dir, self._order.visits_of)

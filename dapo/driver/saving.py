@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dapo.config.schema import CheckpointConfig, Config
+from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.driver.captured import Captured, Resumed
 from dapo.faults.limit import TimeLimit
@@ -47,23 +47,25 @@ class Saver:
 
     def __init__(
         self,
-        cfg: CheckpointConfig,
+        cfg: Config,
         store: CheckpointStore,
         actors: ActorPool,
         buffer: OversamplingBuffer,
         order: PromptOrder,
-        journal: Journal,
         logger: MetricsLogger,
         limit: TimeLimit,
     ) -> None:
-        """Makes one for an unused buffer. limit: is told how long a save takes."""
+        """Makes one for an unused buffer, with its journal next to the metrics. limit: is told how long a save
+        takes."""
+        sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
+        settings = f"{cfg.model.path} {sampling} {cfg.trainer.seed}"
+        self.journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
         self.owes_evaluation = False
-        self._cfg = cfg
+        self._cfg = cfg.checkpoint
         self._store = store
         self._actors = actors
         self._buffer = buffer
         self._order = order
-        self.journal = journal
         self._logger = logger
         self._limit = limit
         self._version = 0
@@ -72,25 +74,8 @@ class Saver:
         self._tried_at = time.monotonic()
         self._running: asyncio.Task[None] | None = None  # a save that the run does not wait for
         self._copied = asyncio.Event()  # it needs the actors' state no more
-        if cfg.journal:
-            buffer.on_scored = lambda group, started: note(journal, group, started)
-
-    @classmethod
-    def of(
-        cls,
-        cfg: Config,
-        store: CheckpointStore,
-        actors: ActorPool,
-        buffer: OversamplingBuffer,
-        order: PromptOrder,
-        logger: MetricsLogger,
-        limit: TimeLimit,
-    ) -> "Saver":
-        """Makes one with its journal next to the metrics."""
-        sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
-        settings = f"{cfg.model.path} {sampling} {cfg.trainer.seed}"
-        journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
-        return cls(cfg.checkpoint, store, actors, buffer, order, journal, logger, limit)
+        if self._cfg.journal:
+            buffer.on_scored = lambda group, started: note(self.journal, group, started)
 
     @property
     def acts(self) -> tuple[str, ...]:
