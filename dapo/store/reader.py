@@ -14,16 +14,8 @@ from urllib.parse import quote
 from dapo.store.schema import DATABASE, GROWS, TRAIN, VERSION
 
 Rows = list[dict[str, Any]]
-PHASES = (
-    "generation",
-    "reward",
-    "reference",
-    "sleep",
-    "update",
-    "sync",
-    "evaluation",
-    "driver",
-)  # `perf/PHASE_s`; they overlap
+# `perf/PHASE_s`; they overlap.
+PHASES = ("generation", "reward", "reference", "sleep", "update", "sync", "evaluation", "driver")
 # Groups that are trained on where nothing is filtered; of equal accuracies the variance may be 1e-33.
 ALIKE = "fate = 'trained' AND scorable > 1 AND variance < 1e-20"
 WHERE = {  # kinds of answers: which they are, and their order
@@ -76,8 +68,7 @@ class Reader:
 
     def _connect(self, how: str) -> int:
         self._connection = sqlite3.connect(f"file:{quote(str(self.path.absolute()))}?{how}", uri=True, timeout=10)
-        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        return int(version)
+        return self._number("PRAGMA user_version")
 
     def close(self) -> None:
         """Closes the database."""
@@ -125,17 +116,15 @@ class Reader:
 
     def visit(self, draw: int) -> dict[str, Any] | None:
         """Returns the group of a draw, as in `groups`; None: no step used it up."""
-        found = self._all(f"{GROUPS} WHERE draw = ?", draw)
-        return found[0] if found else None
+        return next(iter(self._all(f"{GROUPS} WHERE draw = ?", draw)), None)
 
     def prompt(self, prompt: int) -> dict[str, Any] | None:
         """Returns a training prompt with its text and its columns of `prompt_history`; None: it was not drawn."""
-        found = self._all(
+        query = (
             "SELECT prompt_history.*, text, ground_truth FROM prompt_history JOIN prompts USING (prompt) "
-            f"WHERE split = '{TRAIN}' AND prompt = ?",
-            prompt,
+            f"WHERE split = '{TRAIN}' AND prompt = ?"
         )
-        return found[0] if found else None
+        return next(iter(self._all(query, prompt)), None)
 
     def prompts(self, limit: int, *, least: bool = False) -> Rows:
         """Returns at most `limit` drawn prompts, those with the most visits first, or the least; each with its columns
@@ -160,8 +149,7 @@ class Reader:
     def number_of(self, kind: str, step: int | None = None) -> int:
         """Counts the answers of one kind of `WHERE`, of one step or of all."""
         which, _ = WHERE[kind]
-        found = self._all(f"SELECT count(*) AS found FROM answers WHERE {which} AND step = coalesce(?, step)", step)
-        return int(found[0]["found"])
+        return self._number(f"SELECT count(*) FROM answers WHERE {which} AND step = coalesce(?, step)", step)
 
     def search(self, text: str, limit: int, step: int | None = None) -> Rows:
         """Returns at most `limit` answers, newest first, that hold `text`, whatever the case of ASCII letters."""
@@ -196,15 +184,15 @@ class Reader:
         """Returns the metrics whose name fits one of the patterns (GLOB), by name and step; without what is not
         finite."""
         found: dict[str, dict[int, float]] = {}
-        query = f"SELECT name, step, value FROM metrics WHERE value IS NOT NULL AND ({_any('name', patterns)})"
+        fits = " OR ".join(["name GLOB ?"] * len(patterns))
+        query = f"SELECT name, step, value FROM metrics WHERE value IS NOT NULL AND ({fits})"
         for name, step, value in self._connection.execute(f"{query} ORDER BY step", patterns):
             found.setdefault(name, {})[step] = value
         return found
 
     def responses(self) -> int:
         """Returns how many responses all steps together used up."""
-        (number,) = self._connection.execute("SELECT coalesce(sum(responses), 0) FROM groups").fetchone()
-        return int(number)
+        return self._number("SELECT coalesce(sum(responses), 0) FROM groups")
 
     def lengths(self, width: int, every: int = 1) -> list[tuple[int, int, int]]:
         """Returns (step, bin, responses) of the lengths, in bins of `width` tokens. every: of the draws, one of so
@@ -243,7 +231,7 @@ class Reader:
 
     def count(self, kind: str) -> int:
         """Counts the events of a kind."""
-        return int(self._all("SELECT count(*) AS found FROM events WHERE kind = ?", kind)[0]["found"])
+        return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
 
     def held_out(self, step: int) -> Rows:
         """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and
@@ -266,12 +254,11 @@ class Reader:
         )
         return [row["message"] for row in found]
 
+    def _number(self, query: str, *values: object) -> int:
+        return int(self._connection.execute(query, values).fetchone()[0])
+
     def _all(self, query: str, *values: object) -> Rows:
         return [dict(row) for row in self._connection.execute(query, values)]
-
-
-def _any(column: str, patterns: tuple[str, ...]) -> str:
-    return " OR ".join([f"{column} GLOB ?"] * len(patterns))
 
 
 GROUPS = (

@@ -66,7 +66,7 @@ def _answer(response: Response, score: Score, max_bytes: int) -> tuple[object, .
         _finite(score.reward),
         _numbers(score.parts),
         _numbers(score.metrics),
-        _shortened(clean(score.prediction), PREDICTION_BYTES),
+        clean(score.prediction).encode()[:PREDICTION_BYTES].decode("utf-8", "ignore"),
         score.failure,
         len(data),
         None if max_bytes == 0 else text if len(data) <= max_bytes else _middle_out(data, max_bytes),
@@ -84,10 +84,6 @@ def _finite(value: float) -> float | None:
 def clean(text: str) -> str:
     """Returns text that UTF-8 can hold, and without the character at which SQLite's functions end a text."""
     return text.encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
-
-
-def _shortened(text: str, max_bytes: int) -> str:
-    return text.encode()[:max_bytes].decode("utf-8", "ignore")
 
 
 def _middle_out(data: bytes, max_bytes: int) -> str:

@@ -56,11 +56,7 @@ ANSWER: Columns = (
     ("version", "INTEGER", "policy version of the last token; NULL without tokens"),
     ("policy_versions", "TEXT NOT NULL", "JSON: [version, first token, token after the last] of each span"),
     ("engine", "INTEGER NOT NULL", "number of that which ended it; -1: not known, another process had generated it"),
-    (
-        "seconds",
-        "REAL",
-        "from the request to the last token, waits in engines included, not between; NULL as above",
-    ),
+    ("seconds", "REAL", "from the request to the last token, waits in engines included, not between; NULL as above"),
     ("accuracy", "REAL", "0..1; NULL: unscorable"),
     ("reward", "REAL", "what the advantage is made of, penalties included; NULL: unscorable"),
     ("parts", "TEXT NOT NULL", "JSON: reward by name of its function"),
