@@ -46,22 +46,13 @@ def own_policy_loss(
         like = logprobs if name == "approx_kl" else logprobs.new_empty(logprobs.shape, dtype=torch.bool)
         _like(own, f"`{name}`", values, like)
     nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
+    given = {name: values.detach() for name, values in stats.items()}
     kl = clamped_difference(old_logprobs, logprobs.detach())
-    return loss, {"clipped": nowhere, "dual_clipped": nowhere, "approx_kl": kl, **_detached(stats)}
-
-
-def _detached(stats: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values.detach() for name, values in stats.items()}
+    return loss, {"clipped": nowhere, "dual_clipped": nowhere, "approx_kl": kl, **given}
 
 
 def own_advantages(
-    own: OwnFunction,
-    *,
-    rewards: Tensor,
-    lengths: Tensor,
-    parts: Tensor,
-    part_weights: Tensor,
-    normalize_by_std: bool,
+    own: OwnFunction, *, rewards: Tensor, lengths: Tensor, parts: Tensor, part_weights: Tensor, normalize_by_std: bool
 ) -> Tensor:
     """Returns advantages, [G, n]; raises OwnFunctionError where they are not finite."""
     found = own(

@@ -12,6 +12,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,23 +78,16 @@ class OwnFunction:
 
 def chosen(cfg: Config) -> dict[str, str]:
     """Returns path and name of every function of a person's own that the configuration has, by key."""
-    algorithm = cfg.algorithm
-    values = (algorithm.policy_loss, algorithm.advantage.function, algorithm.token_weights, cfg.filter_groups.function)
-    return {key: value for key, value in zip(PARAMETERS, values, strict=True) if OWN.fullmatch(value)}
+    values = {key: attrgetter(key)(cfg) for key in PARAMETERS}
+    return {key: value for key, value in values.items() if OWN.fullmatch(value)}
 
 
 def make_absolute(cfg: Config) -> None:
     """Makes the paths absolute; ready names stay."""
-    algorithm = cfg.algorithm
-    algorithm.policy_loss = _absolute(algorithm.policy_loss)
-    algorithm.advantage.function = _absolute(algorithm.advantage.function)
-    algorithm.token_weights = _absolute(algorithm.token_weights)
-    cfg.filter_groups.function = _absolute(cfg.filter_groups.function)
-
-
-def _absolute(value: str) -> str:
-    found = OWN.fullmatch(value)
-    return f"{_file(found[1])}:{found[2]}" if found else value
+    for key, value in chosen(cfg).items():
+        section, _, field = key.rpartition(".")
+        path, _, name = value.rpartition(":")
+        setattr(attrgetter(section)(cfg), field, f"{_file(path)}:{name}")
 
 
 def _file(path: str) -> Path:
@@ -131,11 +125,10 @@ def digests(cfg: Config) -> dict[str, str]:
 
 def read(key: str, value: str) -> Source:
     """Reads the file. Raises ValueError where there is none."""
-    found = OWN.fullmatch(value)
-    assert found is not None, value
-    path = _file(found[1])
+    file, _, name = value.rpartition(":")
+    path = _file(file)
     try:
-        return Source(key=key, path=str(path), name=found[2], text=path.read_bytes())
+        return Source(key=key, path=str(path), name=name, text=path.read_bytes())
     except OSError as error:
         raise ValueError(f"`{key}` ({value}): the file cannot be read ({error}); give FILE.py:FUNCTION") from None
 
