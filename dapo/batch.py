@@ -13,12 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.advantage import (
-    decoupled_advantages,
-    group_advantages,
-    reinforce_plus_plus_advantages,
-    rloo_advantages,
-)
+from dapo.advantage import decoupled_advantages, group_advantages, reinforce_plus_plus_advantages, rloo_advantages
 from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.own.calls import own_advantages, own_token_weights

@@ -43,11 +43,7 @@ def policy_loss(
     cap = -advantages * clip_ratio_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, cap), pessimistic)
-    stats = {
-        "clipped": clipped > unclipped,
-        "dual_clipped": negative & (pessimistic > cap),
-        "approx_kl": -log_ratio.detach(),
-    }
+    stats = _stats(log_ratio, clipped > unclipped, dual_clipped=negative & (pessimistic > cap))
     return _checked(loss, logprobs, old_logprobs, advantages), stats
 
 
@@ -76,13 +72,8 @@ def gspo_loss(
     ratio = (segment_sum(log_ratio.detach(), segment_ids) / lengths + through_own).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = torch.maximum(unclipped, clipped)
-    stats = {
-        "clipped": clipped > unclipped,
-        "dual_clipped": torch.zeros_like(loss, dtype=torch.bool),
-        "approx_kl": -log_ratio.detach(),
-    }
-    return _checked(loss, logprobs, old_logprobs, advantages), stats
+    loss = _checked(torch.maximum(unclipped, clipped), logprobs, old_logprobs, advantages)
+    return loss, _stats(log_ratio, clipped > unclipped)
 
 
 def cispo_loss(
@@ -97,13 +88,14 @@ def cispo_loss(
     log_ratio = clamped_difference(logprobs, old_logprobs).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = -advantages * weight * logprobs
-    stats = {
-        "clipped": weight != ratio,
-        "dual_clipped": torch.zeros_like(loss, dtype=torch.bool),
-        "approx_kl": -log_ratio,
-    }
-    return _checked(loss, logprobs, old_logprobs, advantages), stats
+    loss = _checked(-advantages * weight * logprobs, logprobs, old_logprobs, advantages)
+    return loss, _stats(log_ratio, weight != ratio)
+
+
+def _stats(log_ratio: Tensor, clipped: Tensor, dual_clipped: Tensor | None = None) -> dict[str, Tensor]:
+    """Returns the second value of a loss. dual_clipped: None is false everywhere."""
+    dual_clipped = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
+    return {"clipped": clipped, "dual_clipped": dual_clipped, "approx_kl": -log_ratio.detach()}
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

@@ -55,11 +55,7 @@ class Objective:
 
 
 def objective(
-    logprobs: Tensor,
-    entropy: Tensor,
-    constants: Constants,
-    cfg: AlgorithmConfig,
-    own_loss: OwnFunction | None = None,
+    logprobs: Tensor, entropy: Tensor, constants: Constants, cfg: AlgorithmConfig, own_loss: OwnFunction | None = None
 ) -> Objective:
     """Returns the loss of the policy whose logprobs and entropy these are, [R], with gradient (entropy: if
     `entropy_coeff` is not 0), and what it is made of. own_loss: in place of `policy_loss` (`algorithm.policy_loss`)."""
@@ -108,13 +104,9 @@ def _policy_loss(
         case "cispo":
             return cispo_loss(logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high)
         case _:
+            c = cfg.clip_ratio_c
             return policy_loss(
-                logprobs,
-                old_logprobs,
-                advantages,
-                clip_ratio_low=low,
-                clip_ratio_high=high,
-                clip_ratio_c=cfg.clip_ratio_c,
+                logprobs, old_logprobs, advantages, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c
             )
 
 

@@ -16,7 +16,7 @@ from dapo.own.check import check_policy_loss, make_tokens, own_functions
 from dapo.own.loading import OwnFunction, load, read
 
 KEY = "algorithm.policy_loss"
-HEAD = "import torch\nfrom dapo.loss import clamped_difference, segment_sum\nfrom dapo.loss import _checked\n"
+HEAD = "import torch\nfrom dapo.loss import clamped_difference, segment_sum\nfrom dapo.loss import _checked, _stats\n"
 EXAMPLE = Path(__file__).resolve().parents[2] / "dapo" / "own" / "soft_gate.py"
 
 
