@@ -94,7 +94,7 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
     for table in tables:
         if layout is not None:
             for number, row in enumerate(table.to_pylist(), first_row):
-                yield _converted(number, row, layout, _row(where, number), reading)
+                yield _single(number, layout.converted(row, _row(where, number), reading.entry))
             first_row += len(table)
             continue
         others = table.drop_columns(["prompt", "reward_model"])
@@ -106,27 +106,21 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
         first_row += len(table)
 
 
-def _converted(number: int, row: dict[str, Any], layout: Layout, where: str, reading: Reading) -> Chunk:
-    """Returns a row of another layout as a chunk."""
-    one = layout.converted(row, where, reading.entry)
-    return Chunk(number, [one["prompt"]], [one["reward_model"]], lambda _: one)
+def _single(number: int, row: dict[str, Any]) -> Chunk:
+    return Chunk(number, [row["prompt"]], [row["reward_model"]], lambda _: row)
 
 
 def _json_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]:
     """Yields one chunk per row, because each row of a JSON file has columns of its own; the first row's say which
     layout the file has."""
     format = reading.format
-
-    def chunk(number: int, row: dict[str, Any]) -> Chunk:
-        return Chunk(number, [row["prompt"]], [row["reward_model"]], lambda _: row)
-
     for number, row in _json_rows(path, where):
         at = _row(where, number)
         if not isinstance(row, dict):
             raise ValueError(f"{at}: must be an object with columns {SCHEMA}, not {shown(row)}")
         layout = layout_of(list(row), format, at, text_prompt=isinstance(row.get("prompt"), str))
         format = VERL if layout is None else layout.name
-        yield chunk(number, row) if layout is None else _converted(number, row, layout, at, reading)
+        yield _single(number, row if layout is None else layout.converted(row, at, reading.entry))
 
 
 def _json_rows(path: Path, where: str) -> Iterator[tuple[int, Any]]:
