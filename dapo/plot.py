@@ -34,8 +34,7 @@ SEED = re.compile(r"[-_/]?seed[-_]?\d+$")
 
 def series(records: Sequence[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
     """Returns (steps, values) of one metric in the order of the steps; the last record of a step wins, NaN is left
-    out.
-    """
+    out."""
     found = {record["step"]: record[metric] for record in records if not math.isnan(record.get(metric, math.nan))}
     steps = sorted(found)
     return steps, [found[step] for step in steps]

@@ -21,22 +21,18 @@ class RolloutPool(Protocol):
     @property
     def capacity(self) -> int:
         """Counts the responses that all engines together run at once: sequences, or what the KV cache holds."""
-        ...
 
     def room(self, n: int) -> int:
         """Counts the groups of n responses that may start now without waiting long for an engine; what runs in the
         background takes no room."""
-        ...
 
     @property
     def spare(self) -> int:
         """Counts the responses that may start in the background: in slots that nothing takes now."""
-        ...
 
     @property
     def serving(self) -> bool:
         """Returns whether an engine serves now, or a group would have to wait for one that starts again."""
-        ...
 
     def generate(
         self,
@@ -52,15 +48,12 @@ class RolloutPool(Protocol):
 
         problem: that the prompt is of, for the rollout function where there is one.
         """
-        ...
 
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, and how many were replaced so far, as metrics."""
-        ...
 
     async def abort(self, keys: list[str]) -> None:
         """Ends the named groups; their unfinished responses come as far as they are, marked as aborted."""
-        ...
 
 
 class RewardPool(Protocol):
@@ -68,15 +61,12 @@ class RewardPool(Protocol):
 
     async def score(self, prompt: Prompt, sample: int, response: Response) -> Score:
         """Scores response number `sample` to the prompt."""
-        ...
 
     def lap(self) -> dict[str, float]:
         """Returns what the workers did since the last lap, and how many processes were replaced so far, as metrics."""
-        ...
 
     async def check(self) -> None:
         """Raises RuntimeError when known answers are not scored as they must be: no verdict can be trusted then."""
-        ...
 
 
 class ActorsLost(RuntimeError):
@@ -120,44 +110,35 @@ class ActorPool(Protocol):
 
     async def update(self, batch: TrainBatch) -> Updated:
         """Trains on a batch, from policy version `batch.version` to the next one. Raises BatchRefused."""
-        ...
 
     async def reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Float32Array]: ...
 
     async def save(self, directory: str, version: int) -> None:
         """Writes the state of policy `version`, which the ranks must be at."""
-        ...
 
     async def load(self, directory: str, version: int) -> None:
         """Reads what `save` wrote; the ranks are at policy `version` from then on."""
-        ...
 
     async def export_hf(self, directory: str) -> None: ...
 
     async def stage(self, version: int, *, export: bool) -> None:
         """Copies the state of policy `version`, which the ranks must be at, for one `write_staged`; with `export` also
         the model for `export_hf`."""
-        ...
 
     async def write_staged(self, directory: str, export: str) -> None:
         """Writes what was staged as `save` and `export_hf` do, the latter into `export`; updates may run meanwhile."""
-        ...
 
     async def check_shared(self, path: str, content: str) -> None:
         """Raises RuntimeError unless all ranks read `content` in the file at `path`."""
-        ...
 
     def restarts(self) -> dict[str, float]:
         """Returns how many times all ranks were replaced so far, as a metric."""
-        ...
 
     async def until_lost(self) -> str:
         """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""
-        ...
 
     async def restart(self) -> None:
         """Ends all ranks and starts new ones, at policy version 0."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,6 @@ class Curriculum(Protocol):
 
     def chances(self, history: PromptHistory, prompts: NDArray[np.int64], *, version: int) -> NDArray[np.float64]:
         """Returns the chance of each of `prompts`, by id, at policy `version`; one of them at least is above 0."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,8 +142,7 @@ def _check_shards(metadata: Path) -> None:
 
 def _fault(directory: Path, name: str, recorded: dict[str, Any]) -> str:
     """Returns what is wrong with a file, "" for nothing. The size comes first: it costs nothing and finds most
-    faults. Raises UnreadableCheckpoint.
-    """
+    faults. Raises UnreadableCheckpoint."""
     path = directory / name
     try:
         size = _read(lambda: path.stat().st_size, directory)

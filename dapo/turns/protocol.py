@@ -40,12 +40,10 @@ class Generate(Protocol):
         its last characters. What does not fit into `data.max_response_length` any more is not appended: then nothing
         is sampled, and the reason is "length".
         """
-        ...
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the tokens by which the chat template goes on behind the last turn: its end, where the policy did
         not sample it, messages as (role, content), and the beginning of the policy's next turn."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

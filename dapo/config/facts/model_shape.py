@@ -29,8 +29,7 @@ KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 
 class UnknownShape(ValueError):
     """Says that the model has no config.json that can be found, or an architecture that `ModelShape` does not
-    describe.
-    """
+    describe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +99,7 @@ class ModelShape:
     @property
     def flops_per_token(self) -> int:
         """Returns FLOPs of the matrices for one token, forward, head included: all that does not grow with the
-        length.
-        """
+        length."""
         return 2 * self.num_layers * self.layer_matrices + self.head_flops
 
     def attention_flops(self, length: int) -> float:
