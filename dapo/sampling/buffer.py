@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
-from dapo.sampling.demand import Forecast, Supply, UsableRate
+from dapo.sampling.demand import Forecast, UsableRate
 from dapo.sampling.draws import REFUSED, STALE, SURPLUS, TRAINED, BufferState, Draws, State
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, classifier, classify
 from dapo.sampling.prospects import Prospects
 from dapo.types import Collected, Group
 
 DRAW_ORDER = "draw_order"
-COMPLETION = "completion"
 
 
 class OversamplingBuffer:
@@ -113,8 +112,9 @@ class OversamplingBuffer:
     @property
     def missing(self) -> int:
         """Counts the draws that would start for this batch beside those in flight, if all of them might."""
-        supply = Supply(usable=self.draws.usable, in_flight=self.in_flight)
-        return self.rate.missing(self._batch, supply) if self.collecting else 0
+        if not self.collecting:
+            return 0
+        return self.rate.missing(self._batch, usable=self.draws.usable, in_flight=self.in_flight)
 
     def take(self, room: int | None = None) -> list[int]:
         """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.

@@ -9,14 +9,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Supply:
-    """Counts what is there for the next updates. usable: groups. in_flight: draws whose outcome is not known."""
-
-    usable: int
-    in_flight: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """Holds mean and variance of a number of usable groups."""
 
@@ -60,18 +52,18 @@ class UsableRate:
         self._past = (self.KEEP * (before_usable + usable), self.KEEP * (before_draws + draws))
         self._usable, self._draws = self._past
 
-    def missing(self, wanted: int, supply: Supply) -> int:
+    def missing(self, wanted: int, *, usable: int, in_flight: int) -> int:
         """Counts the draws to start now so that `wanted` usable groups come out of the window with a probability of
-        about 84 %.
+        about 84 %. usable: groups that are there. in_flight: draws whose outcome is not known.
 
         With u usable ones among T draws of rate p, those in flight included, u is at least E[u] - z sd(u), and sd holds
         the uncertainty of p itself, which matters in the very first step.
         """
-        if supply.usable >= wanted:
+        if usable >= wanted:
             return 0
-        need = wanted - supply.usable
+        need = wanted - usable
         if self._certain:
-            return max(0, need - supply.in_flight)
+            return max(0, need - in_flight)
         p = self.value
         variance = self.LATE_Z**2 * p * (1.0 - p)  # of one draw
         doubt = variance / self._draws  # of the rate: grows with the square of the draws
@@ -79,7 +71,7 @@ class UsableRate:
         # (T p - need)^2 >= variance T + doubt T^2
         half = need * p + variance / 2
         total = (half + math.sqrt(max(half * half - slope * need * need, 0.0))) / slope
-        return max(0, math.ceil(total - supply.in_flight - 1e-9))
+        return max(0, math.ceil(total - in_flight - 1e-9))
 
     def allowed(self, limit: int, batch: int, there: Forecast) -> int:
         """Counts the draws that may start now for updates that train on `limit` groups, whole batches, in all: so many

@@ -41,11 +41,7 @@ Responses = AsyncGenerator[tuple[int, Response]]
 def sampling_of(section: SamplingConfig, max_tokens: int) -> Sampling:
     """Returns what `cfg.rollout` or `cfg.eval`, which name these settings alike, say about sampling."""
     return Sampling(
-        n=section.n,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        max_tokens=max_tokens,
+        n=section.n, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k, max_tokens=max_tokens
     )
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dapo.sampling.budget import BudgetExhausted
-from dapo.sampling.buffer import COMPLETION, OversamplingBuffer
+from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
 from dapo.types import Collected
 from tests.support.fakes import make_group
@@ -77,7 +77,7 @@ def test_keeps_the_first_mixed_groups_in_draw_order_whatever_finishes_first():
 
 
 def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
-    buffer = make_buffer(batch=2, max_in_flight=4, admission=COMPLETION)
+    buffer = make_buffer(batch=2, max_in_flight=4, admission="completion")
     buffer.open()
     assert buffer.take() == [0, 1, 2, 3]
     finish(buffer, 3, [1.0, 0.0])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dapo.sampling.buffer import COMPLETION, DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from tests.support.fakes import make_group
@@ -70,7 +70,7 @@ def move(world: World, kind: str, pick: int, room: int | None) -> None:
     world.audit()
 
 
-@pytest.mark.parametrize("admission", [DRAW_ORDER, COMPLETION])
+@pytest.mark.parametrize("admission", [DRAW_ORDER, "completion"])
 @pytest.mark.parametrize(
     ("batches", "on_budget"),
     [

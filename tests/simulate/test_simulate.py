@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dapo.sampling.buffer import COMPLETION
 from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 from dapo.simulate.bound import forced
@@ -100,7 +99,7 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[fl
     [
         pytest.param(streaming, False, id="draw order"),
         pytest.param(lambda scenario: streaming(scenario, max_staleness=1), False, id="draw order, staleness 1"),
-        pytest.param(lambda scenario: streaming(scenario, admission=COMPLETION), True, id="completion"),
+        pytest.param(lambda scenario: streaming(scenario, admission="completion"), True, id="completion"),
         pytest.param(first_finished, True, id="first finished wins"),
     ],
 )
