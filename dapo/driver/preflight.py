@@ -6,7 +6,7 @@ In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, 
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
     problems = [*_torchvision()] or [
-        *_schedule(cfg),
+        # Of the whole run: transformers knows which arguments a schedule takes, and uses them late.
+        *_refusal(lambda: check_rates(cfg)),
         *(_attention(cfg) if trains else ()),
         *_models(cfg, trains=trains),
         *_architecture(cfg, trains=trains),
@@ -46,10 +47,10 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def _schedule(cfg: Config) -> Iterator[str]:
-    """Takes the learning rates of the whole run: transformers knows which arguments it takes, and uses them late."""
+def _refusal(call: Callable[[], object]) -> Iterator[str]:
+    """Yields the ValueError that a call raises, if it does."""
     try:
-        check_rates(cfg)
+        call()
     except ValueError as error:
         yield str(error)
 
@@ -180,15 +181,12 @@ def _section(
             continue
         asynchronous += function.asynchronous
         if function.runs_programs:
-            yield from _packages(sandbox)
+            yield from _refusal(lambda: python_paths(sandbox.packages))
         if ready_name(spec.path):  # a person's function is called in child processes alone
             yield from _known_answers(function, f"{section}[{index}]")
         if ready_name(spec.path) == "judge":
             yield from judge.problems(function.kwargs)
-    try:
-        labels(functions, section)
-    except ValueError as error:
-        yield str(error)
+    yield from _refusal(lambda: labels(functions, section))
     return asynchronous
 
 
@@ -197,14 +195,7 @@ def _rollout_function(cfg: Config) -> Iterator[str]:
         if cfg.rollout.function.path:
             function = load_rollout(cfg.rollout.function)
             if runs_programs(function, cfg.rollout.function.kwargs):
-                yield from _packages(cfg.reward.limits.sandbox)
-    except ValueError as error:
-        yield str(error)
-
-
-def _packages(sandbox: SandboxConfig) -> Iterator[str]:
-    try:
-        python_paths(sandbox.packages)
+                python_paths(cfg.reward.limits.sandbox.packages)
     except ValueError as error:
         yield str(error)
 

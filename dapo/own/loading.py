@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dapo.config.fields import OWN
@@ -140,8 +139,9 @@ def load(source: Source) -> OwnFunction:
     Raises:
         ValueError: it cannot be imported, has no such function, or one that asks for what there is not.
     """
+    name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
     try:
-        module = _module(source)
+        module = run_module(importlib.util.spec_from_loader(name, _Text(source)))
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{source} cannot be imported ({describe(error)}); it can import what is installed on every node, and no "
@@ -160,13 +160,14 @@ def load(source: Source) -> OwnFunction:
 
 
 def _takes(source: Source, function: Callable[..., Any]) -> frozenset[str] | None:
-    there, asked = PARAMETERS[source.key], inspect.signature(function).parameters.values()
+    there, parameters = PARAMETERS[source.key], inspect.signature(function).parameters.values()
+    asked = [one for one in parameters if one.kind is not one.VAR_POSITIONAL]
     if any(one.kind is one.VAR_KEYWORD for one in asked):
         return None
     unknown = [
         one.name
         for one in asked
-        if one.kind is one.POSITIONAL_ONLY or one.name not in there and one.default is one.empty and not _rest(one)
+        if one.kind is one.POSITIONAL_ONLY or one.name not in there and one.default is one.empty
     ]
     if unknown:
         raise ValueError(
@@ -174,15 +175,6 @@ def _takes(source: Source, function: Callable[..., Any]) -> frozenset[str] | Non
             f"{', '.join(there)}; give others a default"
         )
     return frozenset(one.name for one in asked) & frozenset(there)
-
-
-def _rest(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is parameter.VAR_POSITIONAL
-
-
-def _module(source: Source) -> ModuleType:
-    name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
-    return run_module(importlib.util.spec_from_loader(name, _Text(source)))
 
 
 class _Text(importlib.abc.SourceLoader):

@@ -27,8 +27,11 @@ def decoding(cfg: Config) -> Iterator[str]:
     """Reports what would give other samples than the policy's, or no engine at all."""
     if (speculative := cfg.rollout.vllm.get("speculative_config")) is not None:
         yield from _speculation(speculative, cfg.rollout.vllm.get("max_num_seqs"))
-    if (quantization := cfg.rollout.vllm.get("quantization")) is not None:
-        yield from _quantization(quantization)
+    if (quantization := cfg.rollout.vllm.get("quantization")) not in (None, *QUANTIZED):
+        yield (
+            f"`{QUANTIZATION}` ({quantization}) must be one of {', '.join(QUANTIZED)}: these quantize each weight sync "
+            "as it arrives"
+        )
     yield from on_device(cfg, cfg.trainer.device)
 
 
@@ -62,14 +65,6 @@ def _speculation(given: Any, max_num_seqs: int | None) -> Iterator[str]:
             "lets large batches run, in which speculation costs more than it gains; give the tokens to draft by the "
             f"requests that run, such as [[1, {FEW_REQUESTS}, {tokens}], [{FEW_REQUESTS + 1}, {most}, 0]], or "
             f"[[1, {most}, {tokens}]] to speculate always"
-        )
-
-
-def _quantization(given: Any) -> Iterator[str]:
-    if given not in QUANTIZED:
-        yield (
-            f"`{QUANTIZATION}` ({given}) must be one of {', '.join(QUANTIZED)}: these quantize each weight sync as it "
-            "arrives"
         )
 
 
