@@ -88,14 +88,16 @@ def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = (
     figure, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained")
     kinds = kinds_of(list(runs))
     shown = list(dict.fromkeys(kinds))
+    width = 1.6 if len(runs) == 1 else 1.2  # overlaid runs need thinner lines
     cells = [(panel, each) for panel in PANELS for each in against]
     for axis, ((name, metric, points), each) in zip(axes.flat, cells, strict=True):
         for kind, records in zip(kinds, runs.values(), strict=True):
             at = positions(records, each)
             known = [(at[step], value) for step, value in zip(*series(records, metric), strict=True) if step in at]
-            look = _look(points, len(runs))
             colour = COLOURS[shown.index(kind) % len(COLOURS)]
-            axis.plot([x for x, _ in known], [y for _, y in known], color=colour, **look)
+            # Held-out points are joined by a line so that the eye can follow them.
+            look: dict[str, Any] = {"marker": "o", "markersize": 4.5} if points else {}
+            axis.plot([x for x, _ in known], [y for _, y in known], color=colour, linewidth=width, **look)
         frame(axis, name)
         _limits(axis, metric, each)
     for number, axis in enumerate(axes[-1]):
@@ -120,12 +122,6 @@ def _limits(axis: Any, metric: str, against: str) -> None:
     if against != "step":
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.set_ylim(0.0, 1.0 if "accuracy" in metric else None)
-
-
-def _look(points: bool, num_runs: int) -> dict[str, Any]:
-    # Overlaid runs need thinner lines; held-out points are joined by a line so that the eye can follow them.
-    width = 1.6 if num_runs == 1 else 1.2
-    return {"marker": "o", "markersize": 4.5, "linewidth": width} if points else {"linewidth": width}
 
 
 def load_runs(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:

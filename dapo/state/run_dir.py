@@ -45,6 +45,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
         self.path = path
+        self.checkpoints = path / CHECKPOINTS
         self.notices: list[str] = []
         self.accepted: list[str] = []
         self._config = config
@@ -53,16 +54,12 @@ class RunDirectory:
         self._later: dict[str, str] | None = None  # files that `begin` writes; None: they are written at once
         self._lock = lock
         self._lease = lease
+        self._where = _named(path)
         self.store = self._open(None)
 
     def _open(self, origin: Path | None) -> CheckpointStore:
         keep = int(value_of(self._config, "checkpoint.keep") or 0)
         return CheckpointStore(self.checkpoints, keep=keep, origin=origin, record=self._record, guard=self.check)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Returns the root of `store`."""
-        return self.path / CHECKPOINTS
 
     @property
     def started(self) -> datetime:
@@ -201,10 +198,6 @@ class RunDirectory:
         for name in COPIED:
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, checkpoint / ABOUT / name)
-
-    @property
-    def _where(self) -> str:
-        return _named(self.path)
 
     def __enter__(self) -> "RunDirectory":
         return self
