@@ -57,12 +57,6 @@ def load_formats() -> list[str]:
     return [str(one) for one in _allowed(ast.Name("LoadFormats"), LOADERS).choices]
 
 
-def forget() -> None:
-    """Lets the source be read again: another vLLM, or none, is installed."""
-    for one in (allowed, _annotated, _bound, _section, _given):
-        one.cache_clear()
-
-
 @functools.cache
 def allowed(argument: str) -> Allowed:
     """Returns what an engine argument may hold; nothing certain for one that there is not."""

@@ -21,8 +21,12 @@ def sources(cfg: Config) -> Iterator[str]:
             "or data.sources=[{name: sums, files: [a.parquet]}] with data.train_files=[]"
         )
     named = list(data.val_files) if isinstance(data.val_files, dict) else []
-    yield from _taken([("data.val_files", name) for name in named])
-    yield from _taken([(f"data.sources[{index}].name", source.name) for index, source in enumerate(data.sources)])
+    names = [("data.val_files", name) for name in named]
+    names += [(f"data.sources[{index}].name", source.name) for index, source in enumerate(data.sources)]
+    for key, name in names:
+        if name in RESERVED:  # it would mix problems up there
+            what = "the training prompts" if name == TRAIN else "a held-out set without a name"
+            yield f"`{key}` ({name}) is the name that `samples.sqlite` has for {what}; take another, such as my_{name}"
     for name in (source.name for source in data.sources if source.val_files and source.name in named):
         yield f"`data.val_files` has a set `{name}`, and so has `data.sources` with its `val_files`; rename one"
     if data.val_files and not isinstance(data.val_files, dict) and any(source.val_files for source in data.sources):
@@ -46,11 +50,3 @@ def sources(cfg: Config) -> Iterator[str]:
                 f"`reward.overlong_buffer.len` ({overlong.len}); lower the buffer, raise the cap, or switch it off "
                 "(`reward.overlong_buffer.enable=false`)"
             )
-
-
-def _taken(names: list[tuple[str, str]]) -> Iterator[str]:
-    """Reports names, each with its key, that would mix problems up in the sample store."""
-    for key, name in names:
-        if name in RESERVED:
-            what = "the training prompts" if name == TRAIN else "a held-out set without a name"
-            yield f"`{key}` ({name}) is the name that `samples.sqlite` has for {what}; take another, such as my_{name}"
