@@ -11,15 +11,8 @@ from dapo.config.fields import MISSING, at_least, key, node_labels, one_of, posi
 DTYPES = ("float32", "bfloat16", "float16")
 GRADIENT_CHECKPOINTING = ("full", "selective", "none")
 LR_SCHEDULERS = (  # names of transformers' get_scheduler
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
+    *("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr"),
+    *("polynomial", "inverse_sqrt", "warmup_stable_decay"),
 )
 LR_SCHEDULER_UNITS = ("rollout_step", "optimizer_step")
 OFFLOADS = ("none", "host", "phase")
@@ -108,11 +101,7 @@ class OptimConfig:
         trl="max_grad_norm",
     )
     lr_warmup_steps: int = at_least(
-        0,
-        10,
-        "steps of the warm-up, in `lr_scheduler_unit`",
-        verl=f"{ACTOR}.optim.lr_warmup_steps",
-        trl="warmup_steps",
+        0, 10, "steps of the warm-up, in `lr_scheduler_unit`", verl=f"{ACTOR}.optim.lr_warmup_steps", trl="warmup_steps"
     )
     lr_scheduler: str = one_of(
         LR_SCHEDULERS,

@@ -173,9 +173,7 @@ class OverlongFilteringConfig:
     """Overlong filtering (section 3.4 of the paper) takes truncated responses out of the loss."""
 
     enable: bool = key(
-        False,
-        "whether truncated responses leave the loss, numerator and denominator",
-        trl="mask_truncated_completions",
+        False, "whether truncated responses leave the loss, numerator and denominator", trl="mask_truncated_completions"
     )
     in_baseline: bool = key(
         True, "their rewards stay in the group's mean and standard deviation; false takes them out there too"

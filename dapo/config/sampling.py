@@ -96,11 +96,7 @@ class DataConfig:
         1, 2048, "tokens; longer prompts are dropped", verl="data.max_prompt_length", trl="max_prompt_length"
     )
     max_response_length: int = at_least(
-        1,
-        20480,
-        "tokens; a longer response is truncated",
-        verl="data.max_response_length",
-        trl="max_completion_length",
+        1, 20480, "tokens; a longer response is truncated", verl="data.max_response_length", trl="max_completion_length"
     )
     max_contradictory: float = key(
         0.1,
@@ -109,10 +105,7 @@ class DataConfig:
         holds=lambda value: 0 <= value <= 1,
     )
     shuffle: bool = key(
-        True,
-        "draw the prompts of each epoch in another seeded order",
-        verl="data.shuffle",
-        trl="shuffle_dataset",
+        True, "draw the prompts of each epoch in another seeded order", verl="data.shuffle", trl="shuffle_dataset"
     )
     curriculum: str = one_of(
         CURRICULA,

@@ -85,11 +85,7 @@ class LoggingConfig:
         True, "scalars and sample texts under `tensorboard/`", verl="trainer.logger", trl="report_to"
     )
     samples: int = at_least(
-        0,
-        2,
-        "responses shown per step there",
-        verl="trainer.log_val_generations",
-        trl="num_completions_to_print",
+        0, 2, "responses shown per step there", verl="trainer.log_val_generations", trl="num_completions_to_print"
     )
     wandb: dict[str, Any] = key(
         {},
@@ -125,8 +121,7 @@ class LoggingConfig:
         0, 32_768, "longest text kept there; of a longer one the beginning and the end", "; 0: no texts"
     )
     worker_logs: bool = key(
-        False,
-        "also print what the remote workers print; without it their output is in Ray's log directory only",
+        False, "also print what the remote workers print; without it their output is in Ray's log directory only"
     )
 
 
