@@ -108,8 +108,7 @@ async def train(
     rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
     stop: catches signals. since: the moment (`time.monotonic()`) from which `trainer.max_hours` counts; None: this one.
 
-    Raises:
-        ValueError, RuntimeError: what is wrong with the input, or what failed, with the remedy.
+    Raises ValueError or RuntimeError: what is wrong with the input, or what failed, with the remedy.
     """
     began, given = time.monotonic(), asdict(cfg)
     make_paths_absolute(cfg)

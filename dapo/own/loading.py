@@ -136,8 +136,7 @@ def load(source: Source) -> OwnFunction:
     """Runs the file's text as a module of its own, and finds the function. The file's folder does not enter the search
     path: it can import what is installed, and no file beside it.
 
-    Raises:
-        ValueError: it cannot be imported, has no such function, or one that asks for what there is not.
+    Raises ValueError where it cannot be imported, has no such function, or one that asks for what there is not.
     """
     name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
     try:

@@ -69,11 +69,8 @@ class Budget:
         return 0 if self._barren >= self._barren_at else math.inf
 
     def end(self, *, usable: int, wanted: int) -> int:
-        """Returns the number of groups to train on when the budget is spent.
-
-        Raises:
-            BudgetExhausted: none, or fewer than wanted where only a full batch will do.
-        """
+        """Returns the number of groups to train on when the budget is spent. Raises BudgetExhausted where there is
+        none, or fewer than wanted and only a full batch will do."""
         if usable and self._train_partial:
             return usable
         error = BudgetExhausted(self._explain(usable=usable, wanted=wanted))

@@ -135,9 +135,8 @@ class GroupStream:
     async def collect(self) -> Collected:
         """Returns a full batch for the next update.
 
-        Raises:
-            BudgetExhausted: see `OversamplingBuffer.take`. And whatever the pools raise, also because they score known
-            answers wrong.
+        Raises BudgetExhausted as `OversamplingBuffer.take` does, and whatever the pools raise, also because they score
+        known answers wrong.
         """
         self.buffer.open()
         self.traffic.open()
