@@ -90,9 +90,7 @@ def _hints(name: str, known: Collection[str]) -> Iterator[str]:
     yield nearest(name, known, cutoff=0.75)
     last = name.rpartition(".")[2]
     yield nearest(name, [key for key in known if key.rpartition(".")[2] == last], cutoff=0.0)
-    arguments = {f"{ENGINE}.{argument}": argument for argument in engine_arguments()}
-    bare = last.removeprefix("vllm_")
-    near = difflib.get_close_matches(bare, arguments.values(), n=1, cutoff=0.8)
+    near = difflib.get_close_matches(last.removeprefix("vllm_"), engine_arguments(), n=1, cutoff=0.8)
     if near:
         yield f"did you mean the engine argument `{ENGINE}.{near[0]}`?"
     yield nearest(name, known)
