@@ -147,7 +147,7 @@ def _asks_a_judge(config: dict[str, Any]) -> bool:
 
 def values(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the value of every key, its default where the configuration lacks it."""
-    return {one.name: _value(config, one.name, one.default) for one in keys(Config) if ITEM not in one.name}
+    return {one.name: value_of(config, one.name, one.default) for one in keys(Config) if ITEM not in one.name}
 
 
 def check_accepted(accepted: Sequence[str]) -> None:
@@ -162,12 +162,8 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
     return any(covers(entry, key) for entry in accepted)
 
 
-def value_of(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key, None where it is absent."""
-    return _value(config, key, None)
-
-
-def _value(config: Any, key: str, default: Any) -> Any:
+def value_of(config: Any, key: str, default: Any = None) -> Any:
+    """Returns the value of a dotted key, the default where it is absent."""
     for part in key.split("."):
         if not isinstance(config, dict) or part not in config:
             return [_plain(item) for item in default] if isinstance(default, list) else default

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from dapo.faults.points import fault_point
 from dapo.report.watchdog import waiting
@@ -32,8 +31,6 @@ TEMPORARY = ".tmp"  # being written: whole once its manifest is there
 ASIDE = ".aside"  # whole, until another one of the same step is in its place
 CONDEMNED = ".gone"  # being removed: never whole again
 LEFT = "left_"  # in place of `step_`: of a course that `checkpoint.resume` went back from
-
-T = TypeVar("T")
 
 
 class CheckpointStore:
@@ -285,7 +282,7 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
-async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
+async def _to_its_end(function: Callable[..., None], *arguments: object) -> None:
     """Runs `function` in a thread. A thread cannot be stopped: a cancellation is raised when it has ended."""
     task = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     cancelled: asyncio.CancelledError | None = None
@@ -296,4 +293,4 @@ async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
             cancelled = error
     if cancelled is not None:
         raise cancelled from task.exception()
-    return task.result()
+    task.result()

@@ -1,11 +1,13 @@
-"""Holds a directory against runs on other hosts, where the kernel's lock may not reach: a file that its owner touches
-every few seconds.
+"""Holds a directory for this process: by the kernel's lock, and against runs on other hosts, where that may not reach,
+by a lease, a file that its owner touches every few seconds.
 
-In: a path on a file system that the hosts share. Out: a held `Lease`, or a refusal. No clocks are compared: who wants
-the directory watches the file for as long as a live owner would leave it untouched, by its own clock.
+In: a directory, perhaps of a file system that hosts share. Out: an open lock file and a held `Lease`, or an error that
+names the live run which has them. No clocks are compared: who wants the directory watches the lease for as long as a
+live owner would leave it untouched, by its own clock.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -15,14 +17,55 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 log = logging.getLogger(__name__)
 
+LOCK, LEASE = ".lock", ".lease"
 BEAT_S = 5.0
 STALE_S = 60.0  # a busy file system may hold a beat back for a while
 POLL_S = 1.0
 SETTLE_S = 2.0  # in which two who take over at once see who was last
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def hold(path: Path, where: str) -> tuple[TextIO, "Lease"]:
+    """Takes lock and lease of a directory. where: the directory, for the ValueError that a live run raises."""
+    lock, locked = _locked(path, where)
+    lease = Lease(path / LEASE)
+    try:
+        lease.take(locked=locked)
+    except BaseException as error:
+        lock.close()
+        if isinstance(error, LeaseHeld):
+            raise ValueError(_in_use(where, str(error))) from error
+        raise
+    return lock, lease
+
+
+def _in_use(where: str, holder: str) -> str:
+    return f"{where} is in use by a live run ({holder}); wait for it, or give another `trainer.output_dir`"
+
+
+def _locked(path: Path, where: str) -> tuple[TextIO, bool]:
+    """Returns the lock file, locked by the kernel, which lets go when the process dies: there is no stale lock to
+    remove. False: this file system has no locks."""
+    lock, locked = (path / LOCK).open("a+", encoding="utf-8"), True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ValueError(_in_use(where, holder)) from error
+    except OSError as error:
+        log.warning("%s cannot be locked by the kernel (%s); its lease alone keeps other runs away", path, error)
+        locked = False
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock, locked
 
 
 class LeaseHeld(Exception):

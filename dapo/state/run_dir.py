@@ -8,7 +8,6 @@ with.
 
 import secrets
 import shutil
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,10 +20,9 @@ from dapo.report.redact import redacted
 from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
-from dapo.state.hold import LEASE, LOCK, hold
 from dapo.state.inputs import INPUTS, changed_inputs, inputs_text, read_config, read_inputs
 from dapo.state.journal import holds_groups
-from dapo.state.lease import Lease
+from dapo.state.lease import LEASE, LOCK, Lease, hold
 from dapo.state.manifest import BrokenCheckpoint
 
 CONFIG, CHECKPOINTS, METRICS = "config.yaml", "checkpoints", "metrics.jsonl"
@@ -40,7 +38,8 @@ class RunDirectory:
 
     store: its checkpoints. notices: what a person should know of this start, one line each. accepted: the keys that
     alter the run's meaning and differ from those of the checkpoint that it goes on from, as
-    `checkpoint.accept_changes` allows; groups that were sampled before mean something else then.
+    `checkpoint.accept_changes` allows; groups that were sampled before mean something else then. check, when_lost: of
+    the lease: whether another run has taken the directory over.
     """
 
     def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
@@ -54,6 +53,7 @@ class RunDirectory:
         self._later: dict[str, str] | None = None  # files that `begin` writes; None: they are written at once
         self._lock = lock
         self._lease = lease
+        self.check, self.when_lost = lease.check, lease.when_lost
         self._where = _named(path)
         self.store = self._open(None)
 
@@ -72,14 +72,6 @@ class RunDirectory:
         path, content = self.path / TOKEN, secrets.token_hex(16)
         write_text(path, content)
         return str(path), content
-
-    def check(self) -> None:
-        """Raises `dapo.state.lease.LeaseLost` when another run has taken the directory over."""
-        self._lease.check()
-
-    def when_lost(self, call: Callable[[], None]) -> None:
-        """Has `call` called in another thread when another run takes the directory over."""
-        self._lease.when_lost(call)
 
     def check_data(self, fingerprint: str) -> None:
         """Notes `dapo.data.prompts.fingerprint` of the training prompts; raises ValueError when the run had
