@@ -11,10 +11,10 @@ from typing import Any
 from dapo.config.facts.model_shape import UnknownShape, read_config
 from dapo.config.facts.vllm_source import engine_arguments
 from dapo.config.names import JUDGE, nearest
-from dapo.config.paths import checked_path
+from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeEngineConfig
 from dapo.config.rules.engine import values
-from dapo.config.rules.model import division_problems, window_problems
+from dapo.config.rules.model import division_problems, model_directory, window_problems
 from dapo.config.schema import Config
 
 KEY, WINDOW = "reward.judge.engine", "max_model_len"
@@ -31,17 +31,13 @@ def judge(cfg: Config) -> Iterator[str]:
     engine = cfg.reward.judge.engine
     if not engine.path:
         return
-    try:
-        found = Path(checked_path(engine.path, key=f"{KEY}.path"))
-        if "/" not in engine.path and not found.exists():
-            yield (
-                f"`{KEY}.path` ({engine.path}): no such directory in {Path.cwd()}; give an existing one, or a name on "
-                "the hub, OWNER/NAME"
-            )
-        elif found.exists() and not (found / "config.json").is_file():
-            yield f"`{KEY}.path` ({engine.path}) holds no config.json; give the directory of a Hugging Face model"
-    except ValueError as error:
-        yield str(error)
+    if found := [*model_directory(f"{KEY}.path", engine.path)]:
+        yield from found
+    elif "/" not in engine.path and not Path(resolve_path(engine.path)).exists():
+        yield (
+            f"`{KEY}.path` ({engine.path}): no such directory in {Path.cwd()}; give an existing one, or a name on the "
+            "hub, OWNER/NAME"
+        )
     if cfg.reward.judge.url:
         yield (
             f"`reward.judge.url` ({cfg.reward.judge.url}) names a judge, and `{KEY}.path` ({engine.path}) lets the run "

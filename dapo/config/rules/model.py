@@ -13,7 +13,7 @@ from dapo.config.facts.model_class import MASKLESS
 from dapo.config.facts.model_files import INDEX, SINGLE, shapes
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
 from dapo.config.names import ENGINE, nearest
-from dapo.config.paths import checked_path
+from dapo.config.paths import checked_path, resolve_path
 from dapo.config.schema import Config
 
 # Keys of config.json by which a model changes its logits after the head. The actors compute head and softmax alone.
@@ -76,24 +76,24 @@ def _lora(cfg: Config) -> Iterator[str]:
         yield "`model.lora.target_modules` is empty; give names of linear layers, or [all-linear]"
 
 
-def model_directory(cfg: Config) -> Iterator[str]:
-    """Reports a `model.path` that holds no model."""
+def model_directory(key: str, value: str) -> Iterator[str]:
+    """Reports a path that holds no model."""
     try:
-        path = Path(checked_path(cfg.model.path, key="model.path"))
+        path = Path(checked_path(value, key=key))
     except ValueError as error:
         yield str(error)
         return
     if path.is_file():
-        yield f"`model.path` ({cfg.model.path}) is a file; give the directory of a Hugging Face model that it is in"
+        yield f"`{key}` ({value}) is a file; give the directory of a Hugging Face model that it is in"
     elif path.is_dir() and not (path / "config.json").is_file():
-        yield f"`model.path` ({cfg.model.path}) holds no config.json; give the directory of a Hugging Face model"
+        yield f"`{key}` ({value}) holds no config.json; give the directory of a Hugging Face model"
 
 
 def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
-    if found := [*model_directory(cfg)]:
+    if found := [*model_directory("model.path", cfg.model.path)]:
         yield from found
         return
-    path = Path(checked_path(cfg.model.path, key="model.path"))
+    path = Path(resolve_path(cfg.model.path))
     try:
         config = read_config(cfg.model.path)
     except UnknownShape as error:
