@@ -27,8 +27,6 @@ AXES = {"step": "step", "tokens": "tokens generated", "seconds": "seconds of all
 # Okabe and Ito's colours, which people with colour blindness tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MISSING = "matplotlib is not installed; `pip install matplotlib`, or install the `dev` extra of dapo"
-
-
 SEED = re.compile(r"[-_/]?seed[-_]?\d+$")
 
 

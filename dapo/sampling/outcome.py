@@ -11,8 +11,6 @@ ALL_CORRECT = "all_correct"
 ALL_WRONG = "all_wrong"
 UNSCORABLE = "unscorable"
 OVERLONG = "overlong"  # a mixed group of which overlong filtering leaves nothing to train on: a reason to drop it
-
-
 OUTCOMES = (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)
 
 

@@ -145,10 +145,9 @@ def _column(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.LargeLis
 
 
 def _arrays(table: pa.Table, name: str) -> list[NDArray[Any]]:
-    lists = [chunk for chunk in table.column(name).chunks]
     return [
         values[start:end]
-        for chunk in lists
+        for chunk in table.column(name).chunks
         for values in [chunk.values.to_numpy()]
         for start, end in itertools.pairwise(chunk.offsets.to_numpy())
     ]
