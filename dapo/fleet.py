@@ -130,9 +130,7 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
 @asynccontextmanager
 async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
     """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
-
-    Raises ValueError on GPUs, which one placement group per run hands to engines and actors together.
-    """
+    Raises ValueError on GPUs, which one placement group per run hands to engines and actors together."""
     device = device_of(cfg)
     if device != "cpu":
         raise ValueError(

@@ -76,10 +76,8 @@ def write(figure: Any, out: Path, remedy: str) -> None:
 
 def draw(runs: dict[str, Any], out: Path, title: str, against: Sequence[str] = ("step",)) -> None:
     """Writes the picture of `runs`, the records of each by label, to `out`. against: of `AXES`; with several, a column
-    for each. Runs of one kind, which differ in their seeds, share a colour.
-
-    Raises ValueError when matplotlib is missing or `out` cannot be written.
-    """
+    for each. Runs of one kind, which differ in their seeds, share a colour. Raises ValueError when matplotlib is
+    missing or `out` cannot be written."""
     plt = pyplot()
     rows, columns = (2, 2) if len(against) == 1 else (len(PANELS), len(against))
     size = (9.0, 5.6) if len(against) == 1 else (4.2 * columns, 2.5 * rows)

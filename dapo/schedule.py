@@ -58,10 +58,8 @@ def learning_rates(cfg: Config) -> Callable[[int, int], float]:
 
 def check_rates(cfg: Config) -> None:
     """Asks for the rate of the first and of the last optimizer step of every update: many arguments are used only then.
-
     Raises ValueError as `learning_rates` does, and where a rate cannot be computed, is not from 0 to `actor.optim.lr`,
-    or is 0 throughout two updates in a row, which train nothing. (A whole wave of a cosine is 0 for one at most.)
-    """
+    or is 0 throughout two updates in a row, which train nothing. (A whole wave of a cosine is 0 for one at most.)"""
     rate, optim, last = learning_rates(cfg), cfg.actor.optim, optimizer_steps(cfg) - 1
     idle = False
     for version in range(cfg.trainer.total_steps):

@@ -66,10 +66,8 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def to_config(tree: DictConfig, *, plan: bool = False, trains: bool = True) -> Config:
-    """Returns the typed configuration, checked.
-
-    Raises ValueError where a value is missing, has the wrong type, or is one that `dapo.config.checks` refuses.
-    """
+    """Returns the typed configuration, checked. Raises ValueError where a value is missing, has the wrong type, or is
+    one that `dapo.config.checks` refuses."""
     if tree.data.sources and "data.train_files[0]" in OmegaConf.missing_keys(tree):
         tree.data.train_files = []
     missing = sorted(OmegaConf.missing_keys(tree))
@@ -107,11 +105,8 @@ def half_flags(arguments: Sequence[str]) -> list[str]:
 
 def checked_overrides(arguments: Sequence[str], *, plan: bool = False) -> list[str]:
     """Returns the arguments for Hydra; an engine argument need not carry the `++` that Hydra wants for a new key, and
-    the flags for half a run become keys.
-
-    Raises ValueError for unknown experiments and keys, with the nearest existing name, for values of a wrong type, and
-    for more than one experiment.
-    """
+    the flags for half a run become keys. Raises ValueError for unknown experiments and keys, with the nearest existing
+    name, for values of a wrong type, and for more than one experiment."""
     arguments = half_flags(arguments)
     own_configs = any(argument.startswith(OWN_CONFIGS) for argument in arguments)
     many = any(argument in ("-m", "--multirun") for argument in arguments)

@@ -93,10 +93,8 @@ def not_on_hub(key: str, name: str, error: Exception | None) -> tuple[str, str]:
 
 
 def output_path(value: str) -> Path:
-    """Returns `trainer.output_dir` as an absolute path.
-
-    Raises ValueError where it lies in Ray's copy of the folder that a job took along: the copy goes with the cluster.
-    """
+    """Returns `trainer.output_dir` as an absolute path. Raises ValueError where it lies in Ray's copy of the folder
+    that a job took along: the copy goes with the cluster."""
     path = Path(value).expanduser().absolute()
     if JOB_FILES in zip(path.parts, path.parts[1:], strict=False):
         raise ValueError(

@@ -17,11 +17,8 @@ TEXTS_AT_A_TIME = 1024
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Returns the tokenizer of `model.path`.
-
-    Raises ValueError where there is none, or where nothing ends a sequence: neither the tokenizer, which engines ask,
-    nor the files from which they take further ends.
-    """
+    """Returns the tokenizer of `model.path`. Raises ValueError where there is none, or where nothing ends a sequence:
+    neither the tokenizer, which engines ask, nor the files from which they take further ends."""
     from transformers import AutoTokenizer
 
     path = model.path

@@ -123,10 +123,7 @@ class Saver:
 
     async def save(self, version: int) -> None:
         """Writes a checkpoint of policy `version` as the last act of a run, unless one that was running still is all
-        that was to be done.
-
-        Raises as `save_or_go_on` does, and SaveFailed at the first failure.
-        """
+        that was to be done. Raises as `save_or_go_on` does, and SaveFailed at the first failure."""
         try:
             waited = await self._ended()
         except SaveFailed as error:

@@ -134,10 +134,8 @@ def read(key: str, value: str) -> Source:
 
 def load(source: Source) -> OwnFunction:
     """Runs the file's text as a module of its own, and finds the function. The file's folder does not enter the search
-    path: it can import what is installed, and no file beside it.
-
-    Raises ValueError where it cannot be imported, has no such function, or one that asks for what there is not.
-    """
+    path: it can import what is installed, and no file beside it. Raises ValueError where it cannot be imported, has no
+    such function, or one that asks for what there is not."""
     name = f"dapo_own_{Path(source.path).stem}_{source.digest[:16]}"
     try:
         module = run_module(importlib.util.spec_from_loader(name, _Text(source)))

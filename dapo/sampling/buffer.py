@@ -118,9 +118,7 @@ class OversamplingBuffer:
 
     def take(self, room: int | None = None) -> list[int]:
         """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
-
-        Raises BudgetExhausted where nothing is in flight, the batch is not full, and the budget is drawn.
-        """
+        Raises BudgetExhausted where nothing is in flight, the batch is not full, and the budget is drawn."""
         count = self.missing
         if self._max_staleness:
             count = max(count, self._ahead())

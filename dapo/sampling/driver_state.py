@@ -72,8 +72,6 @@ class DriverState:
 
 def owes_evaluation(directory: Path, output_dir: Path) -> bool:
     """Returns whether the run in output_dir, saved in `directory`, was ended before it had evaluated what is saved.
-
-    Raises ValueError: see `DriverState.read`.
-    """
+    Raises ValueError: see `DriverState.read`."""
     state = DriverState.read(directory)
     return state.due.evaluate and not evaluated(output_dir, state.version)

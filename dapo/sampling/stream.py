@@ -133,11 +133,8 @@ class GroupStream:
         self.on_filled: Callable[[], None] = lambda: None  # called when the engines have what they can get
 
     async def collect(self) -> Collected:
-        """Returns a full batch for the next update.
-
-        Raises BudgetExhausted as `OversamplingBuffer.take` does, and whatever the pools raise, also because they score
-        known answers wrong.
-        """
+        """Returns a full batch for the next update. Raises BudgetExhausted as `OversamplingBuffer.take` does, and
+        whatever the pools raise, also because they score known answers wrong."""
         self.buffer.open()
         self.traffic.open()
         self._full.clear()

@@ -208,10 +208,7 @@ class CheckpointStore:
 
     def go_back_to(self, path: Path) -> list[Path]:
         """Takes `path` for the newest from now on, and returns the later ones, which stay as they are until
-        `leave_later`.
-
-        Raises BrokenCheckpoint, or UnreadableCheckpoint, where `path` is not whole.
-        """
+        `leave_later`. Raises BrokenCheckpoint, or UnreadableCheckpoint, where `path` is not whole."""
         self.check(path)
         later = sorted(found for found in self._steps() if step_of(found) > step_of(path))
         self._back = path, later

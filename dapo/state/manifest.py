@@ -75,11 +75,9 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares every file with the manifest, and the list of files both ways.
-
-    Raises BrokenCheckpoint naming the first that differs, is missing or is in no list, and UnreadableCheckpoint where
-    that cannot be told, for a disk or a file system of the network fails, or another version of dapo wrote it.
-    """
+    """Compares every file with the manifest, and the list of files both ways. Raises BrokenCheckpoint naming the first
+    that differs, is missing or is in no list, and UnreadableCheckpoint where that cannot be told, for a disk or a file
+    system of the network fails, or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
         recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))

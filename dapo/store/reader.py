@@ -31,10 +31,8 @@ class Reader:
     """Reads one database; close it with `close`, or use it as a context."""
 
     def __init__(self, run: Path) -> None:
-        """Opens it. run: the output directory, or the database.
-
-        Raises ValueError where there is none, one of another version, or one that cannot be read where it is.
-        """
+        """Opens it. run: the output directory, or the database. Raises ValueError where there is none, one of another
+        version, or one that cannot be read where it is."""
         self.path = run / DATABASE if run.is_dir() else run
         if not self.path.is_file():
             raise ValueError(f"{self.path} is not there; give the `trainer.output_dir` of a run, or its {DATABASE}")

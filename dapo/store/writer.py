@@ -192,10 +192,8 @@ def _to_disk(connection: sqlite3.Connection) -> None:
 
 
 def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
-    """Opens the database to write, makes it where it is not there, and sets one of another version aside.
-
-    Raises sqlite3.Error.
-    """
+    """Opens the database to write, makes it where it is not there, and sets one of another version aside. Raises
+    sqlite3.Error."""
     connection = _connected(path)
     try:
         (found,) = connection.execute("PRAGMA user_version").fetchone()

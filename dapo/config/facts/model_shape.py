@@ -158,10 +158,8 @@ def positions(config: Mapping[str, Any]) -> float:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Reads a shape out of what a config.json says. name: for errors, the value of `model.path`.
-
-    Raises UnknownShape for mixtures of experts and whatever else is not one of `DENSE`.
-    """
+    """Reads a shape out of what a config.json says. name: for errors, the value of `model.path`. Raises UnknownShape
+    for mixtures of experts and whatever else is not one of `DENSE`."""
     kind = config.get("model_type")
     missing = [key for key in KEYS if not isinstance(config.get(key), int)]
     odd = [key for key in ("mlp_bias", "attention_bias") if config.get(key)]
@@ -189,10 +187,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def read_config(path: str) -> dict[str, Any]:
     """Reads config.json of `model.path`: a directory, `pkg://PACKAGE/DIR`, or a hub name known here or in the hub's
-    cache.
-
-    Raises UnknownShape when there is none.
-    """
+    cache. Raises UnknownShape when there is none."""
     directory = Path(resolve_path(path))
     file = directory / "config.json" if directory.is_dir() else _known(path) or cached_config(path)
     if file is None or not file.is_file():
