@@ -6,6 +6,7 @@ In: a name that a person wrote. Out: words for the end of an error.
 import difflib
 import functools
 import re
+import typing
 from collections.abc import Collection, Iterator
 
 from dapo.config.elsewhere import instead
@@ -18,12 +19,8 @@ from dapo.config.schema import Config
 ENGINE = "rollout.vllm"
 PLAN = "plan"  # the section of `dapo.plan` alone
 JUDGE = "reward.judge.engine.vllm"
-LABELS = ("rollout.node_labels", "actor.node_labels", "reward.model.node_labels", "reward.judge.engine.node_labels")
 # Below these any key is taken.
-OPEN = (
-    *(ENGINE, JUDGE, "rollout.function.kwargs", "reward.judge.values", "actor.optim.lr_scheduler_kwargs"),
-    *("data.chat_template_kwargs", "logging.wandb", "logging.mlflow", *LABELS),
-)
+OPEN = tuple(one.name for one in keys(Config) if typing.get_origin(one.kind) is dict and ITEM not in one.name)
 
 
 @functools.cache
