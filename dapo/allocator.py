@@ -19,10 +19,8 @@ def hands_over_memory(cfg: Config) -> bool:
 
 
 def expandable_segments() -> str:
-    """Returns what they would break; empty where this process's environment leaves them off.
-
-    Another process opens such memory by taking a file of the rank's (pidfd_getfd): containers and Yama forbid that.
-    """
+    """Returns what they would break; empty where this process's environment leaves them off. Another process opens such
+    memory by taking a file of the rank's (pidfd_getfd): containers and Yama forbid that."""
     name = next((each for each in VARIABLES if os.environ.get(each)), VARIABLES[0])
     given = os.environ.get(name, "")
     if not re.search(r"expandable_segments\s*:\s*(true|1)", given, re.IGNORECASE):

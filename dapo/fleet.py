@@ -61,11 +61,8 @@ async def place(cfg: Config, device: str) -> Placement:
 
 @asynccontextmanager
 async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
-    """Starts all workers at the same time, and stops them at the end.
-
-    rollouts: engines that are already up and stay up, from `build_rollouts`; the first weight sync gives them the
-    actors' weights, whatever they served before.
-    """
+    """Starts all workers at the same time, and stops them at the end. rollouts: engines that are already up and stay
+    up, from `build_rollouts`; the first weight sync gives them the actors' weights, whatever they served before."""
     half = cfg.trainer.only
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
@@ -146,10 +143,8 @@ async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
 
 
 def engine_needs(cfg: Config) -> dict[str, Any]:
-    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it.
-
-    vLLM's seed is not among it: every response is a request with a seed of its own.
-    """
+    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it. vLLM's seed
+    is not among it: every response is a request with a seed of its own."""
     keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
     rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
     arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}

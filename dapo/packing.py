@@ -17,10 +17,7 @@ MAX_IMBALANCE = 0.05  # of the heaviest rank over the mean, where the lengths al
 
 def estimated_work(length: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS) -> float:
     """Estimates the FLOPs of one sequence of `length` tokens, linear plus quadratic part. Unit: a token's FLOPs outside
-    attention.
-
-    equal_at: length at which both parts cost the same (`ModelShape.attention_equals_rest_tokens`).
-    """
+    attention. equal_at: length at which both parts cost the same (`ModelShape.attention_equals_rest_tokens`)."""
     return length + length * length / equal_at
 
 

@@ -45,9 +45,7 @@ class RolloutPool(Protocol):
         problem: Prompt | None = None,
     ) -> AsyncGenerator[tuple[int, Response]]:
         """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`.
-
-        problem: that the prompt is of, for the rollout function where there is one.
-        """
+        problem: that the prompt is of, for the rollout function where there is one."""
 
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, and how many were replaced so far, as metrics."""

@@ -183,11 +183,8 @@ def make_paths_absolute(cfg: Config) -> None:
 
 
 def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt], list[HeldOut], str]:
-    """Loads training prompts, held-out sets, and the fingerprint of the former.
-
-    today: the date for chat templates that write one; None: the real one. Raises ValueError: see
-    `dapo.data.prompts.load_counted`.
-    """
+    """Loads training prompts, held-out sets, and the fingerprint of the former. today: the date for chat templates that
+    write one; None: the real one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
     tokenizer = load_tokenizer(cfg.model)
     prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
     held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)

@@ -22,10 +22,8 @@ def resolve_path(value: str) -> str:
 
 
 def checked_path(value: str, *, key: str) -> str:
-    """Returns what `resolve_path` does, but a value that can only mean a local path must exist.
-
-    key: the configuration key named in the error. Raises ValueError with the nearest name that does exist.
-    """
+    """Returns what `resolve_path` does, but a value that can only mean a local path must exist. key: the configuration
+    key named in the error. Raises ValueError with the nearest name that does exist."""
     resolved = resolve_path(value)
     if resolved != value or Path(value).exists() or not _looks_local(value):
         return resolved

@@ -39,9 +39,7 @@ class Chunk:
 
 def read_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
     """Yields the rows of one file, folder or hub data set in order. name: as `dapo.config.paths.checked_data` gives it.
-
-    key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column.
-    """
+    key: the configuration key to name in errors. Raises ValueError for what cannot be read or lacks a column."""
     path = Path(name)
     if not path.is_file():
         yield from _hub_chunks(name, key, reading)

@@ -195,10 +195,8 @@ class OversamplingBuffer:
         return (self._ready if self._in_order else self.draws.usable) >= self._wanted
 
     def close(self) -> Collected:
-        """Ends the step: the batch goes to the update, and with it what was dropped up to its last group.
-
-        Until `trained`, both still count as buffered and go into a checkpoint: a failed update loses no group.
-        """
+        """Ends the step: the batch goes to the update, and with it what was dropped up to its last group. Until
+        `trained`, both still count as buffered and go into a checkpoint: a failed update loses no group."""
         assert self.collecting and self.full, "close() before the batch is full"
         self.collecting = False
         self._update += 1
@@ -278,10 +276,8 @@ class OversamplingBuffer:
         *,
         version: int,
     ) -> None:
-        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again.
-
-        since: groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it.
-        """
+        """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again. since:
+        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it."""
         self.serving(version)
         self.rate.restore(state.rate)
         self.draws.restore(state, held, since)

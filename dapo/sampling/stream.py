@@ -152,10 +152,8 @@ class GroupStream:
             full.cancel()
 
     async def close(self) -> None:
-        """Ends the pump and what is in flight; the buffer keeps what had finished.
-
-        The engines may be what failed: they have `CLOSE_GRACE_S` to end their part, and their failure is not reported.
-        """
+        """Ends the pump and what is in flight; the buffer keeps what had finished. The engines may be what failed: they
+        have `CLOSE_GRACE_S` to end their part, and their failure is not reported."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait([self._pump])

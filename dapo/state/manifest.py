@@ -62,9 +62,7 @@ def seal(directory: Path) -> None:
 
 def leave_digests(paths: Sequence[Path], writer: str) -> None:
     """Hashes files as they lie on the disk, makes them durable, and leaves the lists of them that `seal` takes over.
-
-    writer: names its lists, one per folder, so that several may write into the same. Raises OSError.
-    """
+    writer: names its lists, one per folder, so that several may write into the same. Raises OSError."""
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         digests = list(threads.map(lambda path: _digest(path, sync=True), paths))
     of_folder: dict[Path, dict[str, Any]] = {}

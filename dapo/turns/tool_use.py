@@ -41,10 +41,8 @@ async def rollout(
     python: bool = False,
     max_result_chars: int = 400,
 ) -> Trajectory:
-    """Returns the text of all turns, results included. After `max_calls` the policy is answered no more.
-
-    python: whether there is an interpreter too. max_result_chars: of what a program wrote.
-    """
+    """Returns the text of all turns, results included. After `max_calls` the policy is answered no more. python:
+    whether there is an interpreter too. max_result_chars: of what a program wrote."""
     text, given = "", ()
     encode = lambda shown: tuple(generate.tokenizer(shown, add_special_tokens=False)["input_ids"])  # noqa: E731
     for _ in range(max_calls):

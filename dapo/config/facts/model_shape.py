@@ -108,10 +108,8 @@ class ModelShape:
         return 2.0 * self.num_layers * self.attention_size * length * length
 
     def forward_flops(self, lengths: Iterable[int], head_tokens: int | None = None) -> float:
-        """Returns FLOPs of one forward pass over sequences of these lengths.
-
-        head_tokens: positions whose logits are computed; None = all.
-        """
+        """Returns FLOPs of one forward pass over sequences of these lengths. head_tokens: positions whose logits are
+        computed; None = all."""
         lengths = list(lengths)
         tokens = sum(lengths)
         without_head = (sum(lengths) if head_tokens is None else head_tokens) - tokens
