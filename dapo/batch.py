@@ -18,9 +18,10 @@ from dapo.config.schema import Config
 from dapo.loss import kl_penalty, token_weights
 from dapo.own.calls import own_advantages, own_token_weights
 from dapo.own.loading import own_function
+from dapo.pools import ActorPool
 from dapo.rewards.calling.by_entry import label_of, section_of, source_functions
 from dapo.rewards.calling.loading import labels
-from dapo.types import Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
+from dapo.types import Collected, Float32Array, Group, Int32Array, Prompt, Response, TrainBatch, TrainSequence
 
 
 def build_batch(groups: Sequence[Group], cfg: Config, *, version: int) -> TrainBatch:
@@ -167,6 +168,13 @@ def penalize_kl(groups: Sequence[Group], ref_logprobs: Sequence[Float32Array], c
             scores.append(dataclasses.replace(score, reward=score.reward + penalty, parts=parts))
         penalized.append(dataclasses.replace(group, scores=tuple(scores)))
     return tuple(penalized)
+
+
+async def penalized(collected: Collected, actors: ActorPool, cfg: Config, *, version: int) -> Collected:
+    """Returns what was collected, with the distance to the reference policy taken off the rewards of the groups to
+    train on; the buffer's choice stays. version: that the update starts from."""
+    logprobs = await actors.reference_logprobs(reference_batch(collected.groups, version=version))
+    return dataclasses.replace(collected, groups=penalize_kl(collected.groups, logprobs, cfg))
 
 
 def _minibatch(

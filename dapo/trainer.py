@@ -11,7 +11,7 @@ policy version is the number of completed updates; it names checkpoints and labe
 
 from collections.abc import Callable, Sequence
 
-from dapo.batch import build_batch, has_signal
+from dapo.batch import build_batch, has_signal, penalized
 from dapo.config.schema import Config
 from dapo.data.order import PromptOrder
 from dapo.driver.saving import Saver
@@ -23,7 +23,6 @@ from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
 from dapo.measure.clock import PhaseClock
 from dapo.pools import BatchRefused, Pools
-from dapo.reference import penalized
 from dapo.replay.batches import Batches, stream_of
 from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
