@@ -119,7 +119,8 @@ class Trainer:
             fault_point("driver.updated")
             self.version += 1
             self._buffer.trained()
-            self._order.learn(collected.drawn, self._buffer.draws, version=self.version)
+            draws = self._buffer.draws
+            self._order.learn(collected.drawn, live=draws.live, settled=draws.settled, version=self.version)
             try:
                 await self.evaluations.trained(self.version)
                 with self.clock("sync"):

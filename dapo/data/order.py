@@ -10,10 +10,9 @@ above 0), which keep theirs. At staleness 0 the order is so a function of the se
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,17 +88,6 @@ class _Window:
     def after(self, rank: int) -> int:
         """Returns the visit after that of the last draw before `rank`."""
         return self.visit(rank - 1) + 1 if rank > self.first else self.cursor
-
-
-class Started(Protocol):
-    """Stands for `dapo.sampling.draws.Draws`. live: draws that have not ended. settled: the draws from it on are to be
-    decided anew."""
-
-    @property
-    def live(self) -> Mapping[int, object]: ...
-
-    @property
-    def settled(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,15 +167,16 @@ class PromptOrder:
             for epochs, rank, cursor in zip(self._epochs, ranks, state.cursors, strict=True)
         ]
 
-    def learn(self, groups: Sequence[Group], draws: Started, *, version: int) -> None:
-        """Takes what the update to policy `version` used up."""
+    def learn(self, groups: Sequence[Group], *, live: Iterable[int], settled: int, version: int) -> None:
+        """Takes what the update to policy `version` used up. live: draws that have not ended. settled: the draws from
+        it on are to be decided anew."""
         if self._curriculum is None:
             self._history.add(groups, version=version - 1)
             return
-        first = max(self._first, draws.settled)
+        first = max(self._first, settled)
         ranks = self._shares.counts(first)
         cursors = [window.after(rank) for window, rank in zip(self._windows, ranks, strict=True)]
-        visits = {index: self._visit(index, *self._shares.place(index)) for index in draws.live if index < first}
+        visits = {index: self._visit(index, *self._shares.place(index)) for index in live if index < first}
         self._metrics = self._describe(ranks, cursors)
         self._history.add(groups, version=version - 1)
         self._open(OrderState(first=first, cursors=cursors, visits=visits), version=version)

@@ -35,14 +35,6 @@ class Population:
     gain: float = 0.03
 
 
-@dataclass(slots=True)
-class Ended:
-    """Says that all draws before `settled` have ended, and none lives on."""
-
-    settled: int = 0
-    live: dict[int, object] = field(default_factory=dict)
-
-
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """Holds what one curriculum came to. tokens: generated. metrics: of the last step's order."""
@@ -55,7 +47,7 @@ class Outcome:
 
 def outcome(name: str, scenario: Scenario, population: Population) -> Outcome:
     """Returns what the curriculum of this name comes to in all steps."""
-    work, found, ended = scenario.workload, Outcome(), Ended()
+    work, found, ended = scenario.workload, Outcome(), 0
     rng = np.random.default_rng(work.seed)
     skill = _logit(rng.beta(population.alpha, population.beta, population.count))
     order = PromptOrder(
@@ -68,7 +60,7 @@ def outcome(name: str, scenario: Scenario, population: Population) -> Outcome:
         rates = 1.0 / (1.0 + np.exp(-(skill + population.gain * version)))
         groups, mixed = [], 0
         while mixed < scenario.batch:
-            draw = order.draw(ended.settled)
+            draw = order.draw(ended)
             luck = np.random.default_rng((work.seed, version, draw.index))  # as in a run: by draw and policy
             right = luck.random(work.n) < rates[draw.prompt.id]
             lengths = np.minimum(work.cap, np.exp(luck.normal(math.log(work.median), work.sigma, work.n)))
@@ -76,10 +68,10 @@ def outcome(name: str, scenario: Scenario, population: Population) -> Outcome:
             groups.append(scored(draw, right))
             mixed += 0 < right.sum() < work.n
             found.tokens += int(lengths.sum())
-            ended.settled += 1
+            ended += 1
         found.mixed += mixed
-        order.learn(groups, ended, version=version + 1)
-    found.draws, found.metrics = ended.settled, order.metrics()
+        order.learn(groups, live=(), settled=ended, version=version + 1)
+    found.draws, found.metrics = ended, order.metrics()
     return found
 
 
