@@ -1,7 +1,5 @@
 """Declares the limits of a program that a model wrote: what one run of it may use, and which libraries it finds.
-
-In: nothing. Out: a dataclass. What the program can reach besides is the sandbox's business (dapo/sandbox/README.md).
-"""
+What it can reach besides is the sandbox's business (dapo/sandbox/README.md)."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
-"""Declares one entry of `data.sources`: files of its own, and what is particular to their problems.
-
-In: nothing. Out: a dataclass whose defaults are those of a run without sources.
-"""
+"""Declares one entry of `data.sources`: files of its own, and what is particular to their problems. The
+defaults are those of a run without sources."""
 
 import re
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Checks of the `code` reward and of its sandbox before any worker starts.
-
-In: a `Config`. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks of the `code` reward and of its sandbox before any worker starts."""
 
 from collections.abc import Iterator
 

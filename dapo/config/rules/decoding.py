@@ -1,7 +1,4 @@
-"""Checks of faster decoding before any worker starts: speculation and quantized engines; part of `dapo.config.checks`.
-
-In: a `Config`. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks of faster decoding before any worker starts: speculation and quantized engines."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Checks of the judge that a run starts itself, before any worker starts: part of `dapo.config.checks`.
-
-In: a `Config`. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks of the judge that a run starts itself, before any worker starts: part of `dapo.config.checks`."""
 
 from collections.abc import Iterator
 from contextlib import suppress

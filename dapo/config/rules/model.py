@@ -1,7 +1,4 @@
-"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.config.checks`.
-
-In: a `Config`. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks of `model`, `actor` and `weight_sync` before any worker starts: part of `dapo.config.checks`."""
 
 import math
 import os

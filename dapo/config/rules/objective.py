@@ -1,7 +1,4 @@
-"""Checks which choices of the objective go together.
-
-In: a configuration whose values are each allowed. Out: one line per problem, with key, value and remedy.
-"""
+"""Checks which choices of the objective go together, where each is one that is allowed."""
 
 from collections.abc import Iterator
 

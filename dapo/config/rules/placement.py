@@ -1,8 +1,5 @@
 """Checks of where roles run and how weights travel between them, before any worker starts: part of
-`dapo.config.checks`.
-
-In: a `Config`. Out: one line per problem, with key, value and remedy.
-"""
+`dapo.config.checks`."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,4 @@
-"""Checks where the prompts come from: `data.train_files` or `data.sources`, and what an entry may say.
-
-In: a `Config`. Out: one line per problem.
-"""
+"""Checks where the prompts come from: `data.train_files` or `data.sources`, and what an entry may say."""
 
 from collections.abc import Iterator
 
