@@ -1,7 +1,5 @@
 """Decides what follows from the configuration for several roles at once: pure, so that the planner knows it too.
-
-In: a checked `Config` or vLLM's engine arguments. Out: numbers and names. Pure: it loads neither torch nor Ray.
-"""
+It loads neither torch nor Ray."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Checks the composed configuration before any worker starts: what no field can know by itself.
-
-In: a `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
-"""
+"""Checks the composed configuration before any worker starts: what no field can know by itself."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

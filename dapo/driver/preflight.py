@@ -1,8 +1,5 @@
 """Tries on the driver, before any worker starts, what only trying can tell: schedule, the model's files, functions of a
-person's own, installation.
-
-In: a checked `Config`. Out: nothing, or a ValueError that lists every problem, each with key, value and remedy.
-"""
+person's own, installation."""
 
 import importlib.metadata
 import importlib.util
@@ -30,7 +27,7 @@ from dapo.turns.loading import runs_programs
 
 
 def preflight(cfg: Config, *, trains: bool = True) -> None:
-    """Raises ValueError with one line per problem. trains: whether there are actors too, and not engines alone."""
+    """Raises ValueError with one line per problem: key, value and remedy. trains: as for `validate`."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
     problems = [*_torchvision()] or [
         # Of the whole run: transformers knows which arguments a schedule takes, and uses them late.

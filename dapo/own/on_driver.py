@@ -1,7 +1,5 @@
 """Tries a person's own functions that the driver calls: advantages, weights of tokens, and the filter of groups.
-
-In: a loaded function. Out: nothing, or an OwnFunctionError that says what is wrong. Called by `dapo.own.check`.
-"""
+Called by `dapo.own.check`."""
 
 from collections.abc import Callable
 

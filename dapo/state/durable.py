@@ -1,7 +1,4 @@
-"""Writes files that a crash leaves either old or new, never half written; reads what is there at a later try alone.
-
-In: whole texts. Out: files. Used by `dapo.state.checkpoint`, `dapo.state.run_dir` and `dapo.report.log`.
-"""
+"""Writes files that a crash leaves either old or new, never half written; reads what is there at a later try alone."""
 
 import logging
 import os
