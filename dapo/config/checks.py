@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo.config import fields
-from dapo.config.facts.vllm_source import engine_arguments
-from dapo.config.names import ENGINE, nearest
+from dapo.config.names import ENGINE
 from dapo.config.rules.code import code
 from dapo.config.rules.decoding import decoding, quantized_training
-from dapo.config.rules.engine import batches, random_weights, stages, starts, values
+from dapo.config.rules.engine import arguments, batches, random_weights, stages, starts
 from dapo.config.rules.judge import judge
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.objective import correction, objective
@@ -160,19 +159,12 @@ def _engine_numbers(cfg: Config) -> Iterator[str]:
 
 
 def _engine_args(cfg: Config) -> Iterator[str]:
-    for name, instead in OWN_ENGINE_ARGS.items():
-        if name in cfg.rollout.vllm:
-            yield f"`rollout.vllm.{name}` is set by dapo itself; remove it and use {instead}"
-    elsewhere = (*OWN_ENGINE_ARGS, "speculative_config")  # of which `decoding` tells
-    yield from values(ENGINE, {name: one for name, one in cfg.rollout.vllm.items() if name not in elsewhere})
+    # Of speculation `decoding` tells.
+    yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS, elsewhere="speculative_config")
     cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`dapo.derived`)
     device = "cpu" if cpu else cfg.trainer.device
     yield from batches(cfg, device)
     yield from stages(cfg, device)
-    if not cfg.rollout.vllm or not (known := engine_arguments()):
-        return
-    for name in sorted(cfg.rollout.vllm.keys() - known - OWN_ENGINE_ARGS.keys()):
-        yield f"`rollout.vllm.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
 
 
 def _reward_waits(cfg: Config) -> Iterator[str]:

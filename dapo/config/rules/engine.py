@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dapo.config.facts.vllm_source import Allowed, Section, allowed, load_formats
+from dapo.config.facts.vllm_source import Allowed, Section, allowed, engine_arguments, load_formats
 from dapo.config.fields import TYPES
 from dapo.config.names import ENGINE, JUDGE, nearest
 from dapo.config.rules.model import engine_window
@@ -23,6 +23,22 @@ SPOKEN = re.compile(r"auto|\d+(\.\d+)?[kKmMgGtT]|\{.*\}")  # a number, or a sect
 BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 # Tokens of one pass where nobody says how many: vLLM's for an engine that another program embeds, and ours on a CPU.
 MAX_NUM_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 8192
+
+
+def arguments(
+    section: str, given: Mapping[str, Any], own: Mapping[str, str], *, elsewhere: str = "", spoken: bool = False
+) -> Iterator[str]:
+    """Reports arguments that dapo sets itself, those that there are not, and values that no engine takes. own: what to
+    use in place of the former. elsewhere: an argument whose value is looked at by others. spoken: as for `values`."""
+    for name, instead in own.items():
+        if name in given:
+            yield f"`{section}.{name}` is set by dapo itself; remove it and use {instead}"
+    others = {name: one for name, one in given.items() if name not in own}
+    known = engine_arguments() if others else frozenset()
+    for name in sorted(others.keys() - known) if known else ():
+        yield f"`{section}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
+    others.pop(elsewhere, None)
+    yield from values(section, others, spoken=spoken)
 
 
 def values(section: str, given: Mapping[str, Any], *, spoken: bool = False) -> Iterator[str]:

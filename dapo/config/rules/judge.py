@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.facts.model_shape import UnknownShape, read_config
-from dapo.config.facts.vllm_source import engine_arguments
-from dapo.config.names import JUDGE, nearest
+from dapo.config.names import JUDGE
 from dapo.config.paths import resolve_path
 from dapo.config.reward import JudgeEngineConfig
-from dapo.config.rules.engine import values
+from dapo.config.rules.engine import arguments
 from dapo.config.rules.model import division_problems, model_directory, window_problems
 from dapo.config.schema import Config
 
 KEY, WINDOW = "reward.judge.engine", "max_model_len"
 # Arguments that dapo sets itself, and the key to use in their place.
 OWN = {
-    "model": f"{KEY}.path",
-    "trust_remote_code": f"{KEY}.trust_remote_code",
-    "data_parallel_size": f"{KEY}.num_engines",
+    "model": f"`{KEY}.path`",
+    "trust_remote_code": f"`{KEY}.trust_remote_code`",
+    "data_parallel_size": f"`{KEY}.num_engines`",
 }
 
 
@@ -46,13 +45,7 @@ def judge(cfg: Config) -> Iterator[str]:
             f"`{KEY}.path` ({engine.path}) lets the run start a judge, and no entry of `reward.functions` asks it; add "
             "{path: judge, wrong: 0.0}, or leave the key empty"
         )
-    known = engine_arguments()
-    for name in sorted(engine.vllm):
-        if name in OWN:
-            yield f"`{JUDGE}.{name}` is set by dapo itself; remove it and use `{OWN[name]}`"
-        elif known and name not in known:
-            yield f"`{JUDGE}.{name}` is no engine argument of the installed vLLM; {nearest(name, known)}".rstrip("; ")
-    yield from values(JUDGE, {name: one for name, one in engine.vllm.items() if name not in OWN}, spoken=True)
+    yield from arguments(JUDGE, engine.vllm, OWN, spoken=True)
     with suppress(UnknownShape):  # told above, or a hub name that is not in the cache
         yield from _model(engine, read_config(engine.path))
 
