@@ -24,6 +24,12 @@ MAX_WAITING = 10_000
 BUSY_S = 10.0  # for a lock that another program holds on the database
 LOG_BYTES = 1 << 26  # that the write-ahead log keeps on disk after a large transaction
 CACHE_KIB = 16 << 10
+PRAGMAS = (
+    "journal_mode = WAL",
+    "synchronous = NORMAL",  # no wait for the disk at each transaction
+    f"journal_size_limit = {LOG_BYTES}",
+    f"cache_size = -{CACHE_KIB}",
+)
 TELL_S = 600.0  # between two warnings
 SIDE_FILES = ("", "-wal", "-shm")
 
@@ -194,30 +200,19 @@ def _to_disk(connection: sqlite3.Connection) -> None:
 def opened(path: Path, warn: Callable[[str], None]) -> sqlite3.Connection:
     """Opens the database to write, makes it where it is not there, and sets one of another version aside. Raises
     sqlite3.Error."""
-    connection = _connected(path)
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:
+        for pragma in PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         if found not in (0, VERSION, *GROWS):
             connection.close()
             warn(f"{path} is of version {found}, not {VERSION}; it is now {set_aside(path, f'version_{found}')}")
-            connection = _connected(path)
+            return opened(path, warn)
         connection.execute("BEGIN IMMEDIATE")
         for statement in statements():
             connection.execute(statement)
         connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")  # no wait for the disk at each transaction
-        connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
-        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     except BaseException:
         connection.close()
         raise
