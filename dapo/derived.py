@@ -2,18 +2,13 @@
 It loads neither torch nor Ray."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from dapo.config.devices import gpus_per_engine
 from dapo.config.schema import Config
 from dapo.config.sources import SourceConfig
 
 LENT_TRANSPORT = "ipc"  # of the weights for engines that are lent GPUs: from the rank on the same one
-
-
-def gpus_per_engine(engine_args: Mapping[str, Any]) -> int:
-    """Counts one engine's GPUs, and its worker processes: tensor times pipeline parallel size of vLLM's arguments."""
-    return int(engine_args.get("tensor_parallel_size", 1)) * int(engine_args.get("pipeline_parallel_size", 1))
 
 
 def device_of(cfg: Config) -> str:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from dapo.config.devices import gpus_per_engine
 from dapo.config.schema import Config
 
 
@@ -71,7 +72,7 @@ def _divided(cfg: Config) -> Iterator[str]:
 
 def _owned(cfg: Config) -> Iterator[str]:
     """Requires that each engine owns the GPUs of some ranks, and each rank is on the GPU of an engine."""
-    gpus = _gpus_per_engine(cfg)
+    gpus = gpus_per_engine(cfg.rollout.vllm)
     engines, ranks = cfg.rollout.num_engines, cfg.actor.num_workers
     if cfg.trainer.device != "cpu" and engines * gpus != ranks:
         yield (
@@ -83,7 +84,7 @@ def _owned(cfg: Config) -> Iterator[str]:
 
 def _that_fit(cfg: Config) -> str:
     """Returns the keys that give every rank an engine: of engines, else of the ranks or GPUs nearest to these."""
-    gpus, ranks = _gpus_per_engine(cfg), cfg.actor.num_workers
+    gpus, ranks = gpus_per_engine(cfg.rollout.vllm), cfg.actor.num_workers
     if ranks % gpus == 0:
         return f"`rollout.num_engines={ranks // gpus}`"
     below = ranks // gpus
@@ -102,7 +103,7 @@ def _that_fit(cfg: Config) -> str:
 
 def _lent(cfg: Config) -> Iterator[str]:
     """Requires that whole engines fit the ranks' GPUs, and engines beside them."""
-    gpus, ranks = _gpus_per_engine(cfg), cfg.actor.num_workers
+    gpus, ranks = gpus_per_engine(cfg.rollout.vllm), cfg.actor.num_workers
     if ranks % gpus or ranks < gpus:
         yield (
             f"with `trainer.colocate=lend` `actor.num_workers` ({ranks}) must be a multiple of "
@@ -115,8 +116,3 @@ def _lent(cfg: Config) -> Iterator[str]:
             "`trainer.colocate=lend` `rollout.num_engines` of the engines have GPUs of their own; take auto or "
             "broadcast (those on the ranks' GPUs use ipc)"
         )
-
-
-def _gpus_per_engine(cfg: Config) -> int:
-    arguments = cfg.rollout.vllm
-    return int(arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1))
