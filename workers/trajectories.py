@@ -35,9 +35,7 @@ class Calls(Protocol):
     """Names what is needed of a call of the function: see `workers.turns.fleet.Call`."""
 
     async def begin(self, prompt: Prompt, sampling: Sampling) -> Step: ...
-
     async def resume(self, generated: Generated) -> Step: ...
-
     def close(self, *, ended: bool) -> None: ...
 
 

@@ -67,11 +67,9 @@ class Source(Protocol):
 
     def receive(self, bucket: BucketUpdateInfo) -> Tensor:
         """Returns [num_bytes] uint8, valid until the next call."""
-        ...
 
     def close(self) -> None:
         """Lets go of the other end."""
-        ...
 
 
 class GroupSource:

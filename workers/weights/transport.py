@@ -23,23 +23,18 @@ class Transport(Protocol):
 
     def endpoint(self) -> Endpoint:
         """Returns what the engines need to find this end."""
-        ...
 
     def join(self, num_receivers: int) -> None:
         """Meets the engines' processes, while they open their ends."""
-        ...
 
     def slot(self, index: int) -> Tensor:
         """Returns memory for bucket `index`, [capacity] uint8; the engines are done with what it held."""
-        ...
 
     def send(self, index: int, bucket: Tensor) -> None:
         """Hands the slot's filled part [N] over."""
-        ...
 
     def close(self) -> None:
         """Lets go of the engines, from any thread: neither they nor this process wait for each other any more."""
-        ...
 
 
 class GroupTransport:
