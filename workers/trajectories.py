@@ -17,11 +17,11 @@ from typing import Protocol, TypeVar
 
 from dapo.pools import RolloutPool
 from dapo.sampling.seeds import continued_seed
-from dapo.turns.protocol import Ask, Generated, Step, Trajectory
+from dapo.turns.protocol import Ask, Generated, Trajectory
 from dapo.types import Int32Array, Prompt, Response, Sampling
 from workers.engines.group import Prefix
 from workers.remote import RemoteError
-from workers.turns.fleet import TurnLost, WorkerGone
+from workers.turns.fleet import TurnFleet, TurnLost, WorkerGone
 from workers.turns.held import Held
 
 T = TypeVar("T")
@@ -29,23 +29,6 @@ RETRY_PAUSE_S = 0.5
 MAX_GONE = 4  # workers that are lost with a response: each takes along all calls that it has, whichever is to blame
 MAX_FAILURES_IN_A_ROW = 128  # responses: the function is broken, not they
 MAX_BEYOND_CAP = 16  # wishes of one call after its response has reached its cap: it will never end by itself
-
-
-class Calls(Protocol):
-    """Names what is needed of a call of the function: see `workers.turns.fleet.Call`."""
-
-    async def begin(self, prompt: Prompt, sampling: Sampling) -> Step: ...
-    async def resume(self, generated: Generated) -> Step: ...
-    def close(self, *, ended: bool) -> None: ...
-
-
-class Functions(Protocol):
-    """Names what is needed of the function's workers: see `workers.turns.fleet.TurnFleet`. respawned: workers that
-    were replaced."""
-
-    respawned: int
-
-    async def call(self, name: str) -> Calls: ...
 
 
 class Engines(RolloutPool, Protocol):
@@ -84,12 +67,7 @@ class TrajectoryPool:
     """Stands for the engines where a function makes the responses (`dapo.pools.RolloutPool`)."""
 
     def __init__(
-        self,
-        engines: Engines,
-        functions: Functions,
-        *,
-        retries: int,
-        warn: Callable[[str], None] = lambda line: None,
+        self, engines: Engines, functions: TurnFleet, *, retries: int, warn: Callable[[str], None] = lambda line: None
     ) -> None:
         """Wraps the engines. retries: of a response whose function failed."""
         self._engines, self._functions = engines, functions

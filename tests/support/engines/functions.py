@@ -36,7 +36,7 @@ class LocalCall:
 
 
 class LocalFunctions:
-    """Fulfils `workers.trajectories.Functions`. open: calls that have not ended; names: of all there were."""
+    """Stands in for `workers.turns.fleet.TurnFleet`. open: calls that have not ended; names: of all there were."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float = 30.0, **kwargs: Any) -> None:
         self.function, self.timeout_s, self.kwargs = function, timeout_s, kwargs
