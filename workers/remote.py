@@ -66,14 +66,11 @@ def _readable_errors(timeout_s: float, what: str | Member, key: str) -> Iterator
         cause = error.cause
         kind = WorkerLost if isinstance(cause, WorkerLost) else RemoteError
         raise kind(f"while waiting for {what}: {type(cause).__name__}: {cause}") from cause
-    except (RayActorError, ObjectLostError) as error:  # the second: its node took along what it had answered
-        raise WorkerLost(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
     except RayError as error:
-        raise RemoteError(f"while waiting for {what}: {type(error).__name__}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        lost = isinstance(error, RayActorError | ObjectLostError)  # the latter: its node took its answer along
+        first_line = str(error).partition("\n")[0]
+        kind = WorkerLost if lost else RemoteError
+        raise kind(f"while waiting for {what}: {type(error).__name__}: {first_line}") from None
 
 
 async def wait_for_all(waits: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ every sign of life; on the driver their growth between two steps, as `perf/engin
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import psutil
@@ -40,19 +40,8 @@ class EngineCounts:
 
     def since(self, before: "EngineCounts") -> "EngineCounts":
         """Returns what was added; kv_peak and resident_bytes as they are."""
-        return replace(
-            self,
-            seconds=self.seconds - before.seconds,
-            tokens=self.tokens - before.tokens,
-            drafts=self.drafts - before.drafts,
-            drafted=self.drafted - before.drafted,
-            accepted=self.accepted - before.accepted,
-            preemptions=self.preemptions - before.preemptions,
-            busy_s=self.busy_s - before.busy_s,
-            running_s=self.running_s - before.running_s,
-            waiting_s=self.waiting_s - before.waiting_s,
-            kv_s=self.kv_s - before.kv_s,
-        )
+        added = {field.name for field in fields(self)} - {"kv_peak", "resident_bytes"}
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in added})
 
 
 class EngineMeter:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.training.forward.ulysses import gather_rows
 from workers.training.mesh import Mesh
 
 
@@ -35,9 +36,5 @@ def _gather(values: Tensor) -> Tensor:
     size = torch.tensor([len(values)], device=values.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
-    counts = [int(one) for one in sizes]
-    padded = values.new_zeros(max(counts))
-    padded[: len(values)] = values
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    assert dist.group.WORLD is not None
+    return gather_rows(values, tuple(map(int, sizes)), dist.group.WORLD)

@@ -36,13 +36,10 @@ class LossScale:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale. A collective, once per optimizer step."""
-        if self.enabled:
-            self._scaler.unscale_(optimizer)
+        self._scaler.unscale_(optimizer)
 
     def update(self) -> bool:
         """Adapts the scale to the gradients of the last `unscale`; returns whether it could fall, and did."""
-        if not self.enabled:
-            return False
         before = self.value
         self._scaler.update()
         if self.value < FLOOR:
@@ -51,8 +48,7 @@ class LossScale:
 
     def forget(self) -> None:
         """Leaves the scale as it was before the last `unscale`, whose gradients nobody uses."""
-        if self.enabled:
-            self._scaler.update(self.value)
+        self._scaler.update(self.value)
 
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint holds: nothing without scaling."""
@@ -62,9 +58,6 @@ class LossScale:
         return {KEY: torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes what `state` returned."""
-        if self.enabled:
-            scale, growth = state[KEY].tolist()
-            self._scaler.load_state_dict(
-                {**self._scaler.state_dict(), "scale": scale, "_growth_tracker": round(growth)}
-            )
+        """Takes what `state` returned where there is scaling."""
+        scale, growth = state[KEY].tolist()
+        self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale, "_growth_tracker": round(growth)})

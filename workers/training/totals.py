@@ -109,12 +109,7 @@ class Totals:
     def all_mismatch(self) -> Mismatch:
         """Returns the mismatch of every staleness together."""
         return Mismatch(
-            tokens=sum(m.tokens for m in self.mismatch),
-            difference=sum(m.difference for m in self.mismatch),
-            ratio=sum(m.ratio for m in self.mismatch),
-            ratio_squared=sum(m.ratio_squared for m in self.mismatch),
-            affected=sum(m.affected for m in self.mismatch),
-            non_finite=sum(m.non_finite for m in self.mismatch),
+            **{name: sum(getattr(m, name) for m in self.mismatch) for name in _MISMATCH_SUMS},
             max_difference=max(m.max_difference for m in self.mismatch),
         )
 
