@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.reward import RemoteConfig
-from workers.scoring.process import LIMITS, READ_ERRORS, REPORT_S, Child, ForkServer
+from workers.scoring.process import READ_ERRORS, Child, ForkServer
 from workers.scoring.verdict import CHANGED, CanaryError, Verdict, verdict_of_failure
 
 MAX_FAILED_STARTS = 4  # in a row: what ends one process at once may strike its successor too
@@ -132,12 +132,8 @@ class Callers:
             child.end("wall")
             detail = "an async reward function blocked its event loop for `reward.limits.wall_s`: it must await"
         except READ_ERRORS:
-            child.kill()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(child.exit_status), REPORT_S)
-            status = child.exit_status.result() if child.exit_status.done() else 0
+            detail = f"the process of the async reward functions ended ({await child.cause_of_end()})"
             child.end("crash")
-            detail = f"the process of the async reward functions ended ({LIMITS.get(status, 'crash')})"
         self._child = None
         self.respawned += 1
         self._failed_starts += 1

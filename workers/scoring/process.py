@@ -80,12 +80,15 @@ class Child:
             # A busy machine gives no process its CPU limit in time: one that computes all the while has earned it.
             self.end("cpu" if self._computes(limits.cpu_s * COMPUTES) else "wall")
         except READ_ERRORS:
-            self.kill()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self.exit_status), REPORT_S)
-            status = self.exit_status.result() if self.exit_status.done() else 0
-            self.end(LIMITS.get(status, "crash"))
+            self.end(await self.cause_of_end())
         return None
+
+    async def cause_of_end(self) -> str:
+        """Kills it where it has not ended, and returns what its exit status tells, as `LIMITS` has it."""
+        self.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self.exit_status), REPORT_S)
+        return LIMITS.get(self.exit_status.result(), "crash") if self.exit_status.done() else "crash"
 
     def send(self, request: dict[str, Any]) -> None:
         """Hands over a request to a process that answers in any order. Raises ConnectionError."""
@@ -211,18 +214,14 @@ class ForkServer:
             self._writer.close()
         else:
             self._control.close()
-        self._process.kill()
-        self._process.wait()
-        self._all_gone()
+        self._end()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with suppress(*READ_ERRORS):
             while True:
                 report = await _read_frame(reader)
                 self._exited(report["pid"], report["exit"])
-        self._process.kill()
-        self._process.wait()
-        self._all_gone()
+        self._end()
 
     def _exited(self, pid: int, status: int) -> None:
         child = self._children.pop(pid, None)
@@ -231,7 +230,9 @@ class ForkServer:
         else:
             child.exited(status)
 
-    def _all_gone(self) -> None:
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
         self.gone.set()
         for child in list(self._children.values()):
             child.exited(-signal.SIGKILL)
