@@ -43,12 +43,8 @@ def apply(limits: LimitsConfig, *, open_files: int = MAX_OPEN_FILES) -> list[str
     lower_limit(resource.RLIMIT_AS, mapped_bytes() + limits.memory_bytes)
     wanted = {"processes": not limits.allow_processes, "network": not limits.allow_network}
     denied = [name for name, deny in wanted.items() if deny]
-    return denied if denied and _filter(denied) else []
-
-
-def _filter(denied: list[str]) -> bool:
-    """Installs the filter; False where the kernel or the machine's architecture knows none."""
-    return bpf.is_known_machine() and bpf.install(_program(platform.machine(), denied))
+    filtered = denied and bpf.is_known_machine() and bpf.install(_program(platform.machine(), denied))
+    return denied if filtered else []
 
 
 def _program(machine: str, denied: list[str]) -> list[bytes]:
