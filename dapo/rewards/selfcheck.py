@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.data.files import read_chunks
-from dapo.data.layouts import AS_IT_IS
 from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
 from dapo.rewards.reading.answer import agree, read_truth, truth_text, truth_texts
@@ -58,25 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = 0
     for name in options.files:
         try:
-            failures += check_code(name) if options.function == "code" else _check_answers(name, options.function)
+            failures += _check_code(name) if options.function == "code" else _check_answers(name, options.function)
         except (ValueError, SandboxError) as error:
             print(error, file=sys.stderr)
             return 2
     return 1 if failures else 0
 
 
-def check_code(name: str) -> int:
+def _check_code(name: str) -> int:
     """Prints what `dapo.rewards.selfcheck_code` finds; returns failures."""
     problems = list(selfcheck_code.read_problems(name))
     found = selfcheck_code.verdicts(problems)
     print(selfcheck_code.summary(name, problems, found))
     _print(found.lines)
     return len(found.lines)
-
-
-def _check_answers(name: str, function: str) -> int:
-    references = list(read_references(name, function))
-    return check(name, references, importlib.import_module(f"dapo.rewards.{function}").compute_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +84,10 @@ class Verdicts:
     warnings: list[str]
 
 
-def check(name: str, references: Sequence[Reference], compute_score: Callable[..., Any]) -> int:
+def _check_answers(name: str, function: str) -> int:
     """Prints what `verdicts` finds; returns failures."""
-    found = verdicts(references, compute_score)
+    references = list(read_references(name, function))
+    found = verdicts(references, importlib.import_module(f"dapo.rewards.{function}").compute_score)
     print(
         f"{name}: {found.right} of {len(references)} right against themselves, {found.wrong} of {found.compared} wrong "
         "against another"
@@ -149,19 +143,8 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
             whole = function == "gsm8k"
             yield Reference(row, answer if whole else f"Answer: {short}", answer if whole else short, short)
         return
-    rows = 0
-    for chunk in read_chunks(name, "FILE", AS_IT_IS):
-        for row, model in enumerate(chunk.reward_models, chunk.first_row):
-            truth = model.get("ground_truth") if isinstance(model, dict) else None
-            if not isinstance(truth, str):
-                raise ValueError(
-                    f"{name}, row {row} (counted from 0): `reward_model.ground_truth` ({shown(truth)}) must be a text; "
-                    "write the answer there"
-                )
-            yield reference(row, truth, function)
-            rows += 1
-    if not rows:
-        raise ValueError(f"{name} has no rows; give a file with reference answers")
+    for chunk, place, truth in selfcheck_code.ground_truths(name, what="reference answers", write="the answer there"):
+        yield reference(chunk.first_row + place, truth, function)
 
 
 def reference(row: int, truth: str, function: str) -> Reference:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.data.files import read_chunks
+from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS
 from dapo.data.values import shown
 from dapo.rewards.code import compute_score, last_block
@@ -42,21 +42,31 @@ class Found:
     lines: list[str]
 
 
-def read_problems(name: str) -> Iterator[Problem]:
-    """Yields the problems of a file. Raises ValueError for what is none."""
+def ground_truths(name: str, *, what: str, write: str) -> Iterator[tuple[Chunk, int, str]]:
+    """Yields the ground truth of each row of a file, behind its chunk and its place there.
+
+    Raises ValueError for a file without rows, with `what` it must have, and for a truth that is no text, with what to
+    `write` there.
+    """
     rows = 0
     for chunk in read_chunks(name, "FILE", AS_IT_IS):
         for place, model in enumerate(chunk.reward_models):
-            row, truth = chunk.first_row + place, model.get("ground_truth") if isinstance(model, dict) else None
+            truth = model.get("ground_truth") if isinstance(model, dict) else None
             if not isinstance(truth, str):
                 raise ValueError(
-                    f"{name}, row {row} (counted from 0): `reward_model.ground_truth` ({shown(truth)}) must be a text; "
-                    "write the tests there, as JSON"
+                    f"{name}, row {chunk.first_row + place} (counted from 0): `reward_model.ground_truth` "
+                    f"({shown(truth)}) must be a text; write {write}"
                 )
-            yield Problem(row, truth, solution_of(chunk.rest(place)), _wrong(truth))
+            yield chunk, place, truth
             rows += 1
     if not rows:
-        raise ValueError(f"{name} has no rows; give a file with programming problems")
+        raise ValueError(f"{name} has no rows; give a file with {what}")
+
+
+def read_problems(name: str) -> Iterator[Problem]:
+    """Yields the problems of a file. Raises ValueError for what is none."""
+    for chunk, place, truth in ground_truths(name, what="programming problems", write="the tests there, as JSON"):
+        yield Problem(chunk.first_row + place, truth, solution_of(chunk.rest(place)), _wrong(truth))
 
 
 def solution_of(row: dict[str, Any]) -> str:
