@@ -21,7 +21,6 @@ from workers.judging.server import Server
 from workers.remote import RemoteError, wait
 
 POLL_S, GRACE_S = 5.0, 120.0  # an actor tells of changes at once, and every POLL_S that it lives
-LOOK_S = 0.2
 KEY, START_KEY = "reward.judge.engine", "rollout.start_timeout_s"
 
 
@@ -98,7 +97,6 @@ class JudgePool:
             for index in range(len(options))
         ]
         self._watches: list[asyncio.Task[None]] = []
-        self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # another one after each
 
     @property
@@ -117,12 +115,11 @@ class JudgePool:
     async def there(self) -> list[dict[str, str]]:
         """Returns `servers` as soon as one serves, which takes a start where all are lost; none where none comes any
         more."""
-        while not (found := self.servers()) and not self.failure:
-            if self._looking is None or self._looking.done():
-                self._looking = asyncio.create_task(self._look())
+        if not self.servers() and not self.failure:
             with waiting("a judge to serve", each="responses"):
-                await asyncio.shield(self._looking)
-        return found
+                while not self.servers() and not self.failure:
+                    await self._news.wait()
+        return self.servers()
 
     async def heard(self) -> None:
         """Returns as soon as each of those that serve has answered a request of its own since, or is lost: one that
@@ -137,11 +134,6 @@ class JudgePool:
             while any(then and then == shown(place) for place, then in zip(self._places, before, strict=True)):
                 await self._news.wait()
 
-    async def _look(self) -> None:
-        """Looks for all who wait; each start has its deadline, and there are only so many."""
-        while not self.servers() and not self.failure:
-            await asyncio.sleep(LOOK_S)
-
     async def start(self, timeout_s: float) -> None:
         """Waits until all of them serve; timeout_s is also for each start later. Raises RemoteError."""
         self._timeout_s = timeout_s
@@ -149,9 +141,11 @@ class JudgePool:
         self._watches = [asyncio.create_task(self._watch(place)) for place in self._places]
 
     def stop(self) -> None:
-        """Ends all actors, and their servers with them."""
-        for task in [*self._watches, *([self._looking] if self._looking else [])]:
-            task.cancel()
+        """Ends all actors, and their servers with them; who waits for a judge gets none."""
+        self.failure = self.failure or "the judges are stopped"
+        self._tell()
+        for watch in self._watches:
+            watch.cancel()
         for place in self._places:
             ray.kill(place.handle)
 
@@ -161,6 +155,9 @@ class JudgePool:
 
     def _note(self, place: _Place, state: State | None) -> None:
         place.state = state
+        self._tell()
+
+    def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
@@ -170,7 +167,8 @@ class JudgePool:
     async def _start(self, place: _Place) -> None:
         ref = place.handle.start.remote(self._arguments, self._config, self._timeout_s)
         member = self._member(place, f"to load `{KEY}.path` ({self._config.path}) and answer")
-        [place.state] = await wait([ref], self._timeout_s + GRACE_S, member, START_KEY)
+        [state] = await wait([ref], self._timeout_s + GRACE_S, member, START_KEY)
+        self._note(place, state)
 
     async def _watch(self, place: _Place) -> None:
         """Follows a judge until it is given up; puts another actor in the place of one that is lost."""
