@@ -142,12 +142,11 @@ class Jobs:
             self.poll.unregister(handle)
             self._stop(job, error="nobody waits for the outcome")
             return
-        words = os.read(job.ready, MAX_WORDS)
         self.poll.unregister(job.ready)
-        if words == BEGUN:
-            job.runs, job.began, job.before_s = True, time.monotonic(), _cpu_seconds(job.pid)
+        if error := _read_beginning(job):
+            self._stop(job, error=error)
         else:
-            self._stop(job, error=words.decode(errors="replace") or "its process ended before the program began")
+            job.began, job.before_s = time.monotonic(), _cpu_seconds(job.pid)
 
     def _check(self, job: Job) -> None:
         """Stops what is beyond its limits."""
@@ -198,7 +197,7 @@ class Jobs:
             with suppress(KeyError):
                 self.poll.unregister(handle)
         if not job.runs and not job.error:
-            self._hear_the_last(job)
+            job.error = _read_beginning(job)
         os.close(job.ready)
         cpu_s = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s)
         wall_s = max(cpu_s / (job.limits.threads + 1), time.monotonic() - job.began - job.waited_s)
@@ -214,12 +213,12 @@ class Jobs:
         for handle in job.outputs:
             os.close(handle)
 
-    def _hear_the_last(self, job: Job) -> None:
-        """Reads of a process that has ended whether its program began."""
-        words = os.read(job.ready, MAX_WORDS)
-        job.runs = words == BEGUN
-        if not job.runs:
-            job.error = words.decode(errors="replace") or "its process ended before the program began"
+
+def _read_beginning(job: Job) -> str:
+    """Notes whether a program has begun; returns why it has not, "" where it has."""
+    words = os.read(job.ready, MAX_WORDS)
+    job.runs = words == BEGUN
+    return "" if job.runs else words.decode(errors="replace") or "its process ended before the program began"
 
 
 def longest_s(limits: SandboxConfig) -> float:
