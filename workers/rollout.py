@@ -23,7 +23,6 @@ from workers.engines.canary import CANARY, canary_sequence
 from workers.engines.group import Prefix, RunningGroup, cut_off, give_up
 from workers.engines.keeper import Keeper
 from workers.engines.slot import EngineSlot, Gpus
-from workers.engines.turns import Turns
 from workers.engines.unfinished import Unfinished
 from workers.engines.updates import WeightUpdates
 from workers.remote import RemoteError, WorkerLost, wait_for_stream
@@ -46,7 +45,6 @@ class RolloutPool(WeightUpdates):
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release, lent)
         self._slots = self.keeper.slots
-        self._turns = Turns(self.keeper, warn)
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one
@@ -247,11 +245,11 @@ class RolloutPool(WeightUpdates):
     async def sleep(self) -> None:
         """Lets the engines that share GPUs sleep until a weight sync wakes them; they put down what they run."""
         await self.put_down()
-        await self._turns.sleep()
+        await self.keeper.sleep()
 
     async def sleep_lighter(self, why: str) -> bool:
-        """Lets them sleep again, less deep; see `Turns.sleep_lighter`."""
-        return await self._turns.sleep_lighter(why)
+        """Lets them sleep again, less deep; see `Keeper.sleep_lighter`."""
+        return await self.keeper.sleep_lighter(why)
 
     def members(self, *, lent: bool = False) -> tuple[int, ...]:
         """Returns the engines that run, and can take part in a weight sync: see `Keeper.members`."""
@@ -278,7 +276,7 @@ class RolloutPool(WeightUpdates):
     def admit(self, members: Sequence[int]) -> None:
         """Lets groups go to these engines: they hold the weights that all serve."""
         self._refused = ""
-        self._turns.served(members)
+        self.keeper.served(members)
         for number in members:
             slot = self._slots[number]
             slot.serving = slot.proven = slot.started

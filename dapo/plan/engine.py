@@ -152,7 +152,7 @@ class EngineMemory:
 
     def on_host(self) -> tuple[Term, ...]:
         """Returns what engines that sleep keep in a node's memory at vLLM's level 1, to which a run falls back
-        (`workers.engines.turns`); at level 2 nothing."""
+        (`workers.engines.keeper`); at level 2 nothing."""
         if not takes_turns(self.cfg) or device_of(self.cfg) == "cpu":
             return ()
         asleep = lent_engines(self.cfg) if lends(self.cfg) else self.cfg.rollout.num_engines

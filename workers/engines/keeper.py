@@ -1,4 +1,5 @@
-"""Keeps engines running: watches over them, replaces those that are lost, gives up those that are lost too often.
+"""Keeps engines running: watches over them, replaces those that are lost, gives up those that are lost too often, and
+lets those sleep that share GPUs with the actors while these train, as deep as is known to be safe.
 
 In: slots. Out: which engines run, and since which start; a reason when too few are left.
 """
@@ -15,13 +16,15 @@ from workers.engines.slot import EngineSlot, Gpus
 from workers.remote import RemoteError, wait_for_all
 
 PAUSE_S = 1.0  # before an engine that could not be started is tried again
+DEEPEST, LIGHTEST = 2, 1  # levels of vLLM's sleep: without weights, with weights on the host
 
 
 class Keeper:
     """Holds the slots. changed: set, and replaced, whenever an engine may serve or none will. exhausted: why the run
     cannot go on. rejoin: gives an engine that starts again its weights; set before the first group is generated. turn:
     set while the engines, and not the actors, have the GPUs that both share; none that shares them starts otherwise:
-    those that are lent GPUs, or all where none is.
+    those that are lent GPUs, or all where none is. level: of vLLM's sleep, decided by the first comparison with the
+    actors after it; level_proven: engines that slept at it served what the actors compute.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Keeper:
         self.rejoin: Callable[[int], Awaitable[None]] | None = None
         self.turn = asyncio.Event()
         self.turn.set()
+        self.level, self.level_proven = DEEPEST, False
+        self._slept = False
         self._starting = 0
         self._cfg = cfg
         self._warn = warn
@@ -92,9 +97,14 @@ class Keeper:
         """Returns whether the engine's GPUs are the actors' in their turn."""
         return slot.lent or not self.lends
 
-    async def rest(self, level: int) -> None:
+    async def sleep(self) -> None:
         """Lets all engines that share GPUs sleep, and starts none of them until `turn` is set again. One that starts at
-        this moment is waited for; one that does not sleep is dropped, so that another takes its place later."""
+        this moment is waited for; one that does not sleep is dropped, so that another takes its place later. As long as
+        the level is not proven, every engine is compared with the actors before it serves again."""
+        if not self.level_proven:
+            for slot in filter(self.takes_turns, self.slots):
+                slot.proven = False
+        self._slept = True
         self.turn.clear()
         while self._starting:  # each start has its deadline
             with suppress(TimeoutError):
@@ -102,15 +112,33 @@ class Keeper:
         slots = [slot for slot in self.slots if slot.started and self.takes_turns(slot)]
         for slot in slots:
             slot.serving = False
-        await asyncio.gather(*[self._sleep(slot, level) for slot in slots])
+        await asyncio.gather(*[self._put_to_sleep(slot) for slot in slots])
 
-    async def _sleep(self, slot: EngineSlot, level: int) -> None:
+    async def _put_to_sleep(self, slot: EngineSlot) -> None:
         try:
-            await slot.sleep(level)
+            await slot.sleep(self.level)
             slot.rested = True
         except RemoteError as error:
             self._warn(f"engine {slot.number} does not sleep, and is dropped: {error}")
             slot.drop()
+
+    async def sleep_lighter(self, why: str) -> bool:
+        """Lets the engines sleep again, but keep their weights on the host from now on; returns False where they have
+        never slept, have served well after it, or keep them already."""
+        if not self._slept or self.level_proven or self.level == LIGHTEST:
+            return False
+        self._warn(f"engines keep a copy of their weights on the host while they sleep (level 1): {why}")
+        self.level = LIGHTEST
+        await self.sleep()
+        return True
+
+    def served(self, members: Sequence[int]) -> None:
+        """Notes that these engines serve: the GPUs are theirs, and they compute what the actors do. Without any that
+        shares GPUs, those that are lent none are not concerned."""
+        if self.lends and not any(self.slots[number].lent for number in members):
+            return
+        self.level_proven |= any(self.slots[number].rested for number in members)
+        self.turn.set()
 
     async def _rejoin(self, slot: EngineSlot) -> None:
         """Lets an engine that has started again serve; one that cannot join the weight sync, twice, is dropped: where

@@ -15,7 +15,7 @@ from dapo.tiny.random_model import make_random_model
 from tests.support.engines.two import make_config
 from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import change, group_of, largest_difference
-from workers.engines.turns import DEEPEST, LIGHTEST
+from workers.engines.keeper import DEEPEST, LIGHTEST
 from workers.remote import RemoteError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
@@ -74,7 +74,7 @@ def answers(loop, pool, seed: int):
 def test_cycles_free_the_memory_and_leave_nothing_stale(engine, loop, level):
     """The weights change each time: one that is not replaced would show in the log-probabilities."""
     pool, model = engine
-    pool._turns.level = level
+    pool.keeper.level = level
     weights = sum(parameter.nbytes for parameter in model.parameters())
     sync = local_sync(pool, model, "broadcast", 16 << 20)
     generator = torch.Generator().manual_seed(level)
@@ -95,7 +95,7 @@ def test_cycles_free_the_memory_and_leave_nothing_stale(engine, loop, level):
         awake.append(resident(pool))
     kib = [[each >> 10 for each in series] for series in (awake, freed)]
     print(f"level {level}: KiB awake {kib[0]}, freed {kib[1]}, weights {weights >> 10}")
-    assert pool._turns.proven
+    assert pool.keeper.level_proven
     assert min(freed) > LEAK * weights, "what the last answers had taken, at least"
     grown = [after - before for before, after in pairwise(awake[WARM_UP - 1 :])]
     assert statistics.median(grown) < LEAK * weights, "what a cycle strands, each next one does"
@@ -104,7 +104,7 @@ def test_cycles_free_the_memory_and_leave_nothing_stale(engine, loop, level):
 def test_an_engine_that_sleeps_deep_has_no_weights_left(engine, loop):
     """Or the test above would pass with an engine that only says that it sleeps."""
     pool, model = engine
-    pool._turns.level = DEEPEST
+    pool.keeper.level = DEEPEST
     sync = local_sync(pool, model, "broadcast", 16 << 20)
     loop.run(sync(30))
     whole = answers(loop, pool, 7)
@@ -121,7 +121,7 @@ def test_an_engine_that_sleeps_deep_has_no_weights_left(engine, loop):
 def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again(engine, loop):
     """New ranks would load their model beside its weights, which are awake for the sync."""
     pool, model = engine
-    pool._turns.level = DEEPEST
+    pool.keeper.level = DEEPEST
     loop.run(local_sync(pool, model, "broadcast", 16 << 20)(40))
     whole = answers(loop, pool, 8)
     ray.get(pool.workers[0].__ray_call__.remote(count_sleeps), timeout=60)

@@ -9,7 +9,7 @@ from dapo.config.sampling import RolloutConfig
 from workers.capacity import EngineSize
 from workers.engines import keeper as keeping
 from workers.engines import slot as slots
-from workers.engines.turns import DEEPEST, LIGHTEST, Turns
+from workers.engines.keeper import DEEPEST, LIGHTEST
 from workers.remote import RemoteError
 
 
@@ -71,7 +71,7 @@ class Slot:
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """Runs a test on a keeper of two slots, its turns, and what was said."""
+    """Runs a test on a keeper of two slots, and what was said."""
 
     def run(test, lent=0):
         async def within():
@@ -79,10 +79,9 @@ def fleet(monkeypatch):
             cfg = RolloutConfig(num_engines=2 - lent)
             keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, lent)
             keeper.rejoin = rejoin
-            turns = Turns(keeper, said.append)
             await keeper.start("model", {}, lambda number: ())
             try:
-                await asyncio.wait_for(test(keeper, turns, said), 10)
+                await asyncio.wait_for(test(keeper, said), 10)
             finally:
                 await keeper.stop(0.0)
 
@@ -101,29 +100,29 @@ async def settled():
 
 
 def test_all_sleep_and_none_serves_until_the_next_sync(fleet):
-    async def test(keeper, turns, said):
-        await turns.sleep()
+    async def test(keeper, said):
+        await keeper.sleep()
         assert [slot.slept for slot in keeper.slots] == [[DEEPEST]] * 2
         assert not any(slot.serving for slot in keeper.slots) and not keeper.turn.is_set()
         assert not any(slot.proven for slot in keeper.slots), "they are compared before they serve"
         for slot in keeper.slots:
             slot.proven = True
-        turns.served((0, 1))
+        keeper.served((0, 1))
         assert keeper.turn.is_set()
-        await turns.sleep()
+        await keeper.sleep()
         assert all(slot.proven for slot in keeper.slots), "once is enough"
 
     fleet(test)
 
 
 def test_an_engine_lost_while_it_sleeps_starts_when_the_actors_have_trained(fleet):
-    async def test(keeper, turns, said):
-        await turns.sleep()
+    async def test(keeper, said):
+        await keeper.sleep()
         lost = keeper.slots[1]
         lost.ends.set()
         await settled()
         assert lost.dropped == 1 and lost.restarts == 0 and keeper.members() == (0,)
-        turns.served((0,))
+        keeper.served((0,))
         await settled()
         assert lost.restarts == 1 and keeper.members() == (0, 1)
 
@@ -131,13 +130,13 @@ def test_an_engine_lost_while_it_sleeps_starts_when_the_actors_have_trained(flee
 
 
 def test_an_engine_that_starts_when_the_others_are_to_sleep_is_waited_for(fleet):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         late = keeper.slots[0]
         late.let_start.clear()
         late.ends.set()
         await settled()
         assert late.restarts == 1 and not late.started
-        sleeping = asyncio.create_task(turns.sleep())
+        sleeping = asyncio.create_task(keeper.sleep())
         await settled()
         assert not sleeping.done(), "it would take the memory that the actors need"
         late.let_start.set()
@@ -148,9 +147,9 @@ def test_an_engine_that_starts_when_the_others_are_to_sleep_is_waited_for(fleet)
 
 
 def test_an_engine_that_does_not_sleep_is_dropped(fleet):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         keeper.slots[0].refuses = "two groups run"
-        await turns.sleep()
+        await keeper.sleep()
         assert keeper.slots[0].dropped and not keeper.slots[1].dropped and keeper.members() == (1,)
         assert any("engine 0 does not sleep, and is dropped: two groups run" in line for line in said)
 
@@ -158,37 +157,37 @@ def test_an_engine_that_does_not_sleep_is_dropped(fleet):
 
 
 def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselves(fleet):
-    async def test(keeper, turns, said):
-        assert not await turns.sleep_lighter("early"), "they have not slept"
-        await turns.sleep()
-        assert await turns.sleep_lighter("other log-probabilities")
+    async def test(keeper, said):
+        assert not await keeper.sleep_lighter("early"), "they have not slept"
+        await keeper.sleep()
+        assert await keeper.sleep_lighter("other log-probabilities")
         assert keeper.slots[0].slept == [DEEPEST, LIGHTEST] and "level 1): other log-probabilities" in said[-1]
-        assert not await turns.sleep_lighter("again")
-        turns.served(())
-        assert not turns.proven, "no engine has served"
-        turns.served((1,))
-        assert turns.proven
+        assert not await keeper.sleep_lighter("again")
+        keeper.served(())
+        assert not keeper.level_proven, "no engine has served"
+        keeper.served((1,))
+        assert keeper.level_proven
 
     fleet(test)
 
 
 def test_a_level_is_not_proven_by_an_engine_that_never_slept(fleet):
-    async def test(keeper, turns, said):
-        await turns.sleep()
+    async def test(keeper, said):
+        await keeper.sleep()
         keeper.slots[0].ends.set()
-        turns.served(())
+        keeper.served(())
         await settled()
         assert keeper.slots[0].restarts == 1
-        turns.served((0,))
-        assert not turns.proven
-        turns.served((0, 1))
-        assert turns.proven
+        keeper.served((0,))
+        assert not keeper.level_proven
+        keeper.served((0, 1))
+        assert keeper.level_proven
 
     fleet(test)
 
 
 def test_an_engine_that_cannot_join_twice_is_replaced(fleet):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         slot, asked = keeper.slots[0], []
 
         async def rejoin(number):
@@ -208,7 +207,7 @@ def test_an_engine_that_cannot_join_twice_is_replaced(fleet):
 
 
 def test_the_engine_that_took_the_place_of_a_silent_one_is_left_alone(fleet):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         assert await keeper.lose_silent((0,), 1.0)
         assert (keeper.slots[0].dropped, keeper.slots[0].restarts) == (1, 1) and keeper.members() == (0, 1)
 
@@ -261,14 +260,14 @@ def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_s
 
 
 def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         own, lent = keeper.slots
-        await turns.sleep()
+        await keeper.sleep()
         assert (own.slept, lent.slept) == ([], [DEEPEST]) and own.serving and not lent.serving
         assert own.proven and not lent.proven
         assert (keeper.members(), keeper.members(lent=True)) == ((0,), (1,))
-        turns.served((0,))
-        assert not keeper.turn.is_set() and not turns.proven, "the actors keep their GPUs in a sync of the others"
+        keeper.served((0,))
+        assert not keeper.turn.is_set() and not keeper.level_proven, "the actors keep their GPUs in a sync of others"
         for slot in keeper.slots:
             slot.ends.set()
         await settled()
@@ -276,18 +275,18 @@ def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
         keeper.turn.set()
         await settled()
         assert lent.restarts == 1
-        turns.served((1,))
-        assert not turns.proven, "this one has not slept"
-        await turns.sleep()
-        turns.served((1,))
-        assert turns.proven
+        keeper.served((1,))
+        assert not keeper.level_proven, "this one has not slept"
+        await keeper.sleep()
+        keeper.served((1,))
+        assert keeper.level_proven
 
     fleet(test, lent=1)
 
 
 @pytest.mark.parametrize(("number", "exhausted"), [(0, True), (1, False)])
 def test_engines_that_are_lent_gpus_are_none_that_a_run_could_go_on_with(fleet, number, exhausted):
-    async def test(keeper, turns, said):
+    async def test(keeper, said):
         slot = keeper.slots[number]
         slot.spent, slot.most = (lambda: True), 5
         slot.ends.set()
