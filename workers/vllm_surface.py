@@ -30,10 +30,7 @@ _ARGS = "vllm.engine.arg_utils:AsyncEngineArgs"
 # By the file that uses them. Engines start only where those of workers/ are as they should be.
 USES: dict[str, tuple[Name, ...]] = {
     "workers/engines/worker.py": (
-        Name(
-            path=_ARGS,
-            call="model= logprobs_mode= worker_extension_cls= weight_transfer_config= disable_log_stats=",
-        ),
+        Name(path=_ARGS, call="model= logprobs_mode= worker_extension_cls= weight_transfer_config= disable_log_stats="),
         Name(path="vllm.config.model:LogprobsMode", holds="processed_logprobs"),
         Name(path="vllm.config.weight_transfer:WeightTransferConfig", call="backend="),
         Name(path="vllm.v1.engine.async_llm:AsyncLLM", has="vllm_config"),
@@ -75,8 +72,7 @@ USES: dict[str, tuple[Name, ...]] = {
         _engine("errored"),
         _engine("is_paused", ""),
         Name(
-            path="vllm.v1.metrics.loggers:StatLoggerBase",
-            public="record log_engine_initialized log record_sleep_state",
+            path="vllm.v1.metrics.loggers:StatLoggerBase", public="record log_engine_initialized log record_sleep_state"
         ),
         Name(path="vllm.v1.metrics.loggers:StatLoggerBase.record", call="scheduler_stats= iteration_stats="),
         Name(path="vllm.v1.metrics.loggers:StatLoggerBase.record_sleep_state", call="is_awake level"),
@@ -88,8 +84,7 @@ USES: dict[str, tuple[Name, ...]] = {
             has="num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage spec_decoding_stats",
         ),
         Name(
-            path="vllm.v1.spec_decode.metrics:SpecDecodingStats",
-            has="num_drafts num_draft_tokens num_accepted_tokens",
+            path="vllm.v1.spec_decode.metrics:SpecDecodingStats", has="num_drafts num_draft_tokens num_accepted_tokens"
         ),
         Name(path="vllm.v1.metrics.stats:IterationStats", has="num_generation_tokens num_preempted_reqs"),
     ),
@@ -159,10 +154,7 @@ USES: dict[str, tuple[Name, ...]] = {
             "data_parallel_size nnodes prefill_context_parallel_size max_model_len",
         ),
     ),
-    "dapo/config/facts/vllm_source.py": (
-        Name(path="vllm.engine.arg_utils:EngineArgs"),
-        Name(path=_ARGS),
-    ),
+    "dapo/config/facts/vllm_source.py": (Name(path="vllm.engine.arg_utils:EngineArgs"), Name(path=_ARGS)),
     "dapo/plan/engine.py": (
         Name(
             path=_ARGS,

@@ -39,10 +39,7 @@ def compute_score(
             "from a reward worker, or set it"
         )
     return overlong_penalty(
-        tokens,
-        max_response_length=max_response_length,
-        buffer_length=buffer_length,
-        penalty_factor=penalty_factor,
+        tokens, max_response_length=max_response_length, buffer_length=buffer_length, penalty_factor=penalty_factor
     )
 
 

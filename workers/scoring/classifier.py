@@ -81,12 +81,7 @@ class Classifier:
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote)
         dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=settings,
-            dtype=dtype,
-            trust_remote_code=remote,
-            use_safetensors=True,
-            output_loading_info=True,
+            path, config=settings, dtype=dtype, trust_remote_code=remote, use_safetensors=True, output_loading_info=True
         )
         if missing := sorted(loaded["missing_keys"]):
             raise ValueError(

@@ -18,13 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus
-from workers.training.files.loading import (
-    file_name_of,
-    load_buffers,
-    load_parameters,
-    meta_model,
-    settle_frequencies,
-)
+from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model, settle_frequencies
 from workers.training.forward.attention import why_unpackable
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
@@ -122,12 +116,7 @@ def build_optimizer(policy: PackedPolicy, cfg: Config) -> torch.optim.AdamW:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     beta1, beta2 = optim.betas
     optimizer = torch.optim.AdamW(
-        trained,
-        lr=optim.lr,
-        betas=(beta1, beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
+        trained, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
     # The state that AdamW would make in its first step. Without it torch.distributed.checkpoint makes one when it saves
     # or loads, by an empty step that the bias correction then counts.

@@ -11,14 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from dapo.rewards.reading.dress import inner_answer, repeating_decimal
-from dapo.rewards.reading.lists import (
-    has_separator,
-    is_list,
-    items_spelling,
-    joins_labels,
-    last_answer,
-    list_spelling,
-)
+from dapo.rewards.reading.lists import has_separator, is_list, items_spelling, joins_labels, last_answer, list_spelling
 from dapo.rewards.reading.spelling import (
     boxed,
     braced,

@@ -74,12 +74,7 @@ def save_state(
 
 
 def take_snapshot(
-    policy: PackedPolicy,
-    optimizer: torch.optim.Optimizer,
-    scale: LossScale,
-    mesh: Mesh,
-    *,
-    export: torch.dtype | None,
+    policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: LossScale, mesh: Mesh, *, export: torch.dtype | None
 ) -> Snapshot:
     """Returns copies of what `save_state` and, where `export` gives a type, `export_hf` write; no update changes them.
 

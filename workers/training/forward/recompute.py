@@ -7,11 +7,7 @@ alone (`full`), also what is expensive to compute (`selective`), or everything (
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"})
