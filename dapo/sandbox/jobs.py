@@ -112,9 +112,7 @@ class Jobs:
 
     def turn(self, timeout_ms: int | None) -> list[tuple[int, int]]:
         """Waits for something to happen, sees to it, and returns what was not about programs."""
-        jobs = {job.ready: job for job in self.running.values()} | {
-            job.channel.fileno(): job for job in self.running.values()
-        }
+        jobs = {handle: job for job in self.running.values() for handle in (job.ready, job.channel.fileno())}
         others = []
         for handle, event in self.poll.poll(timeout_ms):
             if handle == self._wake:
