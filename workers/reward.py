@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,6 +124,7 @@ class RewardPool:
         self._max_response_length = max_response_length
         self._caps, self._own = response_caps(sources), source_functions(sources)
         self._model, self._judges = model, judges
+        self._beside = [each for each in (model, judges) if each is not None]
         self._asking = Asking(judges, cfg.remote.patience_s, warn)
         self._warn = warn
         self._reads_last: int | None = None
@@ -137,11 +138,7 @@ class RewardPool:
         Raises:
             RemoteError: a reward function cannot be loaded, or fails a known answer, and why.
         """
-        starts: list[Awaitable[Any]] = [self.fleet.start(start_timeout_s)]
-        if self._model is not None:
-            starts.append(self._model.start(start_timeout_s))
-        if self._judges is not None:
-            starts.append(self._judges.start(start_timeout_s))
+        starts = [each.start(start_timeout_s) for each in (self.fleet, *self._beside)]
         about = (await asyncio.gather(*starts))[0]
         self._reads_last, self._asks = about["reads_last"], about["asks"]
         return describe(self._cfg, about)
@@ -196,10 +193,8 @@ class RewardPool:
 
     def stop(self) -> None:
         """Ends all workers, the model's and the judges too."""
-        self.fleet.stop()
-        for beside in (self._model, self._judges):
-            if beside is not None:
-                beside.stop()
+        for each in (self.fleet, *self._beside):
+            each.stop()
 
     async def _verdict(self, prompt: Prompt, response: Response) -> Verdict:
         asks = self._asks.get(prompt.entry, self._asks[""])

@@ -166,7 +166,7 @@ class TurnFleet:
         _kill(handle)
         place.handle, place.ready = self._make(), asyncio.Event()
         if self._lost_in_a_row > MAX_LOST_IN_A_ROW * self._spec.num_workers:
-            self._break(place, RemoteError(f"the workers of `rollout.function` end again and again; the last: {why}"))
+            self._break(RemoteError(f"the workers of `rollout.function` end again and again; the last: {why}"))
             return
         self._warn(f"the worker of `rollout.function` number {place.index} is replaced: {why}")
         task = asyncio.ensure_future(self._restart(place))
@@ -180,13 +180,13 @@ class TurnFleet:
                 return
             except RemoteError as error:
                 if not left:
-                    self._break(place, error)
+                    self._break(error)
                     return
                 self._warn(f"the worker of `rollout.function` number {place.index} did not start: {error}")
             _kill(place.handle)
             place.handle = self._make()
 
-    def _break(self, place: _Place, error: RemoteError) -> None:
+    def _break(self, error: RemoteError) -> None:
         self._broken = self._broken or error
         for each in self._places:
             each.ready.set()
