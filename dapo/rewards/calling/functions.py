@@ -136,7 +136,8 @@ class RewardFunctions:
             details: dict[str, Any] = value if isinstance(value, dict) else {"score": value}
             named = _named(label, function)
             if "score" not in details:
-                raise TypeError(f"{named} gave a dict without `score` (keys {_shown_keys(details)})")
+                keys = reprlib.repr(sorted(map(str, details)))
+                raise TypeError(f"{named} gave a dict without `score` (keys {keys})")
             parts[label] = _as_float(named, "score", details["score"])
             if weight:
                 reward += weight * parts[label]
@@ -190,10 +191,6 @@ def _metrics(label: str, details: dict[str, Any]) -> dict[str, float]:
             if math.isfinite(number):
                 found[f"{label}/{_printable(key)[:MAX_KEY_CHARS]}"] = number
     return found
-
-
-def _shown_keys(details: dict[Any, Any]) -> str:
-    return reprlib.repr(sorted(map(str, details)))
 
 
 def _named(label: str, function: LoadedFunction) -> str:
