@@ -83,7 +83,9 @@ async def answer(
         Unanswered: no answer within `timeout_s`, or after `retries`. Whatever else the call raises, it is not retried.
     """
     left, pause, reason, alike, away = config.timeout_s, config.backoff_s, "", 0, False
-    passing: tuple[type[Exception], ...] = (Retry, OSError, *_transport_errors())  # a TimeoutError is an OSError
+    # A TimeoutError is an OSError; the others are what clients raise for a broken connection.
+    broken = (*_errors("httpx", "TransportError"), *_errors("aiohttp", "ClientConnectionError", "ClientPayloadError"))
+    passing: tuple[type[Exception], ...] = (Retry, OSError, *broken)
     for tries in range(config.retries + 1):
         await pace.turn()
         began, asked_s, most_s = time.monotonic(), 0.0, min(config.call_timeout_s, left)
@@ -224,27 +226,17 @@ async def _one(label: str, function: LoadedFunction, config: RemoteConfig, pace:
     return {**metrics, **value} if isinstance(value, dict) else {**metrics, "score": value}
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """Returns what clients raise for a broken connection, of those that a function has loaded."""
-    httpx, aiohttp = sys.modules.get("httpx"), sys.modules.get("aiohttp")
-    found: list[type[Exception]] = []
-    if httpx is not None:
-        found.append(httpx.TransportError)
-    if aiohttp is not None:
-        found += [aiohttp.ClientConnectionError, aiohttp.ClientPayloadError]
-    return tuple(found)
+def _errors(client: str, *names: str) -> list[type[Exception]]:
+    """Returns exceptions of a client, none where no function has loaded it."""
+    module = sys.modules.get(client)
+    return [] if module is None else [getattr(module, name) for name in names]
 
 
 def _is_away(error: Exception) -> bool:
     """Returns whether no server took the connection, or one asks to be left alone: nobody has seen the response."""
-    httpx, aiohttp = sys.modules.get("httpx"), sys.modules.get("aiohttp")
-    kinds: list[type[Exception]] = [ConnectionRefusedError, socket.gaierror]
-    if httpx is not None:
-        kinds += [httpx.ConnectError, httpx.ConnectTimeout]
-    if aiohttp is not None:
-        kinds.append(aiohttp.ClientConnectorError)
     if isinstance(error, OSError) and error.errno in NOWHERE:
         return True
     if isinstance(error, Retry):
         return error.away or (error.after_s > 0 and not error.alike)
-    return isinstance(error, tuple(kinds))
+    refused = (*_errors("httpx", "ConnectError", "ConnectTimeout"), *_errors("aiohttp", "ClientConnectorError"))
+    return isinstance(error, (ConnectionRefusedError, socket.gaierror, *refused))
