@@ -103,13 +103,9 @@ class Classifier:
 
     def score(self, conversations: Sequence[Conversation]) -> list[ModelScore]:
         """Returns one score per conversation, in order."""
-        texts: list[str] = []
-        scores: dict[int, ModelScore] = {}
-        for index, conversation in enumerate(conversations):
-            text = self._text(conversation)
-            texts.append("" if isinstance(text, ModelScore) else text)
-            if isinstance(text, ModelScore):
-                scores[index] = text
+        found = [self._text(conversation) for conversation in conversations]
+        scores = {index: text for index, text in enumerate(found) if isinstance(text, ModelScore)}
+        texts = [text if isinstance(text, str) else "" for text in found]
         # A chat template has written every special token itself; without one they are the tokenizer's to add.
         ids = self._tokenizer(texts, add_special_tokens=not self._tokenizer.chat_template, verbose=False)["input_ids"]
         for index, tokens in enumerate(ids):

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,8 @@ def end_here(processes: Sequence[RankProcess], timeout_s: float) -> list[int]:
             break
         if waited > GRACE_S:
             for pid in left:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         time.sleep(POLL_S)
     return left
 
