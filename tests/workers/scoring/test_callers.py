@@ -220,10 +220,11 @@ def test_calls_are_spaced(tmp_path: Path) -> None:
         "now = time.monotonic()\ngap = now - calls.get('last', -9.0)\ncalls['last'] = now\n"
         "return {'score': 1.0, 'gap': gap}"
     )
-    remote = RemoteConfig(timeout_s=0.05, call_timeout_s=1.0, retries=0, backoff_s=0.01, calls_per_minute=600.0)
-    found = score(tmp_path, body, ["x"] * 5, remote)
+    remote = RemoteConfig(timeout_s=0.05, call_timeout_s=1.0, retries=0, backoff_s=0.01, calls_per_minute=240.0)
+    found = score(tmp_path, body, ["x"] * 4, remote)
     gaps = sorted(one.score.metrics["compute_score/gap"] for one in found)
-    assert min(gaps) >= 0.09 and [one.score.reward for one in found] == [1.0] * 5
+    # 0.25 s apart; on a busy machine one begins late, and the next in time.
+    assert min(gaps) >= 0.1 and [one.score.reward for one in found] == [1.0] * 4
 
 
 def test_metrics_and_accuracy_of_a_plain_function_beside_it(tmp_path: Path) -> None:
