@@ -7,48 +7,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from dapo.config.compose import checked_overrides, compose, experiments, known_keys
+from dapo.config.compose import checked_overrides, compose, known_keys
 from dapo.config.schema import Config
 
 FILTER = "filter_groups"
-
-
-@pytest.mark.parametrize("name", experiments())
-def test_every_experiment_composes_and_validates(name):
-    cfg = compose([], name)
-    assert isinstance(cfg, Config)
-    assert cfg.trainer.output_dir.endswith(f"outputs/{name}")
-
-
-def test_the_named_experiments_are_there():
-    named = {"dapo_tiny", "dapo_qwen32b", "dapo_qwen7b", "dapo_qwen0.5b_1gpu", "grpo_tiny", "dr_grpo_tiny"}
-    assert named <= set(experiments())
-
-
-def test_the_objectives_of_the_tiny_experiments():
-    settings = {}
-    for name in ("dapo_tiny", "grpo_tiny", "dr_grpo_tiny"):
-        cfg = compose([], name)
-        algorithm = cfg.algorithm
-        settings[name] = (
-            algorithm.loss_agg_mode,
-            algorithm.advantage.normalize_by_std,
-            algorithm.clip_ratio_high,
-            cfg.filter_groups.enable,
-        )
-    assert settings == {
-        "dapo_tiny": ("token-mean", True, 0.28, True),
-        "grpo_tiny": ("seq-mean-token-mean", True, 0.2, False),
-        "dr_grpo_tiny": ("seq-mean-token-sum-norm", False, 0.2, False),
-    }
-
-
-def test_qwen32b_has_the_published_numbers():
-    cfg = compose([], "dapo_qwen32b")
-    assert (cfg.data.train_batch_size, cfg.rollout.n, cfg.actor.ppo_mini_batch_size) == (512, 16, 32)
-    assert (cfg.data.max_prompt_length, cfg.data.max_response_length) == (2048, 20480)
-    assert (cfg.reward.overlong_buffer.len, cfg.reward.overlong_buffer.penalty_factor) == (4096, 1.0)
-    assert cfg.rollout.num_engines * cfg.rollout.vllm["tensor_parallel_size"] + cfg.actor.num_workers == 128
 
 
 @pytest.mark.parametrize(
@@ -166,111 +128,6 @@ def test_bad_values_are_named(overrides, parts):
         compose(overrides, "dapo_tiny")
     for part in parts:
         assert part in str(error.value)
-
-
-CORRECTION = "algorithm.rollout_correction"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        pytest.param(
-            ["algorithm.policy_loss=gspo"],
-            ["`algorithm.clip_ratio_low` (0.2)", "`algorithm.clip_ratio_high` (0.28)", "gspo", "0.0003 and 0.0004"],
-            id="gspo with the bounds of single tokens",
-        ),
-        pytest.param(
-            ["algorithm.kl.loss_coeff=0.1", "algorithm.kl.reward_coeff=0.2"],
-            ["`algorithm.kl.loss_coeff` (0.1)", "`algorithm.kl.reward_coeff` (0.2)", "set one of them to 0"],
-            id="KL twice",
-        ),
-        pytest.param(
-            [f"{CORRECTION}.use_rollout_logprobs=true", f"{CORRECTION}.mode=truncate"],
-            [f"`{CORRECTION}.mode` (truncate)", f"`{CORRECTION}.use_rollout_logprobs`", "set mode to none or"],
-            id="correction twice",
-        ),
-        pytest.param(
-            [f"{CORRECTION}.mode=mask", f"{CORRECTION}.lower=1.5"],
-            [f"`{CORRECTION}.lower` (1.5)", "`upper` (2.0)", "must enclose 1"],
-            id="mask above 1",
-        ),
-        pytest.param(
-            [f"{CORRECTION}.mode=mask", f"{CORRECTION}.upper=0.9"],
-            [f"`{CORRECTION}.lower` (0.5)", "`upper` (0.9)", "must enclose 1"],
-            id="mask below 1",
-        ),
-        pytest.param([f"{CORRECTION}.upper=0"], [f"`{CORRECTION}.upper` (0.0)", "greater than 0"], id="no weight"),
-        pytest.param(
-            [f"{CORRECTION}.max_mean_stale_logprob_diff=0"],
-            [f"`{CORRECTION}.max_mean_stale_logprob_diff` (0.0)", "greater than 0"],
-            id="stale bound",
-        ),
-        pytest.param(
-            ["algorithm.policy_loss=ppo"], ["`algorithm.policy_loss` (ppo)", "clip, gspo, cispo"], id="policy loss"
-        ),
-        pytest.param(["algorithm.kl.estimator=k4"], ["`algorithm.kl.estimator` (k4)", "k1, k2, k3"], id="estimator"),
-        pytest.param([f"{CORRECTION}.mode=tis"], [f"`{CORRECTION}.mode` (tis)", "none, truncate, mask"], id="mode"),
-        pytest.param([f"{CORRECTION}.level=seq"], [f"`{CORRECTION}.level` (seq)", "token, sequence"], id="level"),
-        pytest.param(
-            ["actor.optim.lr_scheduler=cosin"], ["`actor.optim.lr_scheduler` (cosin)", "cosine, "], id="schedule"
-        ),
-        pytest.param(
-            ["actor.optim.lr_scheduler_unit=epoch"],
-            ["`actor.optim.lr_scheduler_unit` (epoch)", "rollout_step, optimizer_step"],
-            id="unit",
-        ),
-        pytest.param(
-            ["algorithm.kl.loss_coeff=-0.1"], ["`algorithm.kl.loss_coeff` (-0.1)", "0 or more"], id="negative KL"
-        ),
-        pytest.param(
-            ["algorithm.kl.reward_coeff=-1"], ["`algorithm.kl.reward_coeff` (-1.0)", "0 or more"], id="negative penalty"
-        ),
-        pytest.param(
-            ["algorithm.entropy_coeff=-1"], ["`algorithm.entropy_coeff` (-1.0)", "0 or more"], id="negative entropy"
-        ),
-        pytest.param(
-            ["algorithm.clip_ratio_low=0"], ["`algorithm.clip_ratio_low` (0.0)", "0.2 is the published"], id="low of 0"
-        ),
-        pytest.param(["algorithm.clip_ratio_low=1.1"], ["`algorithm.clip_ratio_low` (1.1)", "at most 1"], id="low"),
-        pytest.param(
-            ["algorithm.clip_ratio_high=0"], ["`algorithm.clip_ratio_high` (0.0)", "greater than 0"], id="high"
-        ),
-        pytest.param(["algorithm.clip_ratio_c=1"], ["`algorithm.clip_ratio_c` (1.0)", "10.0 is the published"], id="c"),
-        pytest.param(["actor.ppo_epochs=0"], ["`actor.ppo_epochs` (0)", "at least 1"], id="no epoch"),
-    ],
-)
-def test_each_problem_of_the_objective_is_one_line_with_key_value_and_remedy(overrides, parts):
-    with pytest.raises(ValueError) as error:
-        compose(overrides, "dapo_tiny")
-    (line,) = str(error.value).splitlines()
-    assert [part for part in parts if part not in line] == []
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(
-            ["algorithm.policy_loss=gspo", "algorithm.clip_ratio_low=3e-4", "algorithm.clip_ratio_high=4e-4"], id="gspo"
-        ),
-        pytest.param(["algorithm.policy_loss=cispo", "algorithm.clip_ratio_low=1"], id="cispo without lower bound"),
-        pytest.param(["algorithm.kl.loss_coeff=0.1", "algorithm.kl.estimator=k1"], id="KL in the loss"),
-        pytest.param(["algorithm.kl.reward_coeff=0.1"], id="KL in the reward"),
-        pytest.param([f"{CORRECTION}.use_rollout_logprobs=true"], id="the engine's log-probabilities"),
-        pytest.param([f"{CORRECTION}.mode=mask", f"{CORRECTION}.level=sequence"], id="mask"),
-        pytest.param([f"{CORRECTION}.mode=truncate", f"{CORRECTION}.lower=1.5"], id="truncation has no lower bound"),
-        pytest.param(
-            ["actor.optim.lr_scheduler=cosine_with_min_lr", "actor.optim.lr_scheduler_kwargs.min_lr_rate=0.1"],
-            id="argument of the schedule",
-        ),
-        pytest.param(
-            ["actor.optim.lr_scheduler=cosine_with_min_lr", "actor.optim.lr_scheduler_kwargs={min_lr_rate: 0.1}"],
-            id="all arguments at once",
-        ),
-        pytest.param(["reward.overlong_filtering.enable=true", "actor.ppo_epochs=2"], id="filtering"),
-    ],
-)
-def test_choices_of_the_objective_that_go_together(overrides):
-    assert isinstance(compose(overrides, "dapo_tiny"), Config)
 
 
 @pytest.mark.parametrize(
