@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 
 from dapo.config.compose import experiments
-from dapo.derived import optimizer_steps
-from dapo.packing import pack
 from dapo.plan.actor import ActorMemory, adapter_parameters
 from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
-from dapo.plan.hints import hints
 from dapo.plan.report import report
-from dapo.plan.step import Step, mean_tokens, response_lengths
+from dapo.plan.step import Step
 from dapo.plan.terms import size
 from tests.support.plan.plans import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
-ALONE = "actor.ulysses_sequence_parallel_size=1"
 
 
 def term(phase, name):
@@ -284,83 +280,3 @@ def test_what_it_cannot_predict_is_an_error(overrides, message):
     with pytest.raises(ValueError) as error:
         planned(*overrides)
     assert message in str(error.value)
-
-
-def test_lengths_have_the_mean_that_is_assumed():
-    cfg, _ = planned("plan.mean_response_tokens=9000")
-    lengths = response_lengths(cfg, 4096)
-    assert sum(lengths) / 4096 == pytest.approx(9000, rel=0.01)
-    assert max(lengths) <= 20480 and lengths == response_lengths(cfg, 4096)
-
-
-def test_flops_of_a_step():
-    cfg, shape = planned()
-    step = Step(cfg, shape)
-    tokens = 8192 * (256 + 6826)
-    assert step.trained_tokens == tokens and optimizer_steps(step.cfg) == 16
-    assert step.forward_flops == pytest.approx(tokens * 2 * 32.0e9, rel=0.12)  # the rest is attention
-    again = step.recomputed[0]
-    assert again == pytest.approx(1 - 64 * 5120 * 27648 / 31_985_000_000, abs=1e-3)  # all but `down`
-    assert 3 + again < step.update_flops / step.forward_flops < 4.5
-    none = Step(changed(cfg, {"model.gradient_checkpointing": "none"}), shape)
-    selective = Step(changed(cfg, {"model.gradient_checkpointing": "selective"}), shape)
-    assert none.update_flops < selective.update_flops < step.update_flops
-    assert step.mfu < step.cfg.plan.hfu
-
-
-def test_frozen_weights_have_no_gradient_to_compute():
-    cfg, shape = planned("model.gradient_checkpointing=none")
-    full, lora = Step(cfg, shape), Step(changed(cfg, {"model.lora.rank": 16}), shape)
-    assert lora.forward_flops == full.forward_flops
-    lengths = [mean_tokens(cfg)[0] + response for response in full.responses]
-    attention = sum(map(shape.attention_flops, lengths)) * full.sequences / len(lengths)
-    assert full.update_flops - lora.update_flops == pytest.approx(full.forward_flops - attention, rel=1e-6)
-    assert "matrices x (1 + 1 + 0.02 again) + attention x (1 + 2.5 + 0 again)" in report(lora.cfg, shape)
-    assert "matrices x (1 + 2 + 0.02 again) + attention x (1 + 2.5 + 0 again)" in report(cfg, shape)
-    assert lora.mfu < cfg.plan.hfu
-
-
-def test_communication_of_an_update_by_hand():
-    step = Step(*planned())
-    assert step.bandwidth == 50e9
-    gathered, summed = step.traffic
-    assert gathered == pytest.approx(63 / 64 * 2 * 32_763_876_352) and summed == 2 * gathered
-    assert step.passes["backward"][1] == pytest.approx(16 * step.packing.micro_batches * 3 * gathered / 50e9)
-    within = Step(*planned("actor.fsdp_size=8", experiment="dapo_qwen32b"))
-    assert within.bandwidth == 300e9 and within.traffic[0] == pytest.approx(7 / 8 * 2 * 32_763_876_352)
-    kept = Step(*planned("actor.reshard_after_forward=false", experiment="dapo_qwen7b"))
-    assert kept.rounds == optimizer_steps(kept.cfg)
-
-
-def test_packing_is_the_actors_own():
-    cfg, shape = planned("actor.ppo_mini_batch_size=4", "data.train_batch_size=4", ALONE)
-    step, equal_at = Step(cfg, shape), shape.attention_equals_rest_tokens
-    bins = [pack([256 + r for r in step.responses[k : k + 64]], 64, 22_528, equal_at) for k in range(0, 256, 64)]
-    count = sum(len(rank) for rank in bins for rank in rank)
-    assert step.packing.idle == pytest.approx(sum(not b for ranks in bins for rank in ranks for b in rank) / count)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "hint"),
-    [
-        pytest.param(["actor.ppo_mini_batch_size=2", ALONE], "micro-batches are empty", id="idle"),
-        pytest.param(["actor.max_tokens_per_gpu=2816"], "waits for the network", id="network"),
-        pytest.param(["actor.num_workers=60", ALONE], "over 60 groups of ranks", id="ranks"),
-        pytest.param(
-            ["rollout.vllm.tensor_parallel_size=40"], "`rollout.vllm.tensor_parallel_size` (40) exceeds", id="tp"
-        ),
-        pytest.param(["rollout.vllm.gpu_memory_utilization=0.95"], "rollout.vllm.max_num_seqs=", id="sequences"),
-        pytest.param(["rollout.num_engines=200"], "do not fill", id="engines"),
-        pytest.param(["rollout.n=64"], "does not run at once", id="group"),
-    ],
-)
-def test_what_divides_badly(overrides, hint):
-    cfg, shape = planned("plan.mean_response_tokens=4000", *overrides)
-    assert any(hint in line for line in hints(cfg, shape)), hints(cfg, shape)
-
-
-def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
-    """vLLM refuses `max_num_seqs` above `max_num_batched_tokens`, whose default is 2048."""
-    cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
-    (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
-    assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
