@@ -1,8 +1,7 @@
-"""A person's reward functions: loading errors by name, weights, accuracy, unscorable responses, and what is refused."""
+"""A person's reward functions: what they are given and may return, weights, accuracy, and unscorable responses."""
 
 import math
 import pickle
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.config.reward import JudgeConfig, RewardFunctionConfig
+from dapo.config.reward import RewardFunctionConfig
 from dapo.rewards.calling.functions import RewardFunctionError, RewardFunctions
-from dapo.rewards.calling.loading import READY, load, with_judge
 
 HEAD = "def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    "
 
@@ -194,37 +192,6 @@ def test_the_memory_limit_is_not_an_exception_of_the_function(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "named"),
-    [
-        pytest.param(None, "f", ["reward.functions[3].path", "there is no file", "absolute path"], id="no-file"),
-        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError"], id="syntax-error"),
-        pytest.param("import no_such_thing", "f", ["path", "ModuleNotFoundError", "no_such_thing"], id="its-import"),
-        pytest.param("1 / 0", "f", ["reward.functions[3].path", "ZeroDivisionError"], id="raises-at-import"),
-        pytest.param(
-            "raise ValueError('`reward`')", "f", ["functions[3].path", "cannot be imported"], id="value-error"
-        ),
-        pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
-        pytest.param("def f(solution_str): pass", "f", ["[3]", "cannot be called", "data_source"], id="signature"),
-        pytest.param("def score_it(): pass", "scoreit", ["[3].name", "'scoreit'", "mean score_it?"], id="near-name"),
-        pytest.param("x = 1", "f", ["[3].name", "'f'", "no public function"], id="nothing-there"),
-        pytest.param("f = 1", "f", ["reward.functions[3].name", "is a int", "function"], id="not-callable"),
-    ],
-)
-def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: list[str]) -> None:
-    file = tmp_path / "mine.py"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError) as error:
-        load(RewardFunctionConfig(path=str(file), name=name), index=3)
-    assert all(part in str(error.value) for part in [*named, "mine.py"])
-
-
-def test_a_missing_module_is_named() -> None:
-    with pytest.raises(ValueError, match=r"`reward.functions\[0\].path` \('no_such.module'\) cannot be imported"):
-        load(RewardFunctionConfig(path="no_such.module", name="f"))
-
-
-@pytest.mark.parametrize(
     ("specs", "named"),
     [
         pytest.param([], "`reward.functions` is empty", id="none"),
@@ -240,48 +207,10 @@ def test_lists_that_cannot_be_right(specs: list[RewardFunctionConfig], named: st
         RewardFunctions(specs)
 
 
-def test_a_file_shadows_no_module_and_may_define_dataclasses(tmp_path: Path) -> None:
-    import json
-
-    file = tmp_path / "json.py"
-    file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport math\n"
-        "@dataclass\nclass Box:\n    value: float\n"
-        "def f(**values):\n    return Box(math.sqrt(4)).value\n"
-    )
-    search_path = list(sys.path)
-    function = load(RewardFunctionConfig(path=str(file), name="f")).call
-    assert function() == 2.0
-    assert sys.modules["json"] is json and sys.path == search_path
-
-
 @pytest.mark.parametrize("value", [Fraction(1, 2), np.float16(0.5)], ids=["fraction", "half"])
 def test_any_real_number_is_a_score(tmp_path: Path, value: object) -> None:
     functions = RewardFunctions([spec(tmp_path, "return extra_info")])
     assert functions.score("source", "text", "42", value).reward == 0.5
-
-
-JUDGE = with_judge([RewardFunctionConfig(path="judge")], JudgeConfig())[0].kwargs
-ARGUMENTS = {"overlong": {"max_response_length": 20, "buffer_length": 4}, "judge": JUDGE}
-
-
-@pytest.mark.parametrize("name", READY)
-def test_ready_functions_have_short_names(name: str) -> None:
-    kwargs = ARGUMENTS.get(name, {})
-    short, dotted = (RewardFunctionConfig(path=path, kwargs=kwargs) for path in (name, f"dapo.rewards.{name}"))
-    assert RewardFunctions([short]).labels == RewardFunctions([dotted]).labels == (name,)
-
-
-@pytest.mark.parametrize("name", [name for name in READY if name != "judge"])  # its answers are another's
-def test_ready_functions_score_their_known_answers(name: str) -> None:
-    kwargs = ARGUMENTS.get(name, {})
-    functions = RewardFunctions([RewardFunctionConfig(path=name, kwargs=kwargs)])
-    canaries = functions.canaries()
-    assert {canary.score for _, canary in canaries} > {
-        max(canary.score for _, canary in canaries)
-    } or name == "overlong"
-    for label, canary in canaries:
-        assert functions.score_alone(label, canary) == canary.score
 
 
 def test_kwargs_reach_the_function(tmp_path: Path) -> None:
