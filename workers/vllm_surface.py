@@ -146,7 +146,7 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.v1.worker.cpu_worker:CPUWorker", has=_WORKER),
     ),
     "workers/training/parity.py": (Name(path=_ARGS, has="dtype quantization kv_cache_dtype"),),
-    "dapo/derived.py": (Name(path=_ARGS, has="tensor_parallel_size pipeline_parallel_size"),),
+    "dapo/config/devices.py": (Name(path=_ARGS, has="tensor_parallel_size pipeline_parallel_size"),),
     "dapo/config/checks.py": (
         Name(
             path=_ARGS,
