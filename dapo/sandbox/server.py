@@ -11,6 +11,7 @@ files of memory, which the client gets. Start-up tries ways to confine on a real
 
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -78,7 +79,7 @@ def main() -> None:
         try:
             readable = readable_paths(settings["packages"])
             for name in settings["packages"]:
-                __import__(name)
+                importlib.import_module(name)
             gc.collect()
             gc.freeze()  # the children share these pages as long as no process writes to them
             jobs = _first_that_holds(folder, readable, settings)

@@ -9,7 +9,7 @@ from tests.support.source import tree
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for folder in ("dapo", "workers") for path in (ROOT / folder).rglob("*.py"))
-BANNED = {"eval", "exec", "sympify", "parse_expr"}  # as calls; `model.eval()` of torch is another
+BANNED = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr"}  # `model.eval()` of torch is another
 
 
 def module_name(path: Path) -> str:
@@ -44,7 +44,7 @@ def banned(source: str) -> list[str]:
                 found.append(name)
             case ast.Attribute(value=ast.Name(id="builtins" | "sympy" | "sp"), attr=name) if name in BANNED:
                 found.append(name)
-            case ast.Attribute(attr="sympify" | "parse_expr" as name):
+            case ast.Attribute(attr="exec" | "__import__" | "sympify" | "parse_expr" as name):
                 found.append(name)
             case ast.Attribute(value=ast.Name(id="pickle" | "cloudpickle" | "dill"), attr="load" | "loads" as name):
                 found.append(f"pickle.{name}")
@@ -52,6 +52,8 @@ def banned(source: str) -> list[str]:
                 found.append("pickle")
             case ast.alias(name=name) if name in BANNED:
                 found.append(name)
+            case ast.alias(name="builtins", asname=str()):
+                found.append("builtins")
             case ast.keyword(arg="weights_only", value=ast.Constant(value=False)):
                 found.append("weights_only=False")
             case ast.keyword(arg="shell", value=ast.Constant(value=True)):
@@ -70,6 +72,10 @@ def test_nothing_runs_text_as_a_program(path):
         pytest.param("eval('1')", "eval", id="call"),
         pytest.param("run = exec", "exec", id="alias"),
         pytest.param("import builtins; builtins.exec('1')", "exec", id="attribute"),
+        pytest.param("run = compile", "compile", id="compile"),
+        pytest.param("__import__('os')", "__import__", id="import-call"),
+        pytest.param("import builtins as b; b.eval('1')", "builtins", id="builtins"),
+        pytest.param("from sympy import *; sympify('1')", "sympify", id="star-import"),
         pytest.param("import sympy; sympy.sympify('1')", "sympify", id="sympify"),
         pytest.param("from sympy.parsing import parse_expr as p", "parse_expr", id="import"),
         pytest.param("import pickle; pickle.loads(b'')", "pickle.loads", id="pickle"),
