@@ -120,13 +120,19 @@ drop_unfinished() {
 install_torch() {
   local torch log=$venv/torch-install.log
   torch=$(grep '^torch==' "$lock")
-  if ! "$venv/bin/pip" install -q --no-deps "$torch" >"$log" 2>&1; then
-    "$venv/bin/pip" install -q --no-deps --index-url "$torch_index" "$torch" || {
+  if ! "$venv/bin/pip" install -q --no-deps --no-compile "$torch" >"$log" 2>&1; then
+    "$venv/bin/pip" install -q --no-deps --no-compile --index-url "$torch_index" "$torch" || {
       cat "$log" >&2
       echo "install.sh: $torch came neither from the default index nor from PyTorch's; see both errors above." >&2
       return 1
     }
   fi
+}
+
+# pip compiles one file after the other, which is half of its time; this takes all cores and passes over what is done.
+# Some packages bring files for other Pythons, which do not compile.
+compile_all() {
+  "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null 2>&1 || true
 }
 
 install_all() {
@@ -136,7 +142,8 @@ install_all() {
   drop_unfinished
   echo "install.sh: $(grep -c == "$lock") packages into $venv (new: 2.4 GB, one to three minutes)" >&2
   install_torch
-  "$venv/bin/pip" install -q --no-deps -r "$lock"
+  "$venv/bin/pip" install -q --no-deps --no-compile -r "$lock"
+  compile_all
   [[ $1 != --packages ]] || return 0
   "$venv/bin/pip" install -q --no-deps --no-build-isolation -e "$root"
   fingerprint >"$stamp.new" && mv "$stamp.new" "$stamp"
