@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from dapo.config import compose as module
 from dapo.config.compose import checked_overrides, compose, to_config
 from dapo.config.facts import vllm_source
 from dapo.config.facts.vllm_source import engine_arguments
@@ -17,6 +19,29 @@ from dapo.state.run_dir import HEADER, claim_output_dir
 from tests.support.overrides import said
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("experiment", ["dapo_tiny", "dapo_qwen32b"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["trainer.seed=7", "trainer.seed=8", "model.path='a b'"], id="values"),
+        pytest.param(["data.train_files=[a,b]", "data.val_files={one: [a], two: [b]}"], id="lists and mappings"),
+        pytest.param(["trainer={seed: 3, total_steps: 4}", "+trainer.seed=5"], id="a section"),
+        pytest.param(["rollout.vllm.max_num_seqs=8", "rollout.vllm={enforce_eager: true}"], id="open keys"),
+        pytest.param(["reward.functions=[{path: math, weight: 2}]", "model.dtype=bfloat16"], id="items"),
+        pytest.param(
+            ["trainer.output_dir=${oc.env:HOME}/${trainer.seed}", "trainer.total_steps=${trainer.seed}"],
+            id="references",
+        ),
+        pytest.param(["rollout.vllm.x=1", "~rollout.vllm.x", "trainer.seed=3"], id="removed"),
+    ],
+)
+def test_values_in_a_copy_of_an_experiment_make_the_tree_that_hydra_makes(experiment, arguments):
+    asked = checked_overrides([f"+experiment={experiment}", *arguments])
+    found, wanted = module._composed(asked), module._by_hydra(asked)
+    assert found == wanted and OmegaConf.to_yaml(found) == OmegaConf.to_yaml(wanted)
+    assert module._composed([f"+experiment={experiment}"]) == module._by_hydra([f"+experiment={experiment}"])
 
 
 @pytest.mark.parametrize(
