@@ -119,6 +119,9 @@ class OversamplingBuffer:
     def take(self, room: int | None = None) -> list[int]:
         """Starts draws and returns their indices; the caller generates them all. room: what else bounds their number.
         Raises BudgetExhausted where nothing is in flight, the batch is not full, and the budget is drawn."""
+        space = min(self._max_in_flight - self.in_flight, math.inf if room is None else room)
+        if space <= 0 and self.in_flight:  # the most frequent case
+            return []
         count = self.missing
         if self._max_staleness:
             count = max(count, self._ahead())
@@ -129,7 +132,7 @@ class OversamplingBuffer:
         if left <= 0 and self.collecting and not self.full and self.in_flight == 0:
             self._wanted = self._budget.end(usable=self.draws.usable, wanted=self._batch)
             self._advance()
-        count = int(min(count, left, self._max_in_flight - self.in_flight, math.inf if room is None else room))
+        count = int(min(count, left, space))
         if count <= 0:
             return []
         self._budget.drawn += count

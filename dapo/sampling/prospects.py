@@ -82,6 +82,8 @@ class Prospects:
         """Foretells the usable groups among the draws in flight. rate: share of usable ones among all draws."""
         mean = variance = 0.0
         for state, count in self._running.items():
+            if not count:
+                continue
             odds = rate * self._share(self._usable, state)
             p = odds / (odds + (1.0 - rate) * self._share(self._useless, state))
             mean += count * p

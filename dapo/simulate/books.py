@@ -4,6 +4,7 @@ In: a `Scenario`. Out: a `Simulation` that has run. `dapo.simulate.strategies` d
 the fleet is `dapo.simulate.fleet`'s.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,11 +52,10 @@ class Simulation:
     """Runs one strategy on one fleet and keeps its books. The engines stand still while they load weights (`sync`), so
     that real time is the fleet's time plus all pauses. Times are in tokens of one slot.
 
-    generation: per step, the time from the start of its generation to its batch. oracle: the same for exactly the draws
-    that the step used, all submitted at once, and work the time that they would take in slots that are never free (only
-    where a step stands alone). trained: draws in the order of training,
-    per step. trained_lengths, mixed_lengths: mean response length of every group trained on, and of every mixed one
-    that ever started, finished or not.
+    generation: per step, the time from the start of its generation to its batch; `oracle` and `work` are for steps that
+    stand alone, once the run is over. trained: draws in the order of training, per step. trained_lengths,
+    mixed_lengths: mean response length of every group trained on, and of every mixed one that ever started, finished
+    or not.
     """
 
     def __init__(self, scenario: Scenario, *, lent: int = 0) -> None:
@@ -67,12 +67,11 @@ class Simulation:
         self.attempts: dict[int, Attempt] = {}  # the last one of every draw
         self.wasted_tokens = 0
         self.generation: list[float] = []
-        self.oracle: list[float] = []
-        self.work: list[float] = []
         self.trained: list[tuple[int, ...]] = []
         self.trained_lengths: list[float] = []
         self.mixed_lengths: list[float] = []
         self._versions: dict[int, int] = {}
+        self._alone: list[tuple[Attempt, ...]] = []  # what each step used up
         self._following = 0
         self._pauses = self._began = 0.0
         self._generated_tokens = self._trained_tokens = 0
@@ -165,14 +164,31 @@ class Simulation:
         self.updated()
 
     def add_oracle(self, attempts: Iterable[Attempt]) -> None:
-        """Records the time to generate these attempts, all submitted at once."""
+        """Records the attempts that a step used up, for `oracle` and `work`."""
+        self._alone.append(tuple(attempts))
+
+    @property
+    def oracle(self) -> list[float]:
+        """Returns, per step, the time to generate what it used up, all submitted at once."""
+        return [alone.now for alone in self._oracles]
+
+    @property
+    def work(self) -> list[float]:
+        """Returns, per step, the time that what it used up would take in slots that are never free."""
+        return [alone.busy / alone.capacity for alone in self._oracles]
+
+    @functools.cached_property
+    def _oracles(self) -> list[Fleet]:
+        """Returns the fleets that generate nothing else: they cost as much as the run, and few ask."""
+        return [self._generated(attempts) for attempts in self._alone]
+
+    def _generated(self, attempts: Iterable[Attempt]) -> Fleet:
         fleet = Fleet(engines=self.scenario.engines, slots=self.scenario.slots)
         for index, attempt in enumerate(attempts):
             fleet.submit(index, attempt.lengths)
         while fleet.in_flight:
             fleet.step()
-        self.oracle.append(fleet.now)
-        self.work.append(fleet.busy / fleet.capacity)
+        return fleet
 
     @property
     def steps(self) -> list[float]:
