@@ -172,12 +172,14 @@ LOADS = {
     "inspect": (modules_in("dapo.inspect"), HEAVY | {"dapo.run", "dapo.trainer", "dapo.config", "numpy"}),
     **{role: ([role], {"vllm", "dapo.run", "dapo.trainer", *ROLES} - {role}) for role in ROLES},
 }
+MODELS = ("workers.reward_model", "workers.actor")
 # What a name may load in any case and takes long: it is loaded once, and each name in a fork of its own.
 BEFORE = (
     ([], ["inspect"]),
     (["hydra", "omegaconf"], ["config", "entry", "parts", "plan", "simulate", "compare", "doctor"]),
     (["torch", "transformers"], ["algorithm"]),
-    (["ray"], list(ROLES)),
+    (["ray"], [role for role in ROLES if role not in MODELS]),
+    (["transformers.modeling_utils"], list(MODELS)),
 )
 PROGRAM = """
 import importlib, json, os, sys
@@ -197,9 +199,8 @@ for before, names in json.loads(sys.argv[1]):
 
 def loaded(names: list[str], root: Path) -> dict[str, set[str]]:
     """What a process that has none of ours has loaded after it has imported the modules of a name, by name."""
-    stages = [(before, {name: LOADS[name][0] for name in group if name in names}) for before, group in BEFORE]
-    while not stages[-1][1]:
-        stages.pop()
+    groups = [(before, {name: LOADS[name][0] for name in group if name in names}) for before, group in BEFORE]
+    stages = [(before, group) for before, group in groups if group]
     command = [sys.executable, "-c", PROGRAM, json.dumps(stages)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
