@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which the wheel alone is installed."""
     target = tmp_path_factory.mktemp("installed")
-    pip("install", "--target", str(target), str(wheel))
+    pip("install", "--no-compile", "--target", str(target), str(wheel))
     return target
 
 

@@ -91,7 +91,7 @@ def test_the_shipped_base_solves_some_prompts_mostly_and_others_hardly_ever() ->
     model, tokenizer = Qwen2ForCausalLM.from_pretrained(CHECKED_DIR).eval(), AutoTokenizer.from_pretrained(CHECKED_DIR)
     problems = distinct_problems("heldout", 60, 9, draw_prompt)
     easy = [each for each in problems if len(each) in EASY_COUNTS and not carries(each)]
-    hard = [each for each in problems if len(each) == HARD_COUNT]
+    hard = [each for each in problems if len(each) == HARD_COUNT][:13]  # they generate to their cap
     cap = compose([], "ablation/grpo").data.max_response_length
     right_easy, right_hard = (
         sample(model, tokenizer, chosen, samples=8, max_tokens=cap).correct for chosen in (easy, hard)
