@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from tests.support.fakes import make_group
 from tests.support.sampling.buffer_world import IN_GENERATION, IN_REWARD, TO_RETRY, World
-from tests.support.sampling.verdicts import Verdict, verdicts
+from tests.support.sampling.verdicts import Verdict, draw_of, verdicts
 
 SHARES = st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0])
 SEEDS = st.integers(0, 10**6)
@@ -241,6 +242,7 @@ def test_with_an_exact_rate_and_steady_timing_hardly_any_group_becomes_stale(sta
     """Every draw takes equally long; engines have room for all. Measured: 0 to 0.6 % of the draws."""
     buffer = OversamplingBuffer(train_batch_size=64, max_in_flight=1000, max_staleness=staleness)
     rng = random.Random(f"{staleness}/{rate}")
+    mixed, solved = make_group(0, [1.0, 0.0]), make_group(0, [1.0, 1.0])
     running: deque[tuple[int, int]] = deque()  # (time of its end, draw)
     started = returned = version = now = opens = 0
     buffer.open()
@@ -257,7 +259,7 @@ def test_with_an_exact_rate_and_steady_timing_hardly_any_group_becomes_stale(sta
         running.extend((now + takes, index) for index in batch)
         while running and running[0][0] <= now:
             index = running.popleft()[1]
-            group = make_group(index, [1.0, 0.0] if rng.random() < rate else [1.0, 1.0])
+            group = replace(mixed if rng.random() < rate else solved, draw=draw_of(index))
             buffer.generated(index, group.num_tokens)
             buffer.add(group)
         if buffer.collecting and buffer.full:

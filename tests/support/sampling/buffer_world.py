@@ -25,6 +25,7 @@ from tests.support.sampling.verdicts import ACCURACIES, Verdict, draw_of
 IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY = State.IN_GENERATION, State.IN_REWARD, State.BUFFERED, State.TO_RETRY
 TRAINING = State.TRAINING
 BASE = {"train_batch_size": 3, "max_in_flight": 8}
+PLACES = frozenset(State)
 
 
 class World:
@@ -295,7 +296,7 @@ class World:
         """Every draw is where the world saw it last, with its tokens, and so is what has ended or was lost."""
         draws = self.buffer.draws
         update = {index: TRAINING for index in self.closed}
-        ended = {index: fate for index, fate in self.where.items() if fate not in set(State)}
+        ended = {index: fate for index, fate in self.where.items() if fate not in PLACES}
         places = {index: place for index, place in (self.where | update).items() if index not in ended}
         assert {index: draw.state for index, draw in draws.live.items()} == places
         assert {index: draw.tokens for index, draw in draws.live.items()} == {i: self.size.get(i, 0) for i in places}

@@ -1,5 +1,6 @@
 """Draws and their outcomes, by index and policy version, for the tests of the buffer (tests only)."""
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -16,6 +17,7 @@ Verdict = Callable[[int, int], str]  # the outcome of a draw, by index and by po
 def verdicts(seed: int, share: float) -> Verdict:
     """`share` of the draws are mixed, the others anything else."""
 
+    @functools.cache  # the audits ask again and again
     def outcome(index: int, version: int) -> str:
         rng = random.Random(f"{seed}/{index}/{version}")
         return MIXED if rng.random() < share else rng.choice([ALL_CORRECT, ALL_WRONG, UNSCORABLE])
