@@ -24,6 +24,7 @@ from workers.placing.asked import (
     CPUS_COLOCATED,
     ENGINES,
     JUDGES,
+    OWN_GPUS,
     RANKS,
     REWARD_MODEL,
     Pool,
@@ -220,8 +221,7 @@ class Placement:
 
     def _nodes_of_ranks(self) -> Mapping[int, str]:
         """Returns the node of each bundle, empty on CPUs."""
-        group = self._groups.get(RANKS)
-        if group is None:
+        if (group := self._groups.get(RANKS)) is None:
             return {}
         limit = self._cfg.actor.start_timeout_s
         if not self._found(group, time.monotonic() + PLACED_S):
@@ -266,7 +266,7 @@ class Placement:
     def _options(
         self, device: str, group: str, bundle: int, gpus: float, env: dict[str, str], labels: Mapping[str, str]
     ) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env | fault_environment()}}
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env | OWN_GPUS | fault_environment()}}
         if device == "cuda":
             options |= {
                 "num_cpus": 1,

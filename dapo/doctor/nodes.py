@@ -20,7 +20,7 @@ from dapo.doctor.checked.allreduce import LIMIT_S, Ring, measure
 from dapo.doctor.machines import CPU_RANKS, Machines, Silent, called
 from dapo.report.watchdog import waiting
 from workers.cluster import connect, leave, nodes
-from workers.placing.asked import pools
+from workers.placing.asked import OWN_GPUS, pools
 from workers.placing.fit import Node, lines, problems
 from workers.training.processes import free_address
 
@@ -66,7 +66,7 @@ class RayNodes:
         if isinstance(address, Silent):
             return [address]
         host, port = address
-        options = {"num_gpus": 1} if device == "cuda" else {}
+        options = {"num_gpus": 1, "runtime_env": {"env_vars": OWN_GPUS}} if device == "cuda" else {}
         rings = [Ring(rank, len(ranks), host, port, device, 0) for rank in range(len(ranks))]
         refs = [self._start(name, measure, (ring,), **options) for name, ring in zip(ranks, rings, strict=True)]
         return _answers(refs, LIMIT_S)

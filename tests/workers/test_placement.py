@@ -1,9 +1,11 @@
 """What each role asks of Ray, and the error when the cluster cannot give it."""
 
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from tests.support.placed_roles import colocated, make_config
 from workers import placement
@@ -182,6 +184,22 @@ def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
     assert bundles_of(placed.rollout()) == bundles_of(placed.actors()) == [0, 1, 2]
     placed.release_engine(0)
     assert groups == [ranks]
+
+
+def test_each_process_sees_its_own_gpus_also_where_its_node_lets_ray_show_all(groups, monkeypatch):
+    """A rank takes the first GPU that it sees: with that variable all ranks of a node would compute on one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    placed = Placement(colocated(2), "cuda")
+    for options in (*placed.rollout(), *placed.actors()):
+        with monkeypatch.context() as process:
+            for name, value in options["runtime_env"]["env_vars"].items():
+                process.setenv(name, value)
+            NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+            process.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 
 
 def test_engines_own_the_gpus_of_neighbouring_ranks_also_on_other_nodes_later(groups):

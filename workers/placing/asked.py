@@ -12,6 +12,8 @@ from dapo.derived import gpus_per_engine, lends, ranks_of_a_piece, shares_gpus, 
 
 RANKS, ENGINES, REWARD_MODEL, JUDGES = "actor ranks", "engines", "reward model", "judges"
 CPUS_COLOCATED = 2  # of a GPU that a rank and an engine share: one for either's process
+# Variables of a process: Ray shows it the GPUs that it has, and no others, whatever those of its node say.
+OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 
 
 @dataclass(frozen=True, slots=True)
