@@ -19,7 +19,7 @@ from dapo.state.journal import Journal
 from dapo.types import Draw, Group, VersionSpan
 from tests.sampling.test_buffer_properties import due, endless, move, some_sizes
 from tests.support.fakes import make_group, make_prompt, make_response
-from tests.support.sampling.buffer_world import World
+from tests.support.sampling.journaled_world import JournaledWorld
 from tests.support.sampling.verdicts import draw_of, verdicts
 
 MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 9 + ["stop", "crash", "crash", "checkpoint"]
@@ -36,7 +36,7 @@ def directory(tmp_path_factory) -> Iterator[Path]:
     return tmp_path_factory.mktemp("journal")
 
 
-def crash_or_move(world: World, kind: str, pick: int, room: int | None) -> None:
+def crash_or_move(world: JournaledWorld, kind: str, pick: int, room: int | None) -> None:
     if kind == "crash":
         world.crash()
     elif kind == "checkpoint":
@@ -55,7 +55,7 @@ def test_the_books_balance_after_every_crash(tmp_path_factory, admission, on_bud
     batches = 0 if on_budget == "none" else 2
     budget = {"max_draws": batches * sizes["max_in_flight"], "on_budget": "fail" if not batches else on_budget}
     folder = tmp_path_factory.mktemp("journal")
-    world = World(folder, verdicts(seed, share), admission=admission, **sizes, **budget)
+    world = JournaledWorld(folder, verdicts(seed, share), admission=admission, **sizes, **budget)
     world.checkpoint()
     world.take()
     for event in events:
@@ -87,9 +87,9 @@ def test_at_staleness_0_crashes_and_journal_change_no_step(tmp_path_factory, bat
     options = {"train_batch_size": batch, "max_in_flight": width, "max_draws": batches * width}
     options["on_budget"] = "train_partial"
     folder = tmp_path_factory.mktemp("journal")
-    straight = World(folder / "straight", verdict, **options)
+    straight = JournaledWorld(folder / "straight", verdict, **options)
     straight.run(endless(seed), until=4, at_most=1000)
-    world = World(folder, verdict, **options)
+    world = JournaledWorld(folder, verdict, **options)
     world.checkpoint()
     for groups, crash in ends:
         world.run(endless(seed + groups), until=4, at_most=groups)
@@ -106,7 +106,7 @@ def test_at_staleness_0_crashes_and_journal_change_no_step(tmp_path_factory, bat
 
 
 def test_a_crash_in_a_step_generates_no_finished_group_again(directory):
-    world = World(directory, verdicts(0, 1.0), train_batch_size=6, max_in_flight=8)
+    world = JournaledWorld(directory, verdicts(0, 1.0), train_batch_size=6, max_in_flight=8)
     world.checkpoint()
     for index in world.take()[1:6]:
         world.score(index)
@@ -224,7 +224,7 @@ def test_bytes_that_are_no_group_raise_a_value_error(seed):
 
 
 def test_what_was_drawn_before_a_crash_counts_towards_the_budget_of_its_step(directory):
-    world = World(directory, lambda index, version: ALL_WRONG, max_in_flight=4, max_draws=8)
+    world = JournaledWorld(directory, lambda index, version: ALL_WRONG, max_in_flight=4, max_draws=8)
     world.checkpoint()
     for _ in range(2):
         for index in world.take():
