@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     logprobs.add_argument("--vocabulary", type=positive, default=151_936)
     logprobs.add_argument("--hidden", type=positive, nargs="+", default=[64])
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
+    _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
     _decode(command("decode", "decode", "run", "decoding with and without speculation"))
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
@@ -86,6 +87,15 @@ def _device(device: argparse.ArgumentParser) -> None:
     device.add_argument("--peak-flops", type=float, default=PEAK_FLOPS["H200"], help="of the device, per second")
     device.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
     device.add_argument("--output", default="bench_device.jsonl", help="where the rows are appended")
+
+
+def _cycle(cycle: argparse.ArgumentParser) -> None:
+    cycle.add_argument("--models", nargs="+", default=list(MODELS), help="names in config/models, or directories")
+    cycle.add_argument("--cycles", type=positive, default=20, help="measured ones")
+    cycle.add_argument("--tokens", type=int, default=4096, help="of the update in each cycle; 0: none")
+    cycle.add_argument("--bucket-mib", type=positive, default=1024, help="of the weight sync")
+    cycle.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    cycle.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
 
 
 def _decode(decode: argparse.ArgumentParser) -> None:

@@ -1,0 +1,180 @@
+"""Measures how engines and actors take turns on the same GPUs (`trainer.colocate=time`): one row per model.
+
+A cycle is the trainer's own, without generation: the engines sleep, the actors train on random tokens (or not), the
+engines' weights wake, the weight sync brings the new ones, the KV cache wakes. After it the engine gives a few tokens
+their log-probabilities, and so do the actors. The weights are random, at a model's shape. In: names of models. Out: the
+medians of each phase's seconds, the GPU's free memory on either side, and how far it moved over the cycles.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dapo.bench.actor import LEARNT_NOTHING, VOCABULARY
+from dapo.bench.device import random_weights
+from dapo.bench.setting import cluster, random_batch, tiny_config
+from dapo.bench.step import Recording
+from dapo.config.facts.model_shape import read_shape
+from dapo.config.schema import Config
+from dapo.derived import device_of
+from dapo.fleet import STOP_GRACE_S
+from dapo.report.table import table
+from dapo.tiny.tokenizer import make_tokenizer
+from workers.actor import ActorPool
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
+from workers.remote import wait
+from workers.rollout import RolloutPool
+from workers.weight_sync import WeightSync
+
+GIB = 1 << 30
+PHASES = ("sleep", "update", "wake weights", "transfer", "wake KV")
+WARM_UP = 1  # cycles: the first one connects both ends
+TIMEOUT_S = 60.0
+
+Row = dict[str, float]
+
+
+class TimedEngines(Recording):
+    """Notes the seconds of the engines' own parts of a weight sync, by phase."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self.seconds: dict[str, float] = {}
+
+    async def start_update(self, *given: Any) -> None:
+        """Wakes the weights."""
+        await self._timed("wake weights", self._pool.start_update(*given))
+
+    async def finish_update(self, *given: Any) -> None:
+        """Wakes the KV cache."""
+        await self._timed("wake KV", self._pool.finish_update(*given))
+
+    async def _timed(self, phase: str, work: Any) -> None:
+        began = time.monotonic()
+        await work
+        self.seconds[phase] = time.monotonic() - began
+
+
+def to_config(given: argparse.Namespace, path: str) -> Config:
+    """Returns the setting of one rank and one engine in turns. Raises ValueError for overrides that do not fit."""
+    tokens = given.tokens or 64
+    return tiny_config(
+        *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
+        *("trainer.colocate=time", f"trainer.device={given.device}", "actor.num_workers=1", *LEARNT_NOTHING),
+        *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", "rollout.temperature=1.0"),
+        f"weight_sync.bucket_bytes={given.bucket_mib << 20}",
+        "rollout.vllm={max_num_seqs: 64, gpu_memory_utilization: 0.5}",
+        f"actor.max_tokens_per_gpu={max(tokens, 4096)}",
+        *given.overrides,
+    )
+
+
+def free_bytes(worker: Any) -> int:
+    """Runs on a rank: returns what nobody holds of its GPU; 0 on a CPU."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_initialized() else 0
+
+
+async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
+    """Returns a row per cycle, after the warm-up. tokens: see `Cycle`."""
+    device = device_of(cfg)
+    with cluster(cfg):
+        placement = Placement(cfg, device)
+        pool, actors = RolloutPool(placement.rollout(), cfg.rollout), ActorPool(cfg, device, placement.actors)
+        try:
+            await actors.find()
+            gpus = lambda number: actors.gpus(placement.ranks_of_engine(number))  # noqa: E731
+            await pool.start(cfg.model.path, engine_args(cfg, device), gpus)
+            await pool.sleep()
+            await actors.start()
+            cycle = Cycle(cfg, pool, actors, tokens)
+            return [await cycle.run() for _ in range(WARM_UP + cycles)][WARM_UP:]
+        finally:
+            actors.close()
+            await pool.stop(STOP_GRACE_S)
+
+
+class Cycle:
+    """Lets both roles take turns. tokens: trained on in each cycle; 0: no update."""
+
+    def __init__(self, cfg: Config, pool: RolloutPool, actors: ActorPool, tokens: int) -> None:
+        self._cfg, self._pool, self._actors, self._tokens = cfg, pool, actors, tokens
+        self._engines: Any = TimedEngines(pool)
+        self._sync = WeightSync(actors, self._engines, cfg)
+        self._version = 0
+        vocabulary, prompt = min(VOCABULARY, read_shape(cfg.model.path).vocab_size), max(1, tokens // 8)
+        lengths = [(prompt, max(1, tokens - prompt))]
+        self._batch = random_batch(lengths, vocabulary, np.random.default_rng(0))
+
+    async def run(self) -> Row:
+        """Returns seconds, bytes, and the mean difference of the log-probabilities."""
+        began = time.monotonic()
+        await self._pool.sleep()
+        asleep = time.monotonic()
+        free_asleep = await self._free()
+        updating = time.monotonic()
+        if self._tokens:
+            await self._actors.update(replace(self._batch, version=self._version))
+        self._version += 1
+        updated = time.monotonic()
+        await self._sync(self._version)
+        ended = time.monotonic()
+        row = {"sleep": asleep - began, "update": updated - updating, "cycle": ended - began - (updating - asleep)}
+        row |= self._engines.seconds
+        row["transfer"] = ended - updated - row["wake weights"] - row["wake KV"]
+        return row | {"free asleep": free_asleep, "free awake": await self._free(), "difference": await self._parity()}
+
+    async def _free(self) -> float:
+        [rank] = self._actors._ranks.workers
+        return float((await wait([rank.__ray_call__.remote(free_bytes)], TIMEOUT_S, "actor rank 0", "its memory"))[0])
+
+    async def _parity(self) -> float:
+        """Returns what `workers.weight_sync` bounds, of every engine after every cycle."""
+        slots = self._pool.keeper.slots
+        for slot in slots:
+            slot.proven = False
+        canaries = await self._pool.canaries([slot.number for slot in slots])
+        actors = await self._actors.policy_logprobs(canaries)
+        pairs = zip(actors, canaries, strict=True)
+        return max(float(np.abs(a - canary.rollout_logprobs).mean()) for a, canary in pairs)
+
+
+def report(model: str, rows: Sequence[Row]) -> list[str]:
+    """Returns a row of the table: medians, and the range of the free memory over the cycles."""
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    asleep = [row["free asleep"] for row in rows]
+    return [
+        model,
+        *(f"{median[name]:.2f}" for name in (*PHASES, "cycle")),
+        *(f"{median[name] / GIB:.2f}" for name in ("free awake", "free asleep")),
+        f"{(max(asleep) - min(asleep)) / max(*asleep, 1):.2%}",
+        f"{max(row['difference'] for row in rows):.1e}",
+    ]
+
+
+def run(given: argparse.Namespace) -> None:
+    """Prints a line per cycle and a table with a row per model. Raises ValueError without the device."""
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
+    rows = []
+    for model in given.models:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            path = random_weights(model, Path(folder) / "model")
+            make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+            cycles = asyncio.run(measure(to_config(given, str(path)), given.cycles, given.tokens))
+        for number, row in enumerate(cycles, 1):
+            seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
+            print(f"{model} {number}: {seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB", flush=True)
+        rows.append(report(model, cycles))
+    names = ["model", *(f"{name} s" for name in (*PHASES, "cycle"))]
+    print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")
+    print(table([*names, "free awake GiB", "free asleep GiB", "its range", "largest difference"], rows))
