@@ -67,6 +67,7 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.config:ModelConfig", has="max_model_len"),
         Name(path=f"{_TRANSFER}.base:WeightTransferInitRequest", call="init_info="),
         Name(path=f"{_TRANSFER}.base:WeightTransferUpdateRequest", call="update_info="),
+        Name(path="vllm.envs:enable_envs_cache", call=""),
     ),
     "workers/engines/life.py": (
         _engine("errored"),

@@ -31,6 +31,12 @@ class PlanConfig:
     engine_step_s: float = at_least(
         0, 0.003, "seconds that vLLM adds to each decoding step (scheduling, launches, sampling)"
     )
+    engine_sequence_s: float = at_least(
+        0,
+        57e-6,
+        "seconds of its processor that vLLM takes for each token of each sequence, while the GPU computes: what bounds "
+        "small models",
+    )
     host_bandwidth: float = positive(25e9, "byte/s between one GPU and its host's memory")
     switch_s: float = at_least(
         0, 3.0, "seconds that an engine takes to fall asleep and to wake again, where they share GPUs in turns"

@@ -159,8 +159,8 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     return [
         f"TIME (assumed: {short(plan.gpu_flops, 'FLOP/s')} per GPU, HFU {plan.hfu:.0%}, "
         f"{short(plan.gpu_bandwidth, 'B/s')} of which decoding reaches {plan.bandwidth_share:.0%}, "
-        f"{plan.engine_step_s * 1000:g} ms more per decoding step, sync "
-        f"{short(plan.sync_bandwidth, 'B/s')})",
+        f"{plan.engine_step_s * 1000:g} ms more per decoding step, {plan.engine_sequence_s * 1e6:g} us of its host per "
+        f"token, sync {short(plan.sync_bandwidth, 'B/s')})",
         f"  generation {duration(generation_s)}: {cfg.rollout.num_engines} engines x {running} sequences, a token each "
         f"in {step.token_s(engine, running) * 1000:.1f} ms, take {duration(throughput_s)}; the longest response alone "
         f"{duration(longest_s)}",

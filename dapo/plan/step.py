@@ -242,12 +242,13 @@ class Step:
 
     def token_s(self, engine: EngineMemory, running: int) -> float:
         """Returns the seconds in which an engine makes one token for each of `running` sequences: reading weights and
-        cache, or computing, whichever takes longer."""
+        cache, or computing, or vLLM's own work on the host beside it, whichever takes longest."""
         prompt, response = mean_tokens(self.cfg)
         read = engine.weights().amount + running * (prompt + response / 2) * engine.kv_bytes_per_token
         reading = read / (self.cfg.plan.gpu_bandwidth * self.cfg.plan.bandwidth_share)
         computing = running * self.shape.flops_per_token / (engine.gpus * self.cfg.plan.gpu_flops * self.cfg.plan.hfu)
-        return max(reading, computing) + self.cfg.plan.engine_step_s
+        on_gpu = max(reading, computing) + self.cfg.plan.engine_step_s
+        return max(on_gpu, running * self.cfg.plan.engine_sequence_s)
 
     def generation_s(self, engine: EngineMemory) -> tuple[float, float]:
         """Returns the seconds with all engines full, and those of the longest response alone, the least a step can

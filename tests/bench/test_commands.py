@@ -32,6 +32,7 @@ COMMANDS = (
     "update",
     "logprobs",
     "device",
+    "cycle",
     "decode",
     "sync",
 )
@@ -209,6 +210,17 @@ def test_sync(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     [rows] = tables(text)
     assert [row["transport"] for row in rows] == ["broadcast", "ipc"]
     assert all(float(row["median s"]) > 0 for row in rows)
+
+
+@pytest.mark.ray
+def test_cycle(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--device cpu --models pkg://dapo.tiny/base --cycles 2 --tokens 128 --bucket-mib 1"
+    main(["cycle", *words.split()])
+    [[row]] = tables(capsys.readouterr().out)
+    phases = ("sleep s", "update s", "wake weights s", "transfer s", "wake KV s")
+    assert float(row["cycle s"]) == pytest.approx(sum(float(row[phase]) for phase in phases), abs=0.1)
+    assert float(row["update s"]) > 0 and float(row["transfer s"]) > 0
+    assert 0 < float(row["largest difference"]) <= 1e-4
 
 
 @pytest.mark.ray

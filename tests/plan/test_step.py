@@ -4,6 +4,7 @@ import pytest
 
 from dapo.derived import optimizer_steps
 from dapo.packing import pack
+from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import changed
 from dapo.plan.hints import hints
 from dapo.plan.report import report
@@ -91,3 +92,12 @@ def test_no_more_sequences_are_proposed_than_tokens_of_a_pass():
     cfg, shape = planned("rollout.n=128", "rollout.vllm.max_num_seqs=512", experiment="dapo_qwen0.5b_1gpu")
     (hint,) = [line for line in hints(cfg, shape) if "max_num_seqs=" in line]
     assert "rollout.vllm.max_num_seqs=2048 would use it" in hint
+
+
+def test_an_engine_of_a_small_model_waits_for_its_host():
+    cfg, shape = planned(experiment="dapo_qwen0.5b_1gpu")
+    engine, step = EngineMemory(cfg, shape), Step(cfg, shape)
+    assert step.token_s(engine, 1024) == pytest.approx(1024 * 57e-6)
+    on_gpu = Step(*planned("plan.engine_sequence_s=0", experiment="dapo_qwen0.5b_1gpu"))
+    assert on_gpu.token_s(engine, 1024) < step.token_s(engine, 1024) / 4
+    assert on_gpu.token_s(engine, 1) == step.token_s(engine, 1) > cfg.plan.engine_step_s

@@ -88,7 +88,7 @@ def arriving(cfg, shape) -> float:
 
 
 def test_a_tied_embedding_arrives_with_the_root_and_layers_may_be_larger():
-    tied = planned(experiment="dapo_qwen0.5b_1gpu")
+    tied = planned("actor.reshard_after_forward=true", experiment="dapo_qwen0.5b_1gpu")
     assert arriving(*tied) == 151_936 * 896 + tied[1].layer_parameters
     cfg, shape = planned(experiment="dapo_qwen32b_hybrid")
     assert arriving(cfg, shape) == 2 * 152_064 * 5_120

@@ -47,7 +47,7 @@ class RolloutWorker:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ[ACTOR] = str(os.getpid())
-        from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig
+        from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig, enable_envs_cache
 
         args = AsyncEngineArgs(
             model=model_path,
@@ -59,6 +59,7 @@ class RolloutWorker:
         self._life = LifeSigns()
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
         self._life.meter.started()
+        enable_envs_cache()  # or this process reads the environment anew for each token, a quarter of its work
         await self._engine.update_weight_version("0")
         self._decode = self._engine.get_tokenizer().decode
         self._running: dict[str, list[str]] = {}

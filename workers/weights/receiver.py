@@ -233,5 +233,9 @@ class WeightReceiverExtension:
 
 
 logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)  # it warns that it does not sleep
+# It warns, in every sync, of layers that no file has weights for: rotary tables, a tied head. `_missing` knows better.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.msg != "%s: Failed to load weights"
+)
 die_with(os.getppid())  # an engine process whose Ray actor was killed must not stay behind and hold the device
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

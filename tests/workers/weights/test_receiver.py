@@ -1,6 +1,7 @@
 """The engine's half of a weight sync in an engine of several processes: a failure leaves it able to go on."""
 
 import asyncio
+import logging
 import sys
 from collections import deque
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from workers.engines.life import LifeSigns
@@ -218,3 +220,14 @@ def test_an_engine_that_vllm_leaves_in_no_known_state_is_lost(engine, receiver, 
             await worker.pulse()
 
     asyncio.run(run())
+
+
+def test_a_sync_says_nothing_of_layers_that_no_file_has_weights_for(receiver):
+    """Rotary tables and a tied head, in every sync; `_missing` tells what is missing in truth."""
+
+    def heard(message: str, *values: object) -> bool:
+        record = logging.LogRecord(layerwise.logger.name, logging.WARNING, "", 0, message, values, None)
+        return bool(layerwise.logger.filter(record))
+
+    assert not heard("%s: Failed to load weights", "RotaryEmbedding")
+    assert heard("Allocating %.1f MB of device memory", 1.0)
