@@ -47,6 +47,9 @@ class RolloutPool(Protocol):
         """Yields the responses to one prompt as they end, each with its number; response number k has `seeds[k]`.
         problem: that the prompt is of, for the rollout function where there is one."""
 
+    def tokens_per_s(self) -> float:
+        """Returns how many tokens the engines generated a second lately, as far as they have told."""
+
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, and how many were replaced so far, as metrics."""
 

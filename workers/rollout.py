@@ -44,7 +44,7 @@ class RolloutPool(WeightUpdates):
         engine is given up. lent: how many of them, the last ones, are lent the actors' GPUs now and then."""
         self._cfg = cfg
         self.keeper = Keeper(options, cfg, warn, release, lent)
-        self._slots = self.keeper.slots
+        self._slots, self.tokens_per_s = self.keeper.slots, self.keeper.tokens_per_s
         self._on_gpus = any("num_gpus" in each for each in options)
         self._groups: dict[str, RunningGroup] = {}
         self._prompt = np.arange(1, 9, dtype=np.int32)  # the last one

@@ -95,6 +95,10 @@ class TrajectoryPool:
         """Returns whether an engine serves now."""
         return self._engines.serving
 
+    def tokens_per_s(self) -> float:
+        """Returns what the engines generated a second lately."""
+        return self._engines.tokens_per_s()
+
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, and how many of the function's workers were replaced so far,
         as metrics."""

@@ -38,6 +38,10 @@ from workers.weight_sync import WeightSync
 
 GIB = 1 << 30
 PHASES = ("sleep", "update", "wake weights", "transfer", "wake KV")
+NAMES = (
+    *("model", *(f"{name} s" for name in (*PHASES, "cycle"))),
+    *("free awake GiB", "free asleep GiB", "its range", "largest difference"),
+)
 WARM_UP = 1  # cycles: the first one connects both ends
 TIMEOUT_S = 60.0
 
@@ -97,7 +101,13 @@ async def measure(cfg: Config, cycles: int, tokens: int) -> list[Row]:
             await pool.sleep()
             await actors.start()
             cycle = Cycle(cfg, pool, actors, tokens)
-            return [await cycle.run() for _ in range(WARM_UP + cycles)][WARM_UP:]
+            rows = []
+            for number in range(1 - WARM_UP, cycles + 1):
+                row = await cycle.run()
+                if number > 0:
+                    rows.append(row)
+                    print(f"cycle {number}: {shown(row)}", flush=True)
+            return rows
         finally:
             actors.close()
             await pool.stop(STOP_GRACE_S)
@@ -148,6 +158,12 @@ class Cycle:
         return max(float(np.abs(a - canary.rollout_logprobs).mean()) for a, canary in pairs)
 
 
+def shown(row: Row) -> str:
+    """Returns the line of one cycle."""
+    seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
+    return f"{seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB  difference {row['difference']:.1e}"
+
+
 def report(model: str, rows: Sequence[Row]) -> list[str]:
     """Returns a row of the table: medians, and the range of the free memory over the cycles."""
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
@@ -166,15 +182,14 @@ def run(given: argparse.Namespace) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
     rows = []
-    for model in given.models:
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            path = random_weights(model, Path(folder) / "model")
-            make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
-            cycles = asyncio.run(measure(to_config(given, str(path)), given.cycles, given.tokens))
-        for number, row in enumerate(cycles, 1):
-            seconds = "  ".join(f"{name} {row[name]:.2f} s" for name in (*PHASES, "cycle"))
-            print(f"{model} {number}: {seconds}  free asleep {row['free asleep'] / GIB:.3f} GiB", flush=True)
-        rows.append(report(model, cycles))
-    names = ["model", *(f"{name} s" for name in (*PHASES, "cycle"))]
-    print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")
-    print(table([*names, "free awake GiB", "free asleep GiB", "its range", "largest difference"], rows))
+    try:
+        for model in given.models:
+            print(model, flush=True)
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                path = random_weights(model, Path(folder) / "model")
+                make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
+                cycles = asyncio.run(measure(to_config(given, str(path)), given.cycles, given.tokens))
+            rows.append(report(model, cycles))
+    finally:  # what a larger model has no room or time for does not take the others' rows away
+        print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")
+        print(table(NAMES, rows))

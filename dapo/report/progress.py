@@ -39,8 +39,8 @@ class Moment:
     """Holds what a run is doing now. Made by `moment_of`, consumed by `Progress`.
 
     step: under way, from 1 to total_steps. phase: in words; phase_s: for how long. usable, wanted, dropped: groups, see
-    `OversamplingBuffer.progress`. running, ended, tokens, longest_s: see `Traffic`; per_s: tokens of ended responses a
-    second. evaluation: policy version under evaluation, answers that came, and all.
+    `OversamplingBuffer.progress`. running, ended, longest_s: see `Traffic`; per_s: tokens that the engines generate a
+    second, now. evaluation: policy version under evaluation, answers that came, and all.
     """
 
     step: int
@@ -74,7 +74,7 @@ def moment_of(trainer: "Trainer", total_steps: int, now: float) -> Moment:
         dropped=dropped,
         running=traffic.running,
         ended=traffic.ended,
-        per_s=traffic.tokens / max(now - traffic.began, 1e-9),
+        per_s=traffic.tokens_per_s(),
         longest_s=traffic.longest_s(now),
         evaluation=trainer.evaluations.progress(),
     )
@@ -90,7 +90,7 @@ def line_of(moment: Moment, left: str = "") -> str:
     if moment.phase in (GENERATING, SCORING) or moment.running:
         parts.append(f"groups {moment.usable}/{moment.wanted} usable, {moment.dropped} to be dropped")
         parts.append(f"responses {moment.ended} done, {moment.running} running")
-        if moment.ended:
+        if moment.per_s:
             parts.append(f"{short(moment.per_s)} tokens/s")
         if moment.running:
             parts.append(f"longest {duration(moment.longest_s)}")

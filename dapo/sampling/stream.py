@@ -115,7 +115,7 @@ class GroupStream:
         of the entries of `data.sources` that have their own, in tokens."""
         self.buffer = buffer
         self._lender = lender
-        self.traffic = Traffic()
+        self.traffic = Traffic(rollouts.tokens_per_s)
         self._order = order
         self._rollouts = rollouts
         self._rewards = rewards
@@ -222,7 +222,7 @@ class GroupStream:
             async with aclosing(responses):
                 async for sample, response in responses:
                     tokens += response.num_sampled
-                    self.traffic.end(key, response.num_sampled)
+                    self.traffic.end(key)
                     self._wake.set()
                     yield sample, response
         finally:

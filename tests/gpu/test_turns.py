@@ -9,7 +9,6 @@ from dapo.config.paths import resolve_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-GIB = 1 << 30
 CYCLES = 5
 
 

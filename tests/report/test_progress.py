@@ -139,7 +139,7 @@ def test_without_a_terminal_a_long_step_has_a_line_a_minute(clock: Clock, capsys
             [line] = after(1)  # a minute after the last line, and 59 s after the first look
             assert re.fullmatch(
                 r"in step 7/80 · generating for 60s · batch in ~60s · groups 2/4 usable, 1 to be dropped · "
-                r"responses 12 done, N running · [01] tokens/s · longest 60s",
+                r"responses 12 done, N running · 12 tokens/s · longest 60s",
                 line,
             )
             assert after(59) == []
@@ -168,8 +168,7 @@ def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) 
                 progress.look(clock.now)
                 with waiting("something new"):
                     assert dog.due(clock.now) == [], "the line in place breaks every silence"
-            rates = [int(re.search(r"(\d+) tokens/s", line)[1]) for line in lines[:4]]
-            assert rates == [round(rates[0] / seconds) for seconds in (1, 2, 3, 4)] and rates[0] > 12
+            assert all("12 tokens/s" in line for line in lines), "what the engines say, however few have ended"
             assert len(lines) == 200 and lines[-1].startswith("in step 7/8 · generating for 3m · batch in ~3m")
             next_step()
             clock.now += 0.5

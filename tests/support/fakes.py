@@ -68,6 +68,9 @@ class FakeRollouts:
     def lap(self) -> dict[str, float]:
         return {"perf/restarted_engines": 1.0}
 
+    def tokens_per_s(self) -> float:
+        return 12.5
+
     def __init__(self, seed: int = 0, max_turns: int = 5) -> None:
         self.seen: list[str] = []
         self.aborted: list[str] = []

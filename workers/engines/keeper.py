@@ -190,6 +190,10 @@ class Keeper:
                 slot.drop()
         return not all(answers)
 
+    def tokens_per_s(self) -> float:
+        """Returns how many tokens all engines generated a second lately, by their last signs of life."""
+        return sum(slot.follower.tokens_per_s() for slot in self.slots)
+
     def lap(self, gpus_per_engine: int) -> dict[str, float]:
         """Returns what the engines did since the last lap, as far as their signs of life told, and how many were
         replaced so far, as metrics. gpus_per_engine: 0 on a CPU."""

@@ -5,6 +5,7 @@ every sign of life; on the driver their growth between two steps, as `perf/engin
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import psutil
 
 from dapo.measure.usage import Level, resident_bytes
+
+RECENT_S = 5.0  # over which an engine's speed is told between two steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,7 @@ class Follower:
         self._before: EngineCounts | None = None
         self._last: EngineCounts | None = None
         self._kv_peak = 0.0
+        self._recent: deque[EngineCounts] = deque()  # of the last `RECENT_S`
 
     def heard(self, counts: EngineCounts) -> None:
         """Takes the newest counts."""
@@ -114,6 +118,15 @@ class Follower:
             self._before = counts
         self._last = counts
         self._kv_peak = max(self._kv_peak, counts.kv_peak)
+        self._recent.append(counts)
+        while counts.seconds - self._recent[0].seconds > RECENT_S:
+            self._recent.popleft()
+
+    def tokens_per_s(self) -> float:
+        """Returns the tokens a second of the last `RECENT_S` that were heard of."""
+        if len(recent := [*self._recent]) < 2:
+            return 0.0
+        return (recent[-1].tokens - recent[0].tokens) / max(recent[-1].seconds - recent[0].seconds, 1e-9)
 
     def lap(self) -> EngineCounts | None:
         """Returns what was heard since the last lap; None where nothing was."""

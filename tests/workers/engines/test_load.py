@@ -192,3 +192,23 @@ def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pyte
     fleet.clock.now += 1.0
     again = pool.lap()
     assert [again[f"perf/reward/{name}"] for name in ("queue_mean", "queue_max", "idle")] == [0.0, 0.0, 1.0]
+
+
+def test_the_speed_between_two_steps_is_that_of_the_last_seconds() -> None:
+    """Responses under way count: a batch of long ones may end all at once, after a time without any."""
+    clock, follower = Clock(), Follower()
+    meter = EngineMeter(clock)
+    assert follower.tokens_per_s() == 0.0
+    follower.heard(meter.read())
+    assert follower.tokens_per_s() == 0.0
+    for tokens in (10, 10, 10, 10, 40, 40, 40, 40, 40):
+        clock.now += 1
+        meter.step(scheduled(64), computed(tokens))
+        follower.heard(meter.read())
+    assert follower.tokens_per_s() == 40.0
+    follower.lap()
+    assert follower.tokens_per_s() == 40.0
+    for _ in range(6):
+        clock.now += 1
+        follower.heard(meter.read())
+    assert follower.tokens_per_s() == 0.0
