@@ -14,7 +14,15 @@ def test_every_experiment_composes_and_validates(name):
 
 
 def test_the_named_experiments_are_there():
-    named = {"dapo_tiny", "dapo_qwen32b", "dapo_qwen7b", "dapo_qwen0.5b_1gpu", "grpo_tiny", "dr_grpo_tiny"}
+    named = {
+        "dapo_tiny",
+        "dapo_qwen32b",
+        "dapo_qwen7b",
+        "dapo_qwen0.5b_1gpu",
+        "dapo_tiny_1gpu",
+        "grpo_tiny",
+        "dr_grpo_tiny",
+    }
     assert named <= set(experiments())
 
 

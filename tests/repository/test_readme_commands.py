@@ -73,6 +73,7 @@ RUN_BY = {
     r"python -m dapo\.main_ppo .*soft_gate\b": OWN_LOSS,
     r"python -m dapo\.main_ppo .*rollout\.function\b": TURNS,
     r"python -m dapo\.main_ppo .*tool_tiny\b": "tests/end_to_end/test_tool.py::test_a_short_run",
+    r"python -m dapo\.main_ppo .*_1gpu\b": "tests/gpu/test_program.py::test_a_few_steps_of_dapo_tiny_1gpu",
     r"python -m dapo\.main_ppo\b": "tests/end_to_end/test_program.py::test_three_steps_report_evaluate_and_save",
     r"python -m dapo\.config\b": "tests/config/test_compose.py::test_the_reference_of_all_keys_is_current",
     r"python -m dapo\.evaluate\b": "tests/evaluate/test_command.py::test_a_checkpoint_is_evaluated_without_actors",
