@@ -29,6 +29,7 @@ GROUPS = {
         "tests/workers/test_rollout.py",
         "tests/workers/turns/test_calls.py",
         "tests/workers/engines/test_put_down.py",
+        "tests/workers/engines/test_environment.py",
         "tests/workers/engines/test_lost_engines.py",  # ends them
     ),
     "ranks that fail": (

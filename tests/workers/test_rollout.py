@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -310,22 +309,3 @@ def test_every_transport_brings_the_same_bits(either, loop):
         assert largest_difference(model, responses) <= 1e-4 < 1e-2 < largest_difference(model, between)
         found[transport] = [(r.token_ids.tolist(), r.rollout_logprobs.tolist()) for r in responses]
     assert found["broadcast"] == found["ipc"]
-
-
-def test_an_engine_that_has_started_reads_its_environment_no_more(engines, loop):
-    """Neither process of vLLM's does: the one that hands tokens out would for every token."""
-
-    def reads(worker: Any) -> bool:
-        import os
-
-        from vllm import envs
-
-        before = envs.VLLM_COMPUTE_NANS_IN_LOGITS
-        os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = str(int(not before))
-        try:
-            return bool(envs.VLLM_COMPUTE_NANS_IN_LOGITS != before)
-        finally:
-            del os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"]
-
-    pool, _, _ = engines
-    assert ray.get(pool.workers[0].__ray_call__.remote(reads), timeout=60) is False
