@@ -16,7 +16,7 @@ from workers.contract import Name, broken, find
 
 KNOWN = ">=0.32,<0.34"  # the extras of pyproject.toml say the same
 # Loading these takes seconds. The processes that use them have loaded them by themselves; elsewhere they are left out.
-SLOW = ("vllm.v1.worker.", "vllm.model_executor.models.", "vllm.entrypoints.")
+SLOW = ("vllm.v1.worker.", "vllm.v1.core.sched.", "vllm.model_executor.models.", "vllm.entrypoints.")
 
 
 def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name:
@@ -25,12 +25,17 @@ def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name
 
 _WORKER = "vllm_config weight_transfer_engine _weight_update_active model_runner"
 _TRANSFER = "vllm.distributed.weight_transfer"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ARGS = "vllm.engine.arg_utils:AsyncEngineArgs"
 
 # By the file that uses them. Engines start only where those of workers/ are as they should be.
 USES: dict[str, tuple[Name, ...]] = {
     "workers/engines/worker.py": (
-        Name(path=_ARGS, call="model= logprobs_mode= worker_extension_cls= weight_transfer_config= disable_log_stats="),
+        Name(
+            path=_ARGS,
+            call="model= logprobs_mode= worker_extension_cls= weight_transfer_config= disable_log_stats= "
+            "scheduler_cls=",
+        ),
         Name(path="vllm.config.model:LogprobsMode", holds="processed_logprobs"),
         Name(path="vllm.config.weight_transfer:WeightTransferConfig", call="backend="),
         Name(path="vllm.v1.engine.async_llm:AsyncLLM", has="vllm_config"),
@@ -68,6 +73,17 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path=f"{_TRANSFER}.base:WeightTransferInitRequest", call="init_info="),
         Name(path=f"{_TRANSFER}.base:WeightTransferUpdateRequest", call="update_info="),
         Name(path="vllm.envs:enable_envs_cache", call=""),
+    ),
+    "workers/engines/scheduling.py": (
+        Name(path="vllm.v1.core.sched.async_scheduler:AsyncScheduler"),
+        Name(path=_SCHEDULER, has="requests"),
+        Name(path=f"{_SCHEDULER}.update_from_output", call="scheduler_output model_runner_output"),
+        Name(path=f"{_SCHEDULER}.finish_requests", call="request_ids finished_status"),
+        Name(path="vllm.v1.outputs:LogprobsLists", call="token_ids logprobs ranks"),
+        Name(path="vllm.v1.engine:EngineCoreOutputs", has="outputs"),
+        Name(path="vllm.v1.engine:EngineCoreOutput", has="request_id new_logprobs finish_reason"),
+        Name(path="vllm.v1.request:Request", has="request_id sampling_params"),
+        Name(path="vllm.config:SchedulerConfig", has="async_scheduling"),
     ),
     "workers/engines/life.py": (
         _engine("errored"),

@@ -100,8 +100,11 @@ def violations(name: str, source: str) -> list[str]:
         "workers do not know their conductor": within(name, "workers")
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
-        not in ("workers.engines.worker", "workers.engines.extension", "workers.judging.process")
-        and name != "workers.weights.receiver"
+        not in (
+            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
+            "workers.judging.process",
+            "workers.weights.receiver",
+        )
         and {module for module in imported if within(module, "vllm", "workers.vllm_surface")},
         "vLLM only by the names in workers.vllm_surface": {module for module in imported if within(module, "vllm")},
     }

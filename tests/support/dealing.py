@@ -30,6 +30,7 @@ GROUPS = {
         "tests/workers/turns/test_calls.py",
         "tests/workers/engines/test_put_down.py",
         "tests/workers/engines/test_environment.py",
+        "tests/workers/engines/test_scheduling.py",
         "tests/workers/engines/test_lost_engines.py",  # ends them
     ),
     "ranks that fail": (

@@ -25,6 +25,7 @@ from workers.weights.bucket import BACKEND, Bucket
 
 T = TypeVar("T")
 _numbers = count()  # of requests: vLLM takes no second one of a name
+SCHEDULER = "workers.engines.scheduling.scheduler"
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 ENDING_S = 1.0  # what groups that were asked to end have, before the engine refuses to sleep
 
@@ -54,7 +55,8 @@ class RolloutWorker:
             logprobs_mode="processed_logprobs",  # the default, raw, is wrong for temperature != 1 or top_p < 1
             worker_extension_cls="workers.engines.extension.EngineExtension",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            **engine_args | {"disable_log_stats": False},  # they tell whether it computes
+            # Statistics tell whether it computes.
+            **{"scheduler_cls": SCHEDULER} | engine_args | {"disable_log_stats": False},
         )
         self._life = LifeSigns()
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: Statistics(self._life)])
@@ -123,7 +125,8 @@ class RolloutWorker:
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
         decode = partial(self._decode, skip_special_tokens=True)
-        whole, reason = before + list(completion.token_ids), completion.finish_reason
+        logprobs = completion.logprobs.logprobs  # of one that is cut off, there may be fewer than tokens
+        whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
             whole, reason = whole[:end], "stop"
         length = len(whole) - len(before)
@@ -133,7 +136,7 @@ class RolloutWorker:
         ]
         return Response(
             token_ids=np.asarray(whole[len(before) :], dtype=np.int32),
-            rollout_logprobs=np.asarray(completion.logprobs.logprobs[:length], dtype=np.float32),
+            rollout_logprobs=np.asarray(logprobs[:length], dtype=np.float32),
             text="" if reason == "abort" else decode(whole),
             finish_reason=reason,
             policy_versions=spans_up_to(spans, length),

@@ -30,10 +30,8 @@ def engines(two_engines):
     return pool, two_engines.said, model, AutoTokenizer.from_pretrained(two_engines.path)
 
 
-def some_groups(pool, seed: int, ended=lambda: None):
-    return [
-        asyncio.create_task(group_of(pool, f"p{seed}-{i}", seed + 100 * i, 8, cap_of(i), ended)) for i in range(GROUPS)
-    ]
+def some_groups(pool, seed: int, ended=lambda: None, which=range(GROUPS)):
+    return [asyncio.create_task(group_of(pool, f"p{seed}-{i}", seed + 100 * i, 8, cap_of(i), ended)) for i in which]
 
 
 def cap_of(place: int) -> int:
@@ -109,9 +107,11 @@ def test_groups_that_were_put_down_are_dealt_out_anew_and_draw_fresh_noise(engin
 
     async def run(put_down: bool):
         ends = asyncio.Semaphore(0)
-        running = some_groups(pool, 8000, ends.release)
-        for _ in range(4):  # an engine may put down before it has made a token, but not both
-            await asyncio.wait_for(ends.acquire(), 300)
+        running = []
+        for which in (range(GROUPS // 2), range(GROUPS // 2, GROUPS)):  # those that start later are shorter
+            running += some_groups(pool, 8000, ends.release, which)
+            for _ in range(12):  # by then others have more tokens than an engine hands on together
+                await asyncio.wait_for(ends.acquire(), 300)
         if put_down:
             await pool.put_down()
             parts = {
