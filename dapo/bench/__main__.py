@@ -14,6 +14,7 @@ from dapo.bench.shapes import LENGTHS, MODELS, SYNC_SHAPES
 from dapo.config.actor import TRANSPORTS
 from dapo.config.devices import PEAK_FLOPS
 
+SMALLEST = next(iter(MODELS))
 OVERRIDES = "key=value words are overrides of the configuration, +experiment=dapo_tiny, as dapo.main_ppo takes them."
 
 
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     logprobs.add_argument("--hidden", type=positive, nargs="+", default=[64])
     _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
     _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
+    _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
     _decode(command("decode", "decode", "run", "decoding with and without speculation"))
     _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
@@ -96,6 +98,17 @@ def _cycle(cycle: argparse.ArgumentParser) -> None:
     cycle.add_argument("--bucket-mib", type=positive, default=1024, help="of the weight sync")
     cycle.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     cycle.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
+
+
+def _host(host: argparse.ArgumentParser) -> None:
+    host.add_argument(
+        "--models", nargs="+", default=["Qwen/Qwen2.5-0.5B"], help="names in config/models, or directories"
+    )
+    host.add_argument("--requests", type=positive, nargs="+", default=[64, 512], help="that run at once")
+    host.add_argument("--tokens", type=positive, default=1024, help="of a response at most")
+    host.add_argument("--rounds", type=positive, default=3, help="measured rounds of each")
+    host.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    host.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
 
 
 def _decode(decode: argparse.ArgumentParser) -> None:

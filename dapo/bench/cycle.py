@@ -177,18 +177,29 @@ def report(model: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def needs_device(device: str) -> None:
+    """Raises ValueError where `--device` is one that this machine has not."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
+
+
+def random_model(name: str, folder: Path) -> str:
+    """Writes a model of this shape with random weights, and a tokenizer; returns the folder."""
+    path = random_weights(name, folder)
+    make_tokenizer(read_shape(name).vocab_size).save_pretrained(path)
+    return str(path)
+
+
 def run(given: argparse.Namespace) -> None:
     """Prints a line per cycle and a table with a row per model. Raises ValueError without the device."""
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device` (cuda) is not there: torch sees no CUDA device; run this on a machine with a GPU")
+    needs_device(given.device)
     rows = []
     try:
         for model in given.models:
             print(model, flush=True)
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                path = random_weights(model, Path(folder) / "model")
-                make_tokenizer(read_shape(model).vocab_size).save_pretrained(path)
-                cycles = asyncio.run(measure(to_config(given, str(path)), given.cycles, given.tokens))
+                cfg = to_config(given, random_model(model, Path(folder) / "model"))
+                cycles = asyncio.run(measure(cfg, given.cycles, given.tokens))
             rows.append(report(model, cycles))
     finally:  # what a larger model has no room or time for does not take the others' rows away
         print(f"\nmedians of {given.cycles} cycles; updates of {given.tokens} tokens")

@@ -33,6 +33,7 @@ COMMANDS = (
     "logprobs",
     "device",
     "cycle",
+    "host",
     "decode",
     "sync",
 )
@@ -221,6 +222,18 @@ def test_cycle(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert float(row["cycle s"]) == pytest.approx(sum(float(row[phase]) for phase in phases), abs=0.1)
     assert float(row["update s"]) > 0 and float(row["transfer s"]) > 0
     assert 0 < float(row["largest difference"]) <= 1e-4
+
+
+@pytest.mark.ray
+def test_host(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["host", *"--device cpu --models pkg://dapo.tiny/base --requests 2 8 --tokens 32 --rounds 1".split()])
+    [rows] = tables(capsys.readouterr().out)
+    assert [row["requests"] for row in rows] == ["2", "8"]
+    for row in rows:
+        tokens, seconds = int(row["tokens"]), float(row["s"])
+        assert int(row["requests"]) <= tokens <= 32 * int(row["requests"])
+        assert float(row["us per token"]) == pytest.approx(1e6 * seconds / tokens, abs=5000 / tokens)
+        assert float(row["us of the actor"]) > 0 and float(row["us of the engine"]) > 0
 
 
 @pytest.mark.ray

@@ -91,6 +91,7 @@ RUN_BY = {
     r"python -m dapo\.bench[. ](actor )?device\b": "tests/bench/test_actor.py::test_the_part_for_a_gpu_runs_on_a_cpu",
     r"python -m dapo\.bench[. ](actor )?update\b": "tests/bench/test_commands.py::test_update",
     r"python -m dapo\.bench[. ]cycle\b": "tests/bench/test_commands.py::test_cycle",
+    r"python -m dapo\.bench[. ]host\b": "tests/bench/test_commands.py::test_host",
     r"python -m dapo\.bench[. ]sync\b": "tests/bench/test_commands.py::test_sync",
     r"python -m dapo\.bench[. ]decode\b": "tests/bench/test_commands.py::test_decode",
     r"python -m dapo\.bench[. ]overlap\b": "tests/bench/test_commands.py::test_overlap",

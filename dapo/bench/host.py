@@ -1,0 +1,97 @@
+"""Measures what one engine asks of its host's processor for each token, by the number of requests that run at once.
+
+Engines of small models wait for the host: for their own process, which schedules, and for the actor's, which takes
+tokens in. The weights are random, at a model's shape: with a real vocabulary hardly any response ends before its cap.
+In: names of models, how many requests, how many tokens each. Out: tokens per second, and processor seconds of either
+process for a token.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from dapo.bench.cycle import TIMEOUT_S, needs_device, random_model
+from dapo.bench.decode import engine
+from dapo.bench.setting import cluster, tiny_config
+from dapo.config.schema import Config
+from dapo.report.table import table
+from dapo.sampling.stream import sampling_of
+from workers.remote import wait
+from workers.rollout import RolloutPool
+
+NAMES = ("model", "requests", "tokens", "s", "tokens/s", "us per token", "us of the actor", "us of the engine")
+PROMPT = np.arange(1, 9, dtype=np.int32)
+
+
+def to_config(given: argparse.Namespace, path: str) -> Config:
+    """Returns the setting of one engine. Raises ValueError for overrides that do not fit."""
+    return tiny_config(
+        *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
+        *(f"trainer.device={given.device}", "rollout.temperature=1.0", f"data.max_response_length={given.tokens}"),
+        "reward.overlong_buffer.enable=false",
+        f"rollout.vllm={{max_num_seqs: {max(given.requests)}}}",
+        *given.overrides,
+    )
+
+
+def processor_seconds(worker: Any) -> tuple[float, float]:
+    """Runs in the engine's actor: returns the processor seconds of its own process so far, and of vLLM's."""
+    own = psutil.Process()
+    spent = lambda process: sum(process.cpu_times()[:2])  # noqa: E731
+    return spent(own), sum(map(spent, own.children(recursive=True)))
+
+
+async def measure(cfg: Config, model: str, given: argparse.Namespace) -> list[list[str]]:
+    """Returns a row per number of requests: of the round that took least."""
+    rows = []
+    with cluster(cfg):
+        async with engine(cfg) as pool:
+            for count in given.requests:
+                rounds = [await one_round(pool, cfg, count, number) for number in range(given.rounds + 1)]
+                rows.append([model, str(count), *_row(*min(rounds[1:]))])  # the first one warms up
+    return rows
+
+
+async def one_round(pool: RolloutPool, cfg: Config, count: int, number: int) -> tuple[float, int, float, float]:
+    """Returns seconds, tokens, and the processor seconds of the actor and the engine."""
+    sampling = replace(sampling_of(cfg.rollout, cfg.data.max_response_length), n=count)
+    before, began = await _spent(pool), time.monotonic()
+    seeds = range(number * count, (number + 1) * count)
+    parts = pool.generate(f"host-{count}-{number}", PROMPT, sampling, seeds)
+    tokens = sum([len(response.token_ids) async for _, response in parts])
+    took = time.monotonic() - began
+    actor, engines = (after - former for after, former in zip(await _spent(pool), before, strict=True))
+    return took, tokens, actor, engines
+
+
+async def _spent(pool: RolloutPool) -> tuple[float, float]:
+    [worker] = pool.workers
+    [spent] = await wait([worker.__ray_call__.remote(processor_seconds)], TIMEOUT_S, "engine 0", "its processor time")
+    return spent
+
+
+def _row(seconds: float, tokens: int, actor: float, engines: float) -> Sequence[str]:
+    of_token = (f"{1e6 * each / tokens:.1f}" for each in (seconds, actor, engines))
+    return str(tokens), f"{seconds:.2f}", f"{tokens / seconds:.0f}", *of_token
+
+
+def run(given: argparse.Namespace) -> None:
+    """Prints a table with a row per model and number of requests. Raises ValueError without the device."""
+    needs_device(given.device)
+    rows: list[list[str]] = []
+    try:
+        for model in given.models:
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                cfg = to_config(given, random_model(model, Path(folder) / "model"))
+                rows += asyncio.run(measure(cfg, model, given))
+    finally:  # what a larger model has no room or time for does not take the others' rows away
+        print(f"least of {given.rounds} rounds; responses of at most {given.tokens} tokens")
+        print(table(NAMES, rows))
