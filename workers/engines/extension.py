@@ -1,9 +1,11 @@
 """Stands in vLLM's worker processes, which import it as `worker_extension_cls`: the receiver of weights, and on a CPU a
-kernel of speculation.
+kernel of speculation. Where the engine is one process, it is imported before the scheduler is made.
 
 Without Triton vLLM 0.32 has kernels of its own for the rejection sampler. The one that repeats a request's temperature
 for each of its drafted tokens fills a copy, and the sampler divides logits by memory that nobody has written.
 """
+
+import logging
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ def expand(
     output.copy_(replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
+# It warns that a scheduler of one's own may not fit the next vLLM; `workers.vllm_surface` looks whether it does.
+logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
 if not HAS_TRITON:  # on a CPU, that is
     register_kernels({EXPAND: expand})
 end_with_actor()
