@@ -1,7 +1,7 @@
 """Log-probabilities that an engine hands on by the sixteen: none is lost, moved or changed."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
+from dapo.config.paths import resolve_path
 from tests.workers.test_rollout import PROMPT, group_of, sampling
-from workers.engines.scheduling import TOGETHER, Gathering
-from workers.vllm_surface import LogprobsLists
+from workers.engines.scheduling import TOGETHER, Gathering, scheduler
+from workers.placement import vllm_environment
 
 
 class Played:
@@ -53,18 +62,18 @@ STEPS = st.lists(st.integers(1, 3), min_size=1, max_size=80)  # rows of each
 def test_whatever_ends_has_all_its_rows_in_order(requests: list[tuple[list[int], bool, bool]]) -> None:
     """Requests are (rows of each step, whether it has stop strings, whether it comes to its end). Several rows in one
     step are those of speculation."""
-    scheduler, rows = Scheduler(), iter(range(1, 10**6))
+    gathering, rows = Scheduler(), iter(range(1, 10**6))
     made: dict[str, list[int]] = {f"r{number}": [] for number in range(len(requests))}
     came: dict[str, list[float]] = {name: [] for name in made}
     for name, (_, stops, _) in zip(made, requests, strict=True):
-        scheduler.add(name, ["###"] if stops else [])
+        gathering.add(name, ["###"] if stops else [])
     for turn in range(max(len(steps) for steps, _, _ in requests)):
         step: dict[str, tuple[int, str | None]] = {}
         for name, (steps, _, whole) in zip(made, requests, strict=True):
             if turn < len(steps):
                 last = turn == len(steps) - 1
                 step[name] = (steps[turn], "stop" if last and whole else None)
-        [outputs] = scheduler.update_from_output(step, rows).values()
+        [outputs] = gathering.update_from_output(step, rows).values()
         for output in outputs.outputs:
             name = output.request_id
             made[name] += output.rows
@@ -79,20 +88,94 @@ def test_whatever_ends_has_all_its_rows_in_order(requests: list[tuple[list[int],
                 assert came[name] == made[name]
             assert len(made[name]) - len(came[name]) < 3 * TOGETHER
     left = [name for name, (_, _, whole) in zip(made, requests, strict=True) if not whole]
-    scheduler.finish_requests(left, "aborted")
-    assert not scheduler._held and not scheduler.requests
+    gathering.finish_requests(left, "aborted")
+    assert not gathering._held and not gathering.requests
 
 
 def test_sixteen_steps_make_one_message() -> None:
-    scheduler, rows = Scheduler(), iter(range(1000))
-    scheduler.add("r", [])
+    gathering, rows = Scheduler(), iter(range(1000))
+    gathering.add("r", [])
     sizes = []
     for _ in range(3 * TOGETHER + 2):
-        [outputs] = scheduler.update_from_output({"r": (1, None)}, rows).values()
+        [outputs] = gathering.update_from_output({"r": (1, None)}, rows).values()
         if (lists := outputs.outputs[0].new_logprobs) is not None:
             sizes.append(len(lists.logprobs))
-    [outputs] = scheduler.update_from_output({"r": (1, "length")}, rows).values()
+    [outputs] = gathering.update_from_output({"r": (1, "length")}, rows).values()
     assert sizes == 3 * [TOGETHER] and len(outputs.outputs[0].new_logprobs.logprobs) == 3
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead, as on a GPU"])
+def test_vllms_own_schedulers_with_steps_ahead_cache_that_runs_out_and_an_abort(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Rows are numbered in the order of the steps; requests that are put back for lack of cache lose none."""
+    for name, value in vllm_environment("cpu", 1).items():
+        monkeypatch.setenv(name, value)
+    driven = Driven(ahead, blocks=12)  # of 16 tokens, one of them vLLM's; five requests want 16 or more in the end
+    for number in range(5):
+        driven.add(f"r{number}", tokens=40 + number)
+    while driven.step():
+        if driven.steps == 35:
+            driven.scheduler.finish_requests("r1", RequestStatus.FINISHED_ABORTED)
+    assert driven.preempted and not driven.scheduler._held
+    assert sum(driven.rows["r1"], []) == driven.made["r1"][: 2 * TOGETHER] and len(driven.made["r1"]) > 2 * TOGETHER
+    for number in (0, 2, 3, 4):
+        made, rows = driven.made[f"r{number}"], driven.rows[f"r{number}"]
+        assert [len(part) for part in rows] == [TOGETHER, TOGETHER, 8 + number]
+        assert sum(rows, []) == made and len(made) == 40 + number
+
+
+class Driven:
+    """Drives a scheduler as an engine does, with a made-up model. made, rows: by request, the numbers of its rows as
+    they were made, and as they were handed on."""
+
+    def __init__(self, ahead: bool, blocks: int) -> None:
+        args = AsyncEngineArgs(
+            model=resolve_path("pkg://dapo.tiny/base"), dtype="float32", max_model_len=64, enable_prefix_caching=False
+        )
+        config = args.create_engine_config()
+        config.scheduler_config.async_scheduling = ahead
+        config.cache_config.num_gpu_blocks = blocks
+        layer = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        self.scheduler: Any = scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=16,
+            hash_block_size=16,
+        )
+        assert isinstance(self.scheduler, AsyncScheduler) is ahead
+        self.steps = self.preempted = self._numbers = 0
+        self.made: dict[str, list[int]] = defaultdict(list)
+        self.rows: dict[str, list[list[int]]] = defaultdict(list)
+        self._queue: deque[Any] = deque()
+        self._ahead = ahead
+
+    def add(self, name: str, tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True)
+        self.scheduler.add_request(Request(name, [1, 2, 3, 4], params, None))
+
+    def step(self) -> bool:
+        """Returns whether there was something left to do."""
+        while len(self._queue) < 1 + self._ahead and self.scheduler.has_requests():
+            self._queue.append(self.scheduler.schedule())
+            self.preempted += len(self._queue[-1].preempted_req_ids or ())
+        if not self._queue:
+            return False
+        self.steps += 1
+        step = self._queue.popleft()
+        names = list(step.num_scheduled_tokens)
+        numbers = np.arange(self._numbers, self._numbers + len(names), dtype=np.int32)
+        self._numbers += len(names)
+        lists = LogprobsLists(numbers[:, None], numbers[:, None].astype(np.float32), numbers)
+        places = {name: place for place, name in enumerate(names)}
+        output = ModelRunnerOutput(names, places, sampled_token_ids=[[7] for _ in names], logprobs=lists)
+        for outputs in self.scheduler.update_from_output(step, output).values():
+            for each in outputs.outputs:
+                self.made[each.request_id] += [int(numbers[places[each.request_id]])] * len(each.new_token_ids)
+                if each.new_logprobs is not None:
+                    self.rows[each.request_id].append(each.new_logprobs.logprobs[:, 0].astype(int).tolist())
+        return True
 
 
 def listen(worker: Any) -> None:
