@@ -14,7 +14,6 @@ from dapo.bench.shapes import LENGTHS, MODELS, SYNC_SHAPES
 from dapo.config.actor import TRANSPORTS
 from dapo.config.devices import PEAK_FLOPS
 
-SMALLEST = next(iter(MODELS))
 OVERRIDES = "key=value words are overrides of the configuration, +experiment=dapo_tiny, as dapo.main_ppo takes them."
 
 
@@ -101,9 +100,7 @@ def _cycle(cycle: argparse.ArgumentParser) -> None:
 
 
 def _host(host: argparse.ArgumentParser) -> None:
-    host.add_argument(
-        "--models", nargs="+", default=["Qwen/Qwen2.5-0.5B"], help="names in config/models, or directories"
-    )
+    host.add_argument("--models", nargs="+", default=list(MODELS[:1]), help="names in config/models, or directories")
     host.add_argument("--requests", type=positive, nargs="+", default=[64, 512], help="that run at once")
     host.add_argument("--tokens", type=positive, default=1024, help="of a response at most")
     host.add_argument("--rounds", type=positive, default=3, help="measured rounds of each")
