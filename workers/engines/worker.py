@@ -145,7 +145,8 @@ class RolloutWorker:
         )
 
     async def abort(self, keys: list[str]) -> None:
-        """Ends the named groups; their `generate` calls return what was sampled so far."""
+        """Ends the named groups; their `generate` calls return what was sampled so far and has come with its
+        log-probability."""
         await self._engine.abort([request for key in keys for request in self._running.get(key, [])])
 
     async def _ask(self, call: Awaitable[T]) -> T:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.ma
 
 PROMPT = np.array([3, 25, 29, 17, 27, 17, 23, 30, 35, 1, 4], dtype=np.int32)
 
-FEW = 16  # responses: where the processor has no FP8, torch multiplies number by number, and 64 take ten minutes
+FEW = 16  # responses: torch multiplies FP8 slowly on some processors, where 64 of them took eleven minutes
 
 
 @torch.no_grad()
