@@ -36,8 +36,8 @@ def to_config(given: argparse.Namespace, path: str) -> Config:
     return tiny_config(
         *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
         *(f"trainer.device={given.device}", "rollout.temperature=1.0", f"data.max_response_length={given.tokens}"),
-        "reward.overlong_buffer.enable=false",
-        f"rollout.vllm={{max_num_seqs: {max(given.requests)}}}",
+        *("reward.overlong_buffer.enable=false", "actor.num_workers=1", "trainer.colocate=time"),  # no GPU for ranks
+        f"rollout.vllm={{max_num_seqs: {max(given.requests)}, gpu_memory_utilization: 0.5}}",
         *given.overrides,
     )
 

@@ -1,6 +1,7 @@
 """Every command of the benchmarks at its smallest size, as a person would type it."""
 
 import asyncio
+import pkgutil
 import re
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from dapo import bench
 from dapo.bench import setting
 from dapo.bench.__main__ import main, parse
 from dapo.bench.overlap import LEND, OVERLAP
+from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.derived import lends
 from dapo.fleet import build_pools
 from dapo.pools import Pools
 from tests.support.runs import Runs
+from workers.placing.asked import pools
 
 COMMANDS = (
     "step",
@@ -106,6 +109,16 @@ def test_a_wrong_override_is_one_message() -> None:
 def test_the_settings_of_a_comparison_are_accepted(tmp_path: Path, settings: tuple[str, ...], seqs: int) -> None:
     cfg = setting.run_config("short", tmp_path, [*settings, *FEW])
     assert cfg.rollout.vllm == {"max_num_seqs": seqs} and lends(cfg) == (settings is LEND)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("cycle", "cycle"), ("host", "host"), ("sync", "sync --ranks 1 --colocate --transports ipc")]
+)
+def test_what_is_measured_on_one_gpu_asks_for_one(module: str, words: str) -> None:
+    given = parse([*words.split(), "--device", "cuda"])
+    to_config = pkgutil.resolve_name(f"dapo.bench.{module}:to_config")
+    cfg = to_config(given, str(resolve_path("pkg://dapo.tiny/base")))
+    assert sum(pool.all_gpus for pool in pools(cfg, "cuda")) == 1
 
 
 def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
