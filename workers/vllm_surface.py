@@ -26,6 +26,7 @@ def _engine(name: str, call: str | None = None, *, awaited: bool = True) -> Name
 _WORKER = "vllm_config weight_transfer_engine _weight_update_active model_runner"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_KEEPER = "vllm.v1.core.kv_cache_manager"
 _ARGS = "vllm.engine.arg_utils:AsyncEngineArgs"
 
 # By the file that uses them. Engines start only where those of workers/ are as they should be.
@@ -76,7 +77,7 @@ USES: dict[str, tuple[Name, ...]] = {
     ),
     "workers/engines/scheduling.py": (
         Name(path="vllm.v1.core.sched.async_scheduler:AsyncScheduler"),
-        Name(path=_SCHEDULER, has="requests"),
+        Name(path=_SCHEDULER, has="requests kv_cache_manager"),
         Name(path=f"{_SCHEDULER}.update_from_output", call="scheduler_output model_runner_output"),
         Name(path=f"{_SCHEDULER}.finish_requests", call="request_ids finished_status"),
         Name(path="vllm.v1.outputs:LogprobsLists", call="token_ids logprobs ranks"),
@@ -84,6 +85,18 @@ USES: dict[str, tuple[Name, ...]] = {
         Name(path="vllm.v1.engine:EngineCoreOutput", has="request_id new_logprobs finish_reason"),
         Name(path="vllm.v1.request:Request", has="request_id sampling_params"),
         Name(path="vllm.config:SchedulerConfig", has="async_scheduling"),
+    ),
+    "workers/engines/blocks.py": (
+        Name(path=f"{_KEEPER}:KVCacheManager", has="coordinator enable_caching empty_kv_cache_blocks max_model_len"),
+        Name(path=f"{_KEEPER}:KVCacheManager.allocate_slots", call="request num_new_tokens num_lookahead_tokens="),
+        Name(path="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", has="single_type_managers"),
+        Name(path="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks", call="request computed"),
+        Name(
+            path="vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+            has="block_size block_pool req_to_blocks num_cached_block",
+        ),
+        Name(path="vllm.v1.core.block_pool:BlockPool", has="hash_block_size"),
+        Name(path="vllm.v1.request:Request", has="request_id num_computed_tokens num_tokens"),
     ),
     "workers/engines/life.py": (
         _engine("errored"),

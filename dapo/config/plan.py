@@ -33,7 +33,7 @@ class PlanConfig:
     )
     engine_sequence_s: float = at_least(
         0,
-        57e-6,
+        44e-6,
         "seconds of its processor that vLLM takes for each token of each sequence, while the GPU computes: what bounds "
         "small models",
     )

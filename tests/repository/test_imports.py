@@ -101,7 +101,7 @@ def violations(name: str, source: str) -> list[str]:
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
         not in (
-            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
+            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling", "blocks")),
             "workers.judging.process",
             "workers.weights.receiver",
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from workers.engines.blocks import spare
 from workers.vllm_surface import AsyncScheduler, LogprobsLists, Scheduler
 
 TOGETHER = 16  # rows: to read and keep one takes an eighth of the time, and with 64 rows a thirteenth
@@ -70,4 +71,6 @@ class GatheringAsyncScheduler(Gathering, AsyncScheduler):
 def scheduler(**needs: Any) -> Gathering:
     """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself."""
     ahead = needs["vllm_config"].scheduler_config.async_scheduling
-    return (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)
+    made = (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)
+    spare(made.kv_cache_manager)
+    return made

@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from dapo.config.paths import resolve_path
+from tests.support.schedulers import needs
 from tests.workers.test_rollout import PROMPT, group_of, sampling
 from workers.engines.scheduling import TOGETHER, Gathering, scheduler
 from workers.placement import vllm_environment
@@ -130,20 +126,7 @@ class Driven:
     they were made, and as they were handed on."""
 
     def __init__(self, ahead: bool, blocks: int) -> None:
-        args = AsyncEngineArgs(
-            model=resolve_path("pkg://dapo.tiny/base"), dtype="float32", max_model_len=64, enable_prefix_caching=False
-        )
-        config = args.create_engine_config()
-        config.scheduler_config.async_scheduling = ahead
-        config.cache_config.num_gpu_blocks = blocks
-        layer = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        self.scheduler: Any = scheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=16,
-            hash_block_size=16,
-        )
+        self.scheduler: Any = scheduler(**needs(ahead=ahead, blocks=blocks, caching=False))
         assert isinstance(self.scheduler, AsyncScheduler) is ahead
         self.steps = self.preempted = self._numbers = 0
         self.made: dict[str, list[int]] = defaultdict(list)
