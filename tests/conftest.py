@@ -16,8 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-# What a test says must not depend on chance. HYPOTHESIS_PROFILE=default draws new examples.
-settings.register_profile("same", derandomize=True, database=None)
+# What a test says must not depend on chance, nor on how busy the machine is. HYPOTHESIS_PROFILE=default draws new
+# examples.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 _shared = False  # whether this process has its Ray

@@ -84,7 +84,7 @@ REQUESTS = st.lists(
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead, as on a GPU"])
 @pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
 @given(requests=REQUESTS, blocks=st.integers(5, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_decision_and_every_block_is_the_same(
     requests: list[tuple[int, int, int, int | None]], blocks: int, ahead: bool, caching: bool
 ) -> None:
