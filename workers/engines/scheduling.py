@@ -69,7 +69,8 @@ class GatheringAsyncScheduler(Gathering, AsyncScheduler):
 
 
 def scheduler(**needs: Any) -> Gathering:
-    """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself."""
+    """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself, with a keeper of KV blocks
+    that is spared needless work."""
     ahead = needs["vllm_config"].scheduler_config.async_scheduling
     made = (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)
     spare(made.kv_cache_manager)
