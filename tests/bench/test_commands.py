@@ -14,7 +14,7 @@ import pytest
 from dapo import bench
 from dapo.bench import setting
 from dapo.bench.__main__ import main, parse
-from dapo.bench.overlap import LEND, OVERLAP
+from dapo.bench.steps.overlap import LEND, OVERLAP
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.derived import lends
@@ -116,7 +116,7 @@ def test_the_settings_of_a_comparison_are_accepted(tmp_path: Path, settings: tup
 )
 def test_what_is_measured_on_one_gpu_asks_for_one(module: str, words: str) -> None:
     given = parse([*words.split(), "--device", "cuda"])
-    to_config = pkgutil.resolve_name(f"dapo.bench.{module}:to_config")
+    to_config = pkgutil.resolve_name(f"dapo.bench.engines.{module}:to_config")
     cfg = to_config(given, str(resolve_path("pkg://dapo.tiny/base")))
     assert sum(pool.all_gpus for pool in pools(cfg, "cuda")) == 1
 
@@ -191,7 +191,7 @@ def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.ray
 def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
-    from dapo.bench.save import KINDS
+    from dapo.bench.steps.save import KINDS
 
     main(["save", "1", "actor.num_workers=1", *FEW])
     [rows] = tables(capsys.readouterr().out)

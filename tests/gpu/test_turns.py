@@ -16,7 +16,7 @@ CYCLES = 5
 @pytest.mark.timeout(900)
 def test_an_engine_that_slept_computes_what_the_actors_do_and_its_memory_was_theirs() -> None:
     from dapo.bench.__main__ import parse  # here, so that tests without Ray and vLLM run where they are not
-    from dapo.bench.cycle import measure, to_config
+    from dapo.bench.engines.cycle import measure, to_config
     from workers.cluster import connect, leave
 
     path = resolve_path("pkg://dapo.tiny/base")

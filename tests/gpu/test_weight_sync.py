@@ -79,7 +79,7 @@ def test_a_group_of_nccl_that_is_given_up_ends_no_process_and_another_takes_its_
 def test_both_roles_on_one_gpu(tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
     from dapo.bench.__main__ import parse  # here, so that the tests above run where torch is and Ray and vLLM are not
-    from dapo.bench.sync import measure, to_config
+    from dapo.bench.engines.sync import measure, to_config
     from dapo.tiny.random_model import make_random_model
     from workers.cluster import connect, leave
 

@@ -45,7 +45,8 @@ KUBERAY = "tests/launch/test_kubernetes.py::test_the_readme_asks_for_what_the_ma
 SLURM = "tests/launch/test_slurm.py::test_a_job_ends_as_its_driver_does"
 OWN_LOSS = "tests/end_to_end/test_own_loss.py::test_the_example_of_the_readme_trains"
 TURNS = "tests/end_to_end/test_turns_of_functions.py::test_two_turns_train"
-LOGPROBS = "tests/bench/test_actor.py::test_time_of_log_probabilities"
+UPDATES = "tests/bench/training/test_actor.py"
+LOGPROBS = f"{UPDATES}::test_time_of_log_probabilities"
 
 # Beginning of a command: the test that runs it, or who does. The first that fits counts.
 RUN_BY = {
@@ -88,7 +89,7 @@ RUN_BY = {
     r"python -m dapo\.bench[. ]rewards\b": "tests/bench/test_rewards.py::test_a_short_run_prints_a_table",
     r"python -m dapo\.bench[. ]code\b": "tests/bench/test_code.py::test_a_short_run_prints_a_table",
     r"python -m dapo\.bench[. ](actor )?(logprobs|actor)\b": LOGPROBS,
-    r"python -m dapo\.bench[. ](actor )?device\b": "tests/bench/test_actor.py::test_the_part_for_a_gpu_runs_on_a_cpu",
+    r"python -m dapo\.bench[. ](actor )?device\b": f"{UPDATES}::test_the_part_for_a_gpu_runs_on_a_cpu",
     r"python -m dapo\.bench[. ](actor )?update\b": "tests/bench/test_commands.py::test_update",
     r"python -m dapo\.bench[. ]cycle\b": "tests/bench/test_commands.py::test_cycle",
     r"python -m dapo\.bench[. ]host\b": "tests/bench/test_commands.py::test_host",

@@ -20,6 +20,7 @@ GROUPS = {
     "the undisturbed run": (
         "tests/end_to_end/faults/test_faults.py",
         "tests/end_to_end/test_turns.py",
+        "tests/end_to_end/faults/test_soak.py",
         "tests/end_to_end/faults/test_saves.py",
         "tests/end_to_end/test_own_loss.py",
         "tests/end_to_end/test_turns_of_functions.py",

@@ -1,4 +1,4 @@
-"""A long run in which something dies every few steps: by hand, for it takes five minutes on a quiet machine."""
+"""A long run in which something dies every few steps: of 60 steps, and by hand of 300, which take 25 minutes."""
 
 import json
 import random
@@ -13,20 +13,20 @@ import pytest
 from tests.end_to_end.faults.test_faults import RUN, assert_all_draws_are_accounted_for, kills_an_engine, outcome
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.ray]
 
-STEPS = 60
 EVERY = 10  # steps between two faults
-LONG_RUN = (*RUN, f"trainer.total_steps={STEPS}", "checkpoint.every=5", "actor.max_restarts=100", "checkpoint.keep=2")
+LONG_RUN = (*RUN, "checkpoint.every=5", "actor.max_restarts=100", "checkpoint.keep=2")
 
 
 class Saboteur:
     """Kills an engine or a rank about every `EVERY` steps, and looks at the driver's files, memory and processes."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, steps: int) -> None:
         self.killed: list[str] = []
         self.seen: list[tuple[int, int, int]] = []
         self._log = output_dir / "metrics.jsonl"
+        self._last = steps - 5
         self._random = random.Random(5)
         self._next = 3
         self._began = time.time()
@@ -34,7 +34,7 @@ class Saboteur:
 
     def __call__(self, engines: Any) -> bool:
         step = self._step()
-        if step >= STEPS - 5:
+        if step >= self._last:
             return True
         if step < self._next or not all(slot.serving for slot in engines.keeper.slots):
             return False
@@ -59,13 +59,21 @@ class Saboteur:
         return False
 
 
-def test_a_run_with_many_faults_ends_as_one_without(runs: Runs, tmp_path: Path) -> None:
-    whole = outcome(runs.small(tmp_path / "whole", *LONG_RUN))
-    saboteur = Saboteur(tmp_path / "run")
-    found = runs.small(tmp_path / "run", *LONG_RUN, beside=saboteur)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(60, marks=pytest.mark.timeout(1500)),
+        pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_a_run_with_many_faults_ends_as_one_without(runs: Runs, tmp_path: Path, steps: int) -> None:
+    settings = (*LONG_RUN, f"trainer.total_steps={steps}")
+    whole = outcome(runs.small(tmp_path / "whole", *settings))
+    saboteur = Saboteur(tmp_path / "run", steps)
+    found = runs.small(tmp_path / "run", *settings, beside=saboteur)
     print(f"killed {saboteur.killed}; files, bytes, processes of the driver: {saboteur.seen}")
-    assert len(saboteur.killed) >= 4 and outcome(found) == whole
+    assert len(saboteur.killed) >= steps // 15 and outcome(found) == whole
     assert_all_draws_are_accounted_for(found)
     files, memory, processes = zip(*saboteur.seen[1:], strict=True)
     assert max(processes) <= min(processes) + 2
-    assert files[-1] <= 1.1 * files[0] and memory[-1] <= 1.1 * memory[0]
+    assert files[-1] <= 1.05 * files[0] and memory[-1] <= 1.05 * memory[0]

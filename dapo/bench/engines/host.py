@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dapo.bench.cycle import TIMEOUT_S, needs_device, random_model
-from dapo.bench.decode import engine
+from dapo.bench.engines.cycle import TIMEOUT_S, needs_device, random_model
+from dapo.bench.engines.decode import engine
 from dapo.bench.setting import cluster, tiny_config
 from dapo.config.schema import Config
 from dapo.report.table import table

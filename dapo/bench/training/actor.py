@@ -1,7 +1,7 @@
 """Measures the actors against yardsticks: whole updates, and log-probabilities.
 
-`update`: updates by FSDP ranks on CPU against a loop written by hand (`dapo.bench.hand_loop`), same tokens, in turn.
-`logprobs`: log-probabilities and entropy in chunks against whole logits (`dapo.bench.whole_logits`). Out: tables.
+`update`: updates by FSDP ranks on CPU against a loop written by hand (`hand_loop.py`), same tokens, in turn.
+`logprobs`: log-probabilities and entropy in chunks against whole logits (`whole_logits.py`). Out: tables.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from dapo.bench.hand_loop import HandWrittenRank, seconds_of
 from dapo.bench.setting import cluster, random_batch, tiny_config
-from dapo.bench.whole_logits import compare
+from dapo.bench.training.hand_loop import HandWrittenRank, seconds_of
+from dapo.bench.training.whole_logits import compare
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo.bench.actor import LEARNT_NOTHING, VOCABULARY
-from dapo.bench.device import random_weights
 from dapo.bench.setting import cluster, random_batch, tiny_config
-from dapo.bench.step import Recording
+from dapo.bench.steps.step import Recording
+from dapo.bench.training.actor import LEARNT_NOTHING, VOCABULARY
+from dapo.bench.training.device import random_weights
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.derived import device_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.bench import device as bench_device
 from dapo.bench.__main__ import main
-from dapo.bench.actor import batch_of, response_lengths
-from dapo.bench.device import random_weights
-from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import tiny_config
+from dapo.bench.training import device as bench_device
+from dapo.bench.training.actor import batch_of, response_lengths
+from dapo.bench.training.device import random_weights
+from dapo.bench.training.hand_loop import BareRank, HandWrittenRank
 from dapo.config.facts.model_shape import read_shape
 from workers.actor import split_batch
 from workers.training.files.loading import load_parameters, meta_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dapo.bench.__main__ import parse
-from dapo.bench.sync import to_config
+from dapo.bench.engines.sync import to_config
 
 
 def test_options_become_a_configuration_that_the_checks_accept(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.bench.actor import LEARNT_NOTHING
 from dapo.bench.setting import random_batch, tiny_config
+from dapo.bench.training.actor import LEARNT_NOTHING
 from dapo.config.facts.model_shape import read_config, read_shape
 from dapo.config.schema import Config
 from dapo.types import TrainBatch

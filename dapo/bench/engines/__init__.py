@@ -1,0 +1,1 @@
+"""Benchmarks of engines: their decoding, their host's share, their turns with actors, their weights."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the actors' update, and the yardsticks that it is compared with."""
