@@ -25,6 +25,9 @@ KINDS = {
     ),
     "counted": (
         ("5 apples", "5"),
+        ("5 children", "5"),
+        (r"$60 \text{ sq. ft}$", "60"),
+        (r"5 \text{ young women}", "5"),
         ("1,200 red apples", "1200"),
         (r"\frac{1}{2} cups", "0.5"),
         ("x = 5 apples", "5"),
@@ -102,6 +105,9 @@ OTHERS = {
     ),
     "counted": (
         ("5 apples", "5 oranges"),
+        ("5 children", "5 apples"),
+        ("5 or 6 children", "5"),
+        ("5 more children", "5"),
         *[
             (answer, "5")
             for answer in ("5m", "5 g", "5L", r"5\cdot\text{m}", r"5\text{ m} + 1", r"-\,\text{m}", r"5\text{mg}2")

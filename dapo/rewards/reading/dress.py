@@ -49,7 +49,7 @@ _NUMBER = (
 )
 _COUNTED = re.compile(
     rf"(?P<number>{_NUMBER})(?:"
-    rf"\s+(?:{_NO_NOUN}[a-z]{{3,}}\s+)?{_NO_NOUN}[a-z]{{3,}}(?<![su])s"  # apples, red apples
+    rf"\s+(?:{_NO_NOUN}[a-z]{{3,}}\s+)?(?:{_NO_NOUN}[a-z]{{3,}}(?<![su])s|(?:wo)?men|children|people)"  # red apples
     rf"|\s*{_LENGTH}{_PER}{_TIME}(?:\s*\^\s*\{{?\s*2\s*\}}?)?|\s*deg|\s*\\degree|\s*(?:{_CURRENCY}|\u00a2))"
 )
 _PRICE = re.compile(rf"(?:(?:US|CA|A)?\\?\$|{_CURRENCY})\s*(?P<number>[0-9][0-9.,]*)(?:{_PER}[a-z]+)?")

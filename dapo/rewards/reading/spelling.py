@@ -56,7 +56,7 @@ _WRAPPER = re.compile(
     r"\\(?:text|textnormal|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 _WORD = (
-    r"(?:dollars?|cents?|usd|percent|degrees?|units?|square|cubic|mm|[cg]m|km|(?:milli|centi|kilo)?meters?|inch(?:es)?"
+    r"(?:dollars?|cents?|usd|percent|degrees?|units?|square|sq\.?|cubic|cu\.?|mm|[cg]m|km|(?:milli|centi|kilo)?meters?|inch(?:es)?"
     r"|feet|foot|ft|yards?|miles?|mph|(?:kilo)?grams?|kg|pounds?|lbs?|ounces?|oz|lit(?:er|re)s?|sec(?:ond)?s?"
     r"|min(?:ute)?s?|h(?:ou)?rs?|days?|weeks?|months?|years?|points?|ways?|integers?|people|students?|pages?"
     r"|digits?|edges?|meals?|multiples)"
