@@ -65,7 +65,8 @@ class Sampling:
     """Says how the engine samples one group. Made by `dapo.sampling.stream.sampling_of`, consumed by `workers.rollout`,
     which is also given a seed per response.
 
-    n: responses per prompt. max_tokens: cap of a response. stop: strings that end it, as its last characters.
+    n: responses per prompt. max_tokens: cap of a response. stop: strings that end it, as its last characters. logprobs:
+    whether the tokens' log-probabilities are wanted, as for training; they take a share of the engine's time.
     """
 
     n: int
@@ -74,6 +75,7 @@ class Sampling:
     top_k: int
     max_tokens: int
     stop: tuple[str, ...] = ()
+    logprobs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +91,8 @@ class VersionSpan:
 class Response:
     """Holds one sampled answer. Made by `workers.rollout`, consumed by the reward workers and `dapo.batch`.
 
-    token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy.
+    token_ids: [R], the end-of-text token included. rollout_logprobs: [R], natural log, of the sampling policy; NaN
+    without `Sampling.logprobs`.
     finish_reason: the engine's: "stop", "length" when it ran into the cap, "abort" when it was cut off; "error" where
     `rollout.function` failed.
     engine: number of the one that ended it. seconds: from the request to the last token, waits in an engine included,

@@ -66,7 +66,7 @@ class Evaluation:
         self._held_out = held_out
         self._rollouts = rollouts
         self._rewards = rewards
-        self._sampling = sampling_of(cfg.eval, cfg.data.max_response_length)
+        self._sampling = replace(sampling_of(cfg.eval, cfg.data.max_response_length), logprobs=False)
         self._caps = response_caps(cfg.data.sources)
         self._seed = cfg.trainer.seed
         self._answered = answered

@@ -34,6 +34,19 @@ def test_what_is_trained_is_the_same_with_and_without_evaluations(tmp_path):
     assert all(each == seen[0] for each in seen), "nor do evaluations depend on timing"
 
 
+def test_log_probabilities_are_asked_for_in_training_alone(tmp_path):
+    asked = {}
+
+    class Asked(Slots):
+        def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
+            asked.setdefault(key.startswith("eval-"), set()).add(sampling.logprobs)
+            return super().generate(key, prompt, sampling, seeds, background=background, problem=problem)
+
+    trainer, _, _ = made(tmp_path, rollouts=Asked())
+    run(trainer.run())
+    assert asked == {True: {False}, False: {True}}
+
+
 def test_an_evaluation_runs_while_a_batch_is_collected_and_trained_and_is_over_before_the_sync(tmp_path):
     class Longer(Slots):
         async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):

@@ -5,6 +5,7 @@ Each response is one engine request with its own seed: a result depends on neith
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -111,7 +112,7 @@ class RolloutWorker:
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens - len(start.token_ids),
             seed=start.seed,
-            logprobs=0,  # the sampled token's only
+            logprobs=0 if sampling.logprobs else None,  # the sampled token's only
             flat_logprobs=True,
             detokenize=bool(sampling.stop),  # once at the end is far cheaper than token by token
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -125,7 +126,8 @@ class RolloutWorker:
         except EngineDeadError:
             raise WorkerLost("its engine process has ended") from None
         decode = partial(self._decode, skip_special_tokens=True)
-        logprobs = completion.logprobs.logprobs  # of one that is cut off, there may be fewer than tokens
+        # Of one that is cut off, there may be fewer than tokens.
+        logprobs = completion.logprobs.logprobs if sampling.logprobs else [math.nan] * len(completion.token_ids)
         whole, reason = before + list(completion.token_ids[: len(logprobs)]), completion.finish_reason
         if (end := end_of(whole, sampling.stop, decode)) is not None:
             whole, reason = whole[:end], "stop"
