@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, closing
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,9 @@ class Runs:
 
         if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte
             await self._stop.aclose()
-            self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(cfg)), needs
+            lasting = deepcopy(cfg)
+            lasting.rollout.max_restarts = 100  # tests kill engines, and those of a process share their hour
+            self._engines, self._needs = await self._stop.enter_async_context(build_rollouts(lasting)), needs
         return self._engines
 
     def run(self, what: Coroutine[Any, Any, Any]) -> Any:
