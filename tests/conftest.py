@@ -31,6 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = long_ones_first(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # else the files of a group do not follow each other
+        from tests.support.dealing import group_of
+        from tests.support.kept import enter
+
+        enter(group_of(item.nodeid))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
@@ -66,9 +75,11 @@ def _nobody_ends_it() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def runs(ray_cluster: None) -> Iterator["Runs"]:
     """Runs in the test's process."""
+    from tests.support.kept import end_with_the_group
     from tests.support.runs import Runs
 
     made = Runs()
+    end_with_the_group(made.rest)
     yield made
     made.close()
 

@@ -31,9 +31,9 @@ _OUTPUTS = ("stdout", "stderr", "result")
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
     """Holds a running program. ready: descriptor that tells of its beginning. began: of the fork, then of the program.
-    before_s: CPU time up to then. waited_s: the longest that one of its threads waited for a core. used_s, used_at: its
-    CPU time when it was last seen to grow, and when that was. reason, error: why it was stopped, by its own fault or by
-    the machinery's."""
+    before_s: CPU time up to then. waits: the seconds that each of its threads has waited for a core, as far as seen.
+    used_s, used_at: its CPU time when it was last seen to grow, and when that was. reason, error: why it was stopped,
+    by its own fault or by the machinery's."""
 
     pid: int
     channel: socket.socket
@@ -45,11 +45,16 @@ class Job:
     began: float = field(default_factory=time.monotonic)
     runs: bool = False
     before_s: float = 0.0
-    waited_s: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
     used_s: float = 0.0
     used_at: float = field(default_factory=time.monotonic)
     reason: str = ""
     error: str = ""
+
+    def own_s(self, elapsed_s: float, cpu_s: float) -> float:
+        """Returns its seconds so far without those in which its threads waited for a core, be it one after the other;
+        at least what its CPU time takes on as many cores as it may have threads."""
+        return max(cpu_s / (self.limits.threads + 1), elapsed_s - sum(self.waits.values()))
 
 
 class Jobs:
@@ -153,6 +158,7 @@ class Jobs:
             if elapsed > SETUP_S:
                 self._stop(job, error=f"the program did not begin within {SETUP_S:g} s")
             return
+        _see_waits(job)
         if (used_s := _cpu_seconds(job.pid)) > job.used_s:
             job.used_s, job.used_at = used_s, time.monotonic()
         if used_s - job.before_s >= limits.cpu_s:
@@ -162,8 +168,7 @@ class Jobs:
         elif len(os.listdir(job.folder)) > limits.files:
             self._stop(job, reason="files")
         elif elapsed >= limits.wall_s:
-            job.waited_s = max(job.waited_s, _waited_seconds(job.pid))
-            if elapsed - job.waited_s - _waits_since(job) >= limits.wall_s:
+            if job.own_s(elapsed, used_s - job.before_s) - _waits_since(job) >= limits.wall_s:
                 self._stop(job, reason="wall")
             elif elapsed >= longest_s(limits):
                 self._stop(job, error="the machine is so busy that the program got no core")
@@ -182,11 +187,10 @@ class Jobs:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            waited_s = _waited_seconds(ended.si_pid)
+            if (job := self.running.pop(ended.si_pid, None)) is not None:
+                _see_waits(job)
             _, status, usage = os.wait4(ended.si_pid, 0)
-            job = self.running.pop(ended.si_pid, None)
             if job is not None:
-                job.waited_s = max(job.waited_s, waited_s)
                 self._report(job, os.waitstatus_to_exitcode(status), usage)
 
     def _report(self, job: Job, status: int, usage: resource.struct_rusage) -> None:
@@ -198,7 +202,8 @@ class Jobs:
             job.error = _read_beginning(job)
         os.close(job.ready)
         cpu_s = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s)
-        wall_s = max(cpu_s / (job.limits.threads + 1), time.monotonic() - job.began - job.waited_s)
+        # One that was not stopped was within its limit, though a thread's last wait may not have been seen.
+        wall_s = min(job.own_s(time.monotonic() - job.began, cpu_s), job.limits.wall_s)
         reason = job.reason or _reason(job, status, cpu_s)
         if status == -signal.SIGKILL and not (reason or job.error):
             job.error = "something outside of the sandbox killed the program, such as a machine short of memory"
@@ -259,11 +264,11 @@ def _threads(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
 
 
-def _waited_seconds(pid: int) -> float:
-    """Returns the longest that a thread of a child was ready and had no core; 0 where the kernel does not count it."""
-    longest = 0
-    with suppress(OSError, ValueError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                longest = max(longest, int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]))
-    return longest / 1e9
+def _see_waits(job: Job) -> None:
+    """Notes how long each thread has been ready and had no core, where the kernel counts it; what was last seen of one
+    that has ended stays."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{job.pid}/task"):
+            with suppress(OSError, ValueError, IndexError):
+                seen = Path(f"/proc/{job.pid}/task/{thread}/schedstat").read_text().split()[1]
+                job.waits[thread] = int(seen) / 1e9

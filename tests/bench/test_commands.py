@@ -40,6 +40,7 @@ COMMANDS = (
     "decode",
     "sync",
 )
+ONE_RANK = "actor.num_workers=1"  # a process starts in six seconds of a core
 FEW = ("data.train_batch_size=2", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=2")
 
 
@@ -154,7 +155,7 @@ def shared_engines(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ray
 def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["step", "short", "1", *FEW])
+    main(["step", "short", "1", ONE_RANK, *FEW])
     [[row]] = tables(capsys.readouterr().out)
     seconds = {name: float(row[f"{name} s"]) for name in ("step", "engine alone", "bare update", "update")}
     assert 0 < seconds["bare update"] < seconds["step"] and 0 < seconds["engine alone"]
@@ -164,8 +165,9 @@ def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
-def test_overlap(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["overlap", "short", "1", "1", "actor.num_workers=1", *FEW])
+def test_overlap(shared_engines: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("dapo.bench.steps.overlap.WARM_UP", 0)
+    main(["overlap", "short", "1", "1", ONE_RANK, *FEW])
     text = capsys.readouterr().out
     [[row]] = tables(text)
     strict, loose = (float(row[f"groups/s, staleness {staleness}"]) for staleness in (0, 1))
@@ -180,7 +182,7 @@ def test_overlap(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.ray
 @pytest.mark.long
 def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["lend", "short", "1", "1", "actor.num_workers=1", *FEW])
+    main(["lend", "short", "1", "1", ONE_RANK, *FEW])
     text = capsys.readouterr().out
     [[row]] = tables(text)
     assert float(row["groups/s, not lending"]) > 0 and float(row["groups/s, lending"]) > 0
@@ -190,10 +192,11 @@ def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
-def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save(shared_engines: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from dapo.bench.steps.save import KINDS
 
-    main(["save", "1", "actor.num_workers=1", *FEW])
+    monkeypatch.setattr("dapo.bench.steps.save.WARM_UP", 0)
+    main(["save", "1", ONE_RANK, *FEW])
     [rows] = tables(capsys.readouterr().out)
     assert [row["kind of step"] for row in rows] == list(KINDS)
     assert all(float(row["step s"]) > 0 for row in rows)
@@ -251,7 +254,7 @@ def test_host(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.ray
 def test_update(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["update", "--shapes", "short", "--repeats", "2", "rollout.n=2"])
+    main(["update", "--shapes", "short", "--repeats", "2", ONE_RANK, "rollout.n=2"])
     text = capsys.readouterr().out
     [[row]] = tables(text)
     assert row["shape"] == "short" and float(row["within ranks / loop"]) > 0

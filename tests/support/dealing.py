@@ -46,6 +46,8 @@ GROUPS = {
         "tests/workers/training/test_fsdp.py",
         "tests/workers/training/test_lora.py",
         "tests/workers/test_actor.py",
+        "tests/workers/test_async_saves.py",
+        "tests/workers/training/test_scaling.py",
         "tests/plan/test_measured.py",
     ),
 }
@@ -54,12 +56,22 @@ LONGEST = (  # beside the groups
     "tests/end_to_end/faults/test_endings.py",
     "tests/ablation/test_ablation.py",
 )
-GROUP_OF = {file: name for name, files in GROUPS.items() for file in files}
+BUSY = (  # keep all cores busy, or must not be kept from one: never side by side
+    "tests/rewards/test_code.py",
+    "tests/rewards/test_hostile.py",
+    "tests/sandbox/test_sandbox.py",
+)
+GROUP_OF = {file: name for name, files in GROUPS.items() for file in files} | dict.fromkeys(BUSY, "busy cores")
 ORDER = [*(file for files in GROUPS.values() for file in files), *LONGEST]
 
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+def group_of(nodeid: str) -> str:
+    """The name of the group that a test's file belongs to, its own where that is none."""
+    return GROUP_OF.get(file_of(nodeid), file_of(nodeid))
 
 
 def long_ones_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -83,4 +95,4 @@ class GroupedFiles(LoadFileScheduling):
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        return GROUP_OF.get(file_of(nodeid), file_of(nodeid))
+        return group_of(nodeid)

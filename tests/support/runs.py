@@ -143,8 +143,13 @@ class Runs:
         """What `asyncio.run` does, in the event loop of the engines."""
         return self._loop.run(what)
 
-    def close(self) -> None:
+    def rest(self) -> None:
+        """Ends the engines; a run that needs some starts others."""
+        self._needs = {}
         self._loop.run(self._stop.aclose())
+
+    def close(self) -> None:
+        self.rest()
         self._loop.close()
 
 

@@ -25,8 +25,10 @@ def two_engines(
     ray_cluster: None, loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator["TwoEngines"]:
     from tests.support.engines.two import TwoEngines
+    from tests.support.kept import end_with_the_group
 
     made = TwoEngines(loop, tmp_path_factory.mktemp("two") / "model")
+    end_with_the_group(made.close)
     yield made
     made.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from tests.support.kept import end_with_the_group
 
 if TYPE_CHECKING:  # Ray, which the tests on one GPU do without
     from dapo.pools import Updated
@@ -233,21 +235,32 @@ def checksum(pool: "ActorPool") -> str:
     return found
 
 
-_running: "dict[int, ActorPool]" = {}  # by number of ranks; they end with Ray
+_running: "dict[int, tuple[ActorPool, list[str]]]" = {}  # by number of ranks, with Ray's names of them
+_sets = itertools.count()  # a part of the names, because Ray knows a rank that was killed for a while
+
+
+def _end_all() -> None:
+    for pool, _ in _running.values():
+        pool.close()
+    _running.clear()
+
+
+end_with_the_group(_end_all)
 
 
 def start_pool(cfg: Config) -> "ActorPool":
-    """Ranks as `start` makes them of `cfg`, whatever was done to them before. A test process has one set of each size,
-    which nobody closes; a test that breaks a rank takes `start_own_pool`."""
+    """Ranks as `start` makes them of `cfg`, whatever was done to them before. The files of a group have one set of each
+    size, which no test closes; one that breaks a rank takes `start_own_pool`."""
     from workers.actor import ActorPool
 
     count = cfg.actor.num_workers
     if count not in _running:
-        _running[count] = _started(cfg, [_RANK | {"name": f"rank {k} of {count}"} for k in range(count)])
-        return _running[count]
-    pool = ActorPool(
-        cfg, "cpu", lambda: [{"name": f"rank {k} of {count}", "get_if_exists": True} for k in range(count)]
-    )
+        number = next(_sets)
+        names = [f"rank {k} of {count} in set {number}" for k in range(count)]
+        _running[count] = _started(cfg, [_RANK | {"name": name} for name in names]), names
+        return _running[count][0]
+    names = _running[count][1]
+    pool = ActorPool(cfg, "cpu", lambda: [{"name": name, "get_if_exists": True} for name in names])
     on_all(pool, rebuild, [cfg] * count)
     return pool
 

@@ -108,7 +108,7 @@ def test_groups_that_were_put_down_are_dealt_out_anew_and_draw_fresh_noise(engin
     async def run(put_down: bool):
         ends = asyncio.Semaphore(0)
         running = []
-        for which in (range(GROUPS // 2), range(GROUPS // 2, GROUPS)):  # those that start later are shorter
+        for which in (range(GROUPS), range(GROUPS, 2 * GROUPS)):  # those that start later are shorter
             running += some_groups(pool, 8000, ends.release, which)
             for _ in range(12):  # by then others have more tokens than an engine hands on together
                 await asyncio.wait_for(ends.acquire(), 300)
