@@ -155,7 +155,7 @@ def shared_engines(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ray
 def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["step", "short", "1", ONE_RANK, *FEW])
+    main(["step", "short", "1", *FEW])
     [[row]] = tables(capsys.readouterr().out)
     seconds = {name: float(row[f"{name} s"]) for name in ("step", "engine alone", "bare update", "update")}
     assert 0 < seconds["bare update"] < seconds["step"] and 0 < seconds["engine alone"]
@@ -192,10 +192,9 @@ def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
-def test_save(shared_engines: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     from dapo.bench.steps.save import KINDS
 
-    monkeypatch.setattr("dapo.bench.steps.save.WARM_UP", 0)
     main(["save", "1", ONE_RANK, *FEW])
     [rows] = tables(capsys.readouterr().out)
     assert [row["kind of step"] for row in rows] == list(KINDS)
