@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -126,25 +125,6 @@ def test_a_seed_gives_the_same_response_on_a_busy_engine_and_alone(engines, loop
     for first, second in zip(alone, again, strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         np.testing.assert_array_equal(first.rollout_logprobs, second.rollout_logprobs)
-
-
-def test_without_log_probabilities_the_tokens_are_the_same(engines, loop):
-    pool, _, _ = engines
-
-    async def unasked():
-        wanted = replace(sampling(), logprobs=False)
-        return dict([each async for each in pool.generate("unasked", PROMPT, wanted, range(700, 704))])
-
-    async def both():
-        return await asyncio.gather(group_of(pool, "asked", 700), unasked())  # in the same batches
-
-    asked, found = loop.run(both())
-    for sample, first in enumerate(asked):
-        second = found[sample]
-        np.testing.assert_array_equal(first.token_ids, second.token_ids)
-        assert len(second.rollout_logprobs) == len(second.token_ids) and np.isnan(second.rollout_logprobs).all()
-        assert (first.text, first.finish_reason) == (second.text, second.finish_reason)
-        assert first.policy_versions == second.policy_versions
 
 
 async def when_few_are_left(pool, generating: Callable[[Callable[[], None]], Any], left: int, then):

@@ -1,4 +1,4 @@
-"""A long run in which something dies every few steps: of 60 steps, and by hand of 300, which take 25 minutes."""
+"""A long run in which something dies every few steps: of 60 steps, and by hand of 300."""
 
 import json
 import random

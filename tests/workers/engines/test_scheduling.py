@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dapo.types import Response
 from tests.support.schedulers import needs
 from tests.workers.test_rollout import PROMPT, group_of, sampling
 from workers.engines.scheduling import TOGETHER, Gathering, scheduler
@@ -222,3 +223,24 @@ def test_a_real_engine_that_looks_for_stop_strings_hands_them_on_singly(two_engi
         np.testing.assert_array_equal(stopped.token_ids, plain.token_ids[:length])
         np.testing.assert_allclose(stopped.rollout_logprobs, plain.rollout_logprobs[:length], atol=1e-4)
     assert cut
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1500)
+def test_without_log_probabilities_the_tokens_are_the_same(two_engines, loop: asyncio.Runner) -> None:
+    pool, _ = two_engines.fresh()
+
+    async def unasked() -> dict[int, Response]:
+        wanted = replace(sampling(), logprobs=False)
+        return dict([each async for each in pool.generate("unasked", PROMPT, wanted, range(700, 704))])
+
+    async def both() -> Any:
+        return await asyncio.gather(group_of(pool, "asked", 700), unasked())  # in the same batches
+
+    asked, found = loop.run(both())
+    for sample, first in enumerate(asked):
+        second = found[sample]
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        assert len(second.rollout_logprobs) == len(second.token_ids) and np.isnan(second.rollout_logprobs).all()
+        assert (first.text, first.finish_reason) == (second.text, second.finish_reason)
+        assert first.policy_versions == second.policy_versions
