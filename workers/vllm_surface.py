@@ -169,6 +169,10 @@ USES: dict[str, tuple[Name, ...]] = {
             "UnquantizedEmbeddingMethod.process_weights_after_loading",
             call="module",
         ),
+        Name(
+            path="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+            has="moe_kernel",
+        ),
         Name(path="vllm.model_executor.models.qwen2:Qwen2ForCausalLM.load_weights", call="tensors"),  # as all models'
         Name(path="vllm.utils.nccl:unpinned_nccl_env", call=""),
         Name(path="vllm.v1.worker.gpu_model_runner:GPUModelRunner", has="device kv_caches model"),

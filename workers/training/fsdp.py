@@ -18,7 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dapo.config.rules.model import architecture_problems, engine_window, heads_problems
 from dapo.config.schema import Config
 from dapo.derived import shares_gpus
-from workers.training.files.loading import file_name_of, load_buffers, load_parameters, meta_model, settle_frequencies
+from workers.training.files.loading import load_buffers, load_parameters, meta_model, settle_frequencies
+from workers.training.files.naming import FileNames
 from workers.training.forward.attention import why_unpackable
 from workers.training.forward.policy import PackedPolicy
 from workers.training.forward.recompute import checkpoint_activations
@@ -77,9 +78,9 @@ def _fill(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> No
             setattr(module, name, buffer.to(mesh.device))
     load_buffers(policy.model, cfg.model.path)
     settle_frequencies(policy.model, engine_window(cfg))
-    named, stored_name = policy.model.named_parameters(remove_duplicate=False), file_name_of(policy.model)
-    stored = [(stored_name(base_name(name)), parameter) for name, parameter in named if not is_adapter(name)]
-    load_parameters(stored, cfg.model.path, policy.model.base_model_prefix)
+    named = policy.model.named_parameters(remove_duplicate=False)
+    stored = [(base_name(name), parameter) for name, parameter in named if not is_adapter(name)]
+    load_parameters(stored, cfg.model.path, policy.model.base_model_prefix, FileNames(policy.model).parts)
 
 
 def _shard(policy: PackedPolicy, cfg: Config, mesh: Mesh, *, offload: bool) -> None:
@@ -146,15 +147,17 @@ def release(policy: PackedPolicy, cfg: Config, mesh: Mesh) -> None:
 def full_parameters(
     policy: PackedPolicy, mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in the files, full tensor on the mesh's device), one at a time; tied weights once, LoRA merged.
+    """Yields (name in the files, full tensor on the mesh's device), one parameter's at a time; tied weights once, LoRA
+    merged.
 
     Gathered in `dtype`: a short one halves what travels. Adapters and what they are merged into stay float32.
     """
     reshard(policy)
     dtype = torch.float32 if has_adapters(policy.model) else dtype
-    stored_name = file_name_of(policy.model)
+    parts_of = FileNames(policy.model).parts
     for name, full in merged(policy.model, lambda parameter: gather(parameter, mesh, dtype)):
-        yield stored_name(name), full
+        for part in parts_of(name, full.shape):
+            yield part.name, part.of(full)
         del full  # or it would be held while the next one is gathered
 
 
@@ -167,8 +170,9 @@ def gather(parameter: Tensor, mesh: Mesh, dtype: torch.dtype = torch.float32) ->
 
 def full_shapes(model: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
     """Returns (name in the files, shape) of what `full_parameters` will yield, without gathering anything."""
-    named, stored_name = model.named_parameters(), file_name_of(model)
-    return [(stored_name(base_name(name)), tuple(p.shape)) for name, p in named if not is_adapter(name)]
+    named, parts_of = model.named_parameters(), FileNames(model).parts
+    whole = [(base_name(name), parameter.shape) for name, parameter in named if not is_adapter(name)]
+    return [(part.name, part.shape) for name, shape in whole for part in parts_of(name, shape)]
 
 
 def check_copies(policy: PackedPolicy, mesh: Mesh) -> None:

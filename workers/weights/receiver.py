@@ -17,6 +17,7 @@ from torch import Tensor
 from dapo.sandbox.kernel import die_with
 from workers.meeting import find_store
 from workers.vllm_surface import (
+    UnquantizedFusedMoEMethod,
     VllmConfig,
     VocabParallelEmbedding,
     WeightTransferEngine,
@@ -144,11 +145,19 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         """Restores the parameters to their checkpoint layout and notes which ones must arrive."""
         self._under_way = True
         with self._noting():
+            if self._device.type == "cpu":
+                self._forget_packing()
             initialize_layerwise_reload(self.model)
             self._next = 0
             self._missing = {name for name, _ in self.model.named_parameters()}
             if self.model_config.hf_config.tie_word_embeddings:
                 self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
+
+    def _forget_packing(self) -> None:
+        """Has vLLM pack experts for a CPU's kernels once more: it packs them only with their first kernel."""
+        for module in self.model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Takes the next bucket, checks its digest and loads it. A failure is that it is not the next one, or that its

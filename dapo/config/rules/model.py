@@ -18,6 +18,7 @@ LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_he
 ALL_LINEAR, NO_TARGETS = "all-linear", ("lm_head", "embed_tokens")  # the latter: head and embedding
 LAYER_KINDS = ("full_attention", "sliding_attention", "attention")  # of `layer_types`, all that the actors compute
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # above 1: not dense
+EXPERT_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # mixtures of experts that ranks and engines take alike
 
 
 def actor(cfg: Config) -> Iterator[str]:
@@ -230,10 +231,12 @@ def architecture_problems(cfg: Config, config: dict[str, Any]) -> Iterator[str]:
             f"{named} changes its logits after the head ({', '.join(changed)} in config.json), which the actors do "
             "not compute; choose another architecture"
         )
-    if experts := [f"{key}: {config[key]}" for key in EXPERT_KEYS if (config.get(key) or 0) > 1]:
+    experts = [f"{key}: {config[key]}" for key in EXPERT_KEYS if (config.get(key) or 0) > 1]
+    if experts and (kind := config.get("model_type")) not in EXPERT_KINDS:
         yield (
-            f"{named} is a mixture of experts ({', '.join(experts)} in config.json), whose tensors transformers "
-            "converts when it loads them, and the actors read them as they lie in the files; choose a dense model"
+            f"{named} is a mixture of experts ({', '.join(experts)} in config.json) of the kind {kind}, whose tensors "
+            f"the actors do not know how to read and write; they know those of {', '.join(EXPERT_KINDS)}, and dense "
+            "models"
         )
     if cfg.model.attn_implementation != "auto":
         return

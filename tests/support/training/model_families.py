@@ -23,6 +23,8 @@ SIZES = {
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 RECURRENT = "sequences laid end to end would run into each other in layers that are not attention"
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STACKED = "a mixture of experts, with the names of its files"
 WINDOW = "while `sliding_window` holds a whole sequence"
 
 
@@ -52,10 +54,13 @@ FAMILIES = {
     "Gemma 2": Family(
         "gemma2", refused="final_logit_softcapping", note="its caps on logits and scores are not computed"
     ),
-    "Mixtral": Family("mixtral", refused="is a mixture of experts (num_local_experts: 8", note="a mixture of experts"),
-    "Qwen3-MoE": Family(
-        "qwen3_moe", refused="is a mixture of experts (num_local_experts: 128", note="a mixture of experts"
+    "Qwen3-MoE": Family("qwen3_moe", EXPERTS, note=STACKED),
+    "Qwen2-MoE": Family("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32}, note=STACKED),
+    "Mixtral": Family(
+        "mixtral", EXPERTS | {"router_jitter_noise": 0.1}, note=f"{STACKED}; the noise of its router is off"
     ),
+    "OLMoE": Family("olmoe", EXPERTS, note=STACKED),
+    "GLM-4-MoE": Family("glm4_moe", EXPERTS, refused="of the kind glm4_moe", note="its router has a bias of its own"),
     "Qwen3.5": Family("qwen3_5", {"text_config": SIZES}, refused="has layers of linear_attention", note=RECURRENT),
     "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, refused="has layers of conv", note=RECURRENT),
 }

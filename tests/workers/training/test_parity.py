@@ -17,6 +17,7 @@ from dapo.config.actor import LoraConfig
 from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
 from dapo.types import TrainBatch, TrainSequence
+from tests.support.training.model_families import FAMILIES, save_model
 from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
@@ -90,17 +91,18 @@ class Plain:
 @pytest.fixture(scope="module")
 def plain(model_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
     """Returns the plain results without and with adapters."""
-    found = {}
-    for lora in (False, True):
-        model = reference(model_dir)
-        if lora:
-            add_adapters(model, LORA)
-            set_adapters(model)
-        with torch.no_grad():
-            logprobs = [plain_logprobs(model, sequence) for sequence in sequences]
-        plain_loss(model, sequences).backward()
-        found[lora] = Plain(logprobs, gradients_of(model))
-    return found
+    return {lora: plain_results(model_dir, sequences, lora=lora) for lora in (False, True)}
+
+
+def plain_results(model_dir: Path, sequences: tuple[TrainSequence, ...], *, lora: bool) -> Plain:
+    model = reference(model_dir)
+    if lora:
+        add_adapters(model, LORA)
+        set_adapters(model)
+    with torch.no_grad():
+        logprobs = [plain_logprobs(model, sequence) for sequence in sequences]
+    plain_loss(model, sequences).backward()
+    return Plain(logprobs, gradients_of(model))
 
 
 def set_adapters(model: torch.nn.Module) -> None:
@@ -220,6 +222,36 @@ def test_ranks_agree_with_plain_transformers(
         # Copies of the parameters side by side; and more ranks than key-value heads share a micro-batch.
         for arranged in ({"fsdp_size": 2}, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}):
             assert_parity(pool, configured(cfg, variant, **arranged), variant, sequences, plain[variant.lora])
+
+
+@pytest.fixture(scope="module")
+def experts(
+    tmp_path_factory: pytest.TempPathFactory, sequences: tuple[TrainSequence, ...]
+) -> tuple[Path, dict[bool, Plain]]:
+    """A mixture of five experts, which no number of ranks divides; of four ranks the last has none of them."""
+    family = FAMILIES["Qwen3-MoE"]
+    directory = tmp_path_factory.mktemp("experts")
+    save_model(dataclasses.replace(family, keys=family.keys | {"num_experts": 5}), directory)
+    return directory, {lora: plain_results(directory, sequences, lora=lora) for lora in (False, True)}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(Variant(checkpointing="selective"), id="packed_full"),
+        pytest.param(Variant(packed=False, lora=True, checkpointing="full"), id="separate_lora"),
+    ],
+)
+def test_ranks_that_share_experts_agree_with_plain_transformers(
+    row: tuple[ActorPool, Config],
+    variant: Variant,
+    sequences: tuple[TrainSequence, ...],
+    experts: tuple[Path, dict[bool, Plain]],
+) -> None:
+    pool, cfg = row
+    directory, wanted = experts
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(directory)))
+    assert_parity(pool, configured(cfg, variant), variant, sequences, wanted[variant.lora])
 
 
 @pytest.mark.parametrize(

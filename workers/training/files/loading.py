@@ -6,8 +6,11 @@ memory, its weights and buffers. No rank ever holds the whole model.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -16,17 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dapo.config.actor import ModelConfig
+from workers.training.files.naming import MAX_NAMES_SHOWN, Part, whole
 from workers.training.forward.attention import implementation
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-MAX_NAMES_SHOWN = 4
 LONGROPE = "longrope"
 
 
@@ -48,46 +49,44 @@ def meta_model(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def file_name_of(model: PreTrainedModel) -> Callable[[str], str]:
-    """Returns the function from a parameter's name to that in files, for engines too: transformers renames some.
-
-    In a GPT-NeoX model `lm_head.weight` is what its checkpoints call `embed_out.weight`.
-    """
-    mapping = get_model_conversion_mapping(model, add_legacy=False)
-    back = [each.reverse_transform() for each in reversed(mapping) if isinstance(each, WeightRenaming)]
-    return lambda name: rename_source_key(name, back, [], reverse=True)[0] if back else name
-
-
 @torch.no_grad()
-def load_parameters(parameters: Iterable[tuple[str, Tensor]], path: str, prefix: str) -> None:
+def load_parameters(
+    parameters: Iterable[tuple[str, Tensor]],
+    path: str,
+    prefix: str,
+    parts: Callable[[str, Sequence[int]], list[Part]] = whole,
+) -> None:
     """Fills each parameter's local rows in place, converted to its type.
 
-    parameters: (name in the files, parameter with memory), a tied one under each of its names. prefix: the model's
-    `base_model_prefix`, which files may lack or have. Raises ValueError that names the file or the tensor: no
-    safetensors files, a missing, misshapen or quantised tensor, tied weights that differ.
+    parameters: (name, parameter with memory), a tied one under each of its names. prefix: the model's
+    `base_model_prefix`, which files may lack or have. parts: what the files hold of a parameter, by name and shape.
+    Raises ValueError that names the file or the tensor: no safetensors files, a missing, misshapen or quantised tensor,
+    tied weights that differ.
     """
     files = _find_files(path)
-    named: dict[int, tuple[Tensor, list[str]]] = {}
+    named: dict[int, tuple[Tensor, list[list[Part]]]] = {}
     for name, parameter in parameters:
-        named.setdefault(id(parameter), (parameter, []))[1].append(name)
+        named.setdefault(id(parameter), (parameter, []))[1].append(parts(name, parameter.shape))
+    lacking = [[part.name for part in of[0] if not _stored_name(part.name, files, prefix)] for _, of in named.values()]
     sources = [
-        (parameter, [there for name in names if (there := _stored_name(name, files, prefix))])
+        (parameter, [there for parts in names if (there := _stored_parts(parts, files, prefix))])
         for parameter, names in named.values()
     ]
-    if missing := [names[0] for (_, names), (_, stored) in zip(named.values(), sources, strict=True) if not stored]:
+    if missing := [names[0] for names, (_, stored) in zip(lacking, sources, strict=True) if not stored]:
         raise ValueError(
             f"`model.path` ({path}): {len(missing)} of {len(named)} parameters are not in its safetensors files: "
-            f"{_some(missing)}; the files hold {_some(sorted(files))}. Give a whole checkpoint of this architecture, "
-            "whose tensors transformers does not convert (as it does for mixtures of experts)"
+            f"{_some(missing)}; the files hold {_some(sorted(files))}. Give a whole checkpoint of this architecture"
         )
     for parameter, stored in sources:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(_read_rows(files[stored[0]], stored[0], parameter))
+        _read(stored[0], files, parameter, local)
         for other in stored[1:]:
-            if not torch.equal(local, _read_rows(files[other], other, parameter).to(local)):
+            found = torch.empty_like(local)
+            _read(other, files, parameter, found)
+            if not torch.equal(local, found):
                 raise ValueError(
-                    f"`model.path` ({path}): config.json ties {stored[0]} and {other}, but they differ in "
-                    f"{files[stored[0]]}; set `tie_word_embeddings` to false there"
+                    f"`model.path` ({path}): config.json ties {stored[0][0].name} and {other[0].name}, but they differ "
+                    f"in {files[stored[0][0].name]}; set `tie_word_embeddings` to false there"
                 )
 
 
@@ -175,25 +174,44 @@ def _stored_name(name: str, files: Collection[str], prefix: str) -> str | None:
     return next((candidate for candidate in candidates if candidate in files), None)
 
 
-def _read_rows(file: str, name: str, parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a stored tensor, of the stored type, on the CPU. The file is open, and so in this
-    process's memory as far as it was read, for this one tensor only."""
-    with _open(file) as opened:
-        stored = opened.get_slice(name)
-        if stored.get_dtype() not in FLOAT_TYPES:
-            raise ValueError(
-                f"{file} (of `model.path`): {name} is of type {stored.get_dtype()}, and the actors train floating "
-                f"point weights ({', '.join(FLOAT_TYPES)}); give a checkpoint that is not quantised"
-            )
-        if stored.get_shape() != list(parameter.shape):
-            raise ValueError(
-                f"{file} (of `model.path`): {name} has shape {stored.get_shape()}, and config.json asks for "
-                f"{list(parameter.shape)}; they are of different models"
-            )
-        if not isinstance(parameter, DTensor):
-            return stored[...]
-        rows = len(parameter.to_local())
-        return stored[(start := _first_row(parameter)) : start + rows]
+def _stored_parts(parts: list[Part], files: Collection[str], prefix: str) -> list[Part]:
+    """Returns the parts by the names that the files have; none where one is missing."""
+    names = [_stored_name(part.name, files, prefix) for part in parts]
+    return [replace(part, name=name) for part, name in zip(parts, names, strict=True) if name] if all(names) else []
+
+
+def _read(parts: list[Part], files: Mapping[str, str], parameter: Tensor, local: Tensor) -> None:
+    """Fills `local`, this rank's rows of a parameter, converted to its type. Files are open, and so in this process's
+    memory as far as they were read, for this one parameter only."""
+    first = _first_row(parameter) if isinstance(parameter, DTensor) else 0
+    with ExitStack() as stack:
+        opened: dict[str, safe_open] = {}
+        for part in parts:
+            if part.expert is not None and not first <= part.expert < first + len(local):
+                continue  # another rank's
+            if (file := files[part.name]) not in opened:
+                opened[file] = stack.enter_context(_open(file))
+            stored = _checked(opened[file], file, part)
+            if part.expert is None:
+                local.copy_(stored[first : first + len(local)] if isinstance(parameter, DTensor) else stored[...])
+            else:
+                local[part.expert - first, part.start : part.start + part.shape[0]].copy_(stored[...])
+
+
+def _checked(opened: safe_open, file: str, part: Part) -> Any:
+    """Returns a tensor of the file, of which nothing is read yet. Raises ValueError for another type or shape."""
+    stored = opened.get_slice(part.name)
+    if stored.get_dtype() not in FLOAT_TYPES:
+        raise ValueError(
+            f"{file} (of `model.path`): {part.name} is of type {stored.get_dtype()}, and the actors train floating "
+            f"point weights ({', '.join(FLOAT_TYPES)}); give a checkpoint that is not quantised"
+        )
+    if stored.get_shape() != list(part.shape):
+        raise ValueError(
+            f"{file} (of `model.path`): {part.name} has shape {stored.get_shape()}, and config.json asks for "
+            f"{list(part.shape)}; they are of different models"
+        )
+    return stored
 
 
 def _first_row(parameter: DTensor) -> int:

@@ -101,8 +101,9 @@ def _lay_out(
 class PackedPolicy(nn.Module):
     """Wraps a causal language model of transformers behind one forward over a packed micro-batch; the root of FSDP.
 
-    `model` must have been built with an attention of `workers.training.forward.attention.implementation`. Dropout is
-    off for good. entropy_gradient: the entropy is part of the loss; without it, it is a metric and costs no memory.
+    `model` must have been built with an attention of `workers.training.forward.attention.implementation`. Dropout and
+    the noise of a router of experts are off for good. entropy_gradient: the entropy is part of the loss; without it, it
+    is a metric and costs no memory.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
@@ -114,7 +115,7 @@ class PackedPolicy(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             for name, value in vars(module).items():  # rates of models that call functions of torch's
-                if "drop" in name and isinstance(value, float):
+                if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
