@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dapo.config.facts.model_shape import ModelShape
 from dapo.plan.terms import Term
 
-FLOAT32 = 4
+FLOAT32, INT64 = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,18 @@ class Activations:
         return self.element * (queries + 2 * keys + copies * queries) + FLOAT32 * self.shape.num_heads + norms
 
     @property
+    def mlp(self) -> int:
+        """Counts gate, its activation, up and their product; of experts also what goes in and comes out of each, and
+        the choice of them: three orders of the pairs of token and expert, shares of the router before and after."""
+        shape, pairs = self.shape, self.shape.experts_per_token
+        choice = (3 * INT64 + INT64 + 2 * FLOAT32 + self.element) * pairs + FLOAT32 * shape.experts
+        chosen = pairs * 2 * self.input + choice if pairs else 0
+        return 4 * self.element * shape.mlp_width + chosen
+
+    @property
     def layer(self) -> int:
-        """Counts a whole decoder layer; of the MLP gate, its activation, up and their product."""
-        return 2 * self.norm + self.attention + 4 * self.element * self.shape.intermediate_size
+        """Counts a whole decoder layer."""
+        return 2 * self.norm + self.attention + self.mlp
 
     @property
     def input(self) -> int:
@@ -58,7 +67,8 @@ class Activations:
         if self.checkpointing == "full":
             return self.input
         if self.checkpointing == "selective":  # attention, and the products k, o and up (see `forward/recompute.py`)
-            own = self.shape.kv_size + self.shape.hidden_size + self.shape.intermediate_size
+            up = 0 if self.shape.experts else self.shape.intermediate_size  # grouped products are none of these
+            own = self.shape.kv_size + self.shape.hidden_size + up
             attention = self.element * self.shape.attention_size + FLOAT32 * self.shape.num_heads
             return self.input + self.element * own + attention
         return self.layer
@@ -73,7 +83,8 @@ class Activations:
         """Counts the layer in its backward pass, all of it computed, with the gradients of gate, up and three of width
         h."""
         separate = self.input if self.checkpointing != "none" and self.element != FLOAT32 else 0
-        gradients = self.element * (2 * self.shape.intermediate_size + 3 * self.shape.hidden_size)
+        widths = 2 * self.shape.mlp_width + (3 + self.shape.experts_per_token) * self.shape.hidden_size
+        gradients = self.element * widths
         return self.layer + separate + gradients
 
     def terms_of_layers(self, tokens: int) -> tuple[Term, Term]:

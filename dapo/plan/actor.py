@@ -25,17 +25,17 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def bucket_term(cfg: PlannedConfig, shape: ModelShape, name: str, count: int) -> Term:
     """Sizes `count` buckets of the weight sync: `weight_sync.bucket_bytes`, unless a parameter or the model decides."""
     element = ELEMENT_BYTES[cfg.model.dtype]
-    largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)
+    largest = max(cfg.weight_sync.bucket_bytes, element * shape.embedding_parameters)  # experts travel one by one
     largest = min(largest, element * shape.parameters)
     formula = f"{count} x {largest:,} B (weight_sync.bucket_bytes; at least the largest parameter, at most the model)"
     return Term(name=name, amount=count * largest, formula=formula)
 
 
 def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
-    """Sizes what an engine holds of the largest parameter while it loads it beside its KV cache: a copy, and the part
-    that vLLM loads before it copies it into its place."""
+    """Sizes what an engine holds of the largest parameter, or of a layer's experts, while it loads them beside its KV
+    cache: a copy, and the part that vLLM loads before it copies it into its place."""
     element = ELEMENT_BYTES[cfg.rollout.vllm.get("dtype", cfg.model.dtype)]
-    parts, table = int(cfg.rollout.vllm.get("tensor_parallel_size", 1)), shape.embedding_parameters
+    parts, table = int(cfg.rollout.vllm.get("tensor_parallel_size", 1)), shape.loaded_at_once
     return Term(
         name="a parameter on its way into its place",
         amount=element * table * (1 + 1 / parts),
@@ -44,11 +44,12 @@ def copies_term(cfg: PlannedConfig, shape: ModelShape) -> Term:
 
 
 def adapter_parameters(cfg: PlannedConfig, shape: ModelShape) -> int:
-    """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target."""
+    """Counts LoRA's parameters over all layers: rank x (inputs + outputs) for each target. Experts have no adapters."""
     h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
     widths = dict(zip(LINEARS, (h + q, h + kv, h + kv, q + h, h + i, h + i, i + h), strict=True))
     chosen = cfg.model.lora.target_modules
-    names = LINEARS if "all-linear" in chosen else [name for name in LINEARS if name in chosen]
+    linears = LINEARS[:4] if shape.experts else LINEARS
+    names = linears if "all-linear" in chosen else [name for name in linears if name in chosen]
     return shape.num_layers * cfg.model.lora.rank * sum(widths[name] for name in names)
 
 
@@ -251,6 +252,7 @@ class ActorMemory:
 
     def _in_sync(self) -> Term:
         width, shape = FLOAT32 + self.element % FLOAT32, self.shape
-        term = product("", width, shape.vocab_size, shape.hidden_size)
+        term = product("", width, shape.largest_parameter)
         name = "one parameter gathered, in float32 and in the type it travels in"
-        return Term(name=name, amount=term.amount, formula=f"{term.formula} (embedding)")
+        what = "embedding" if shape.largest_parameter == shape.embedding_parameters else "a layer's experts"
+        return Term(name=name, amount=term.amount, formula=f"{term.formula} ({what})")

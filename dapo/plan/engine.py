@@ -104,10 +104,10 @@ class EngineMemory:
         return Term(name=f"weights, {self.cfg.model.dtype}", amount=self.element * count / self.gpus, formula=formula)
 
     def working(self) -> Term:
-        """Returns the peak of vLLM's trial batch: MLP and residual stream of a full batch, logits of all sequences
-        thrice."""
+        """Returns the peak of vLLM's trial batch: MLP and residual stream of a full batch, of experts what comes out of
+        each, logits of all sequences thrice."""
         tokens = self.max_num_batched_tokens
-        mlp = 3 * self.shape.intermediate_size // self.tensor_parallel
+        mlp = 3 * self.shape.mlp_width // self.tensor_parallel + self.shape.experts_per_token * self.shape.hidden_size
         layers = tokens * self.element * (mlp + 4 * self.shape.hidden_size)
         logits = 3 * 4 * self.max_num_seqs * self.shape.vocab_size
         formula = (

@@ -55,7 +55,7 @@ def _shards(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iter
     shards = num_shards(cfg)
     rows = {
         "hidden size": shape.hidden_size,
-        "intermediate size": shape.intermediate_size,
+        "experts" if shape.experts else "intermediate size": shape.experts or shape.intermediate_size,
         "key-value width": shape.kv_size,
         "vocabulary": shape.vocab_size,
     }

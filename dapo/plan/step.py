@@ -159,10 +159,12 @@ class Step:
     @property
     def recomputed(self) -> tuple[float, float]:
         """Returns the shares of the forward pass that the backward pass does again, of matrices and of attention. The
-        head always; of a layer all but `down`, whose value no gradient needs."""
+        head always; of a layer all but `down`, whose value no gradient needs but a router's."""
         shape, mode = self.shape, self.cfg.model.gradient_checkpointing
-        h, i, q, kv = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.kv_size
-        products = {"full": h * (2 * q + 2 * kv + 2 * i), "selective": h * (q + kv + i), "none": 0}[mode]
+        h, i, q, kv = shape.hidden_size, shape.mlp_width, shape.attention_size, shape.kv_size
+        whole = h * (2 * q + 2 * kv + (3 * i + shape.experts if shape.experts else 2 * i))
+        kept = h * (q + kv + (0 if shape.experts else i))  # selective: k, o and up
+        products = {"full": whole, "selective": whole - kept, "none": 0}[mode]
         per_token = 2 * (shape.num_layers * products + shape.embedding_parameters)
         return per_token / shape.flops_per_token, 1.0 if mode == "full" else 0.0
 

@@ -17,6 +17,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 SMALL = {
     "hidden_size": 64,
@@ -26,6 +27,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 500,
 }
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,9 @@ def test_positions_of_a_model(said: dict, tokens: float) -> None:
     assert positions({"max_position_embeddings": 4096} | said if said else {}) == tokens
 
 
-def meta_model(config):
+def build(config, device="meta"):
     kwargs = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    with torch.device("meta"):
+    with torch.device(device):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(config["model_type"], **kwargs), attn_implementation="eager"
         )
@@ -75,24 +77,28 @@ def meta_model(config):
 def test_shipped_shapes_have_the_published_parameters(name):
     shape = read_shape(name)
     assert shape.parameters == PUBLISHED[name]
-    assert shape.parameters == meta_model(read_config(name)).num_parameters()
+    assert shape.parameters == build(read_config(name)).num_parameters()
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral"])
 def test_parameters_of_each_kind(kind, tied):
-    config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
-    if kind == "qwen3":
+    config = SMALL | EXPERTS | {"model_type": kind, "tie_word_embeddings": tied}
+    if kind.startswith("qwen3"):
         config["head_dim"] = 32
-    assert shape_of(config, kind).parameters == meta_model(config).num_parameters()
+    assert shape_of(config, kind).parameters == build(config).num_parameters()
 
 
-def test_flops_are_what_torch_counts():
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "mixtral"])
+def test_flops_are_what_torch_counts(kind):
     """torch counts the whole of the score matrix, twice what causal attention needs."""
-    config = SMALL | {"model_type": "qwen2"}
+    config = SMALL | EXPERTS | {"model_type": kind, "head_dim": 16}
     shape, length = shape_of(config, "small"), 96
+    model = build(config, "cpu")
+    if shape.experts:
+        model.set_experts_implementation("eager")  # torch counts no grouped products
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        meta_model(config)(torch.zeros(1, length, dtype=torch.long, device="meta"))
+        model(torch.zeros(1, length, dtype=torch.long))
     expected = shape.forward_flops([length]) + shape.attention_flops(length)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.002)  # the rest: rotary frequencies
     assert shape.forward_flops([length], head_tokens=0) == shape.forward_flops([length]) - length * shape.head_flops
@@ -125,7 +131,18 @@ def test_the_hub_cache_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        pytest.param(SMALL | {"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe", id="experts"),
+        pytest.param(SMALL | EXPERTS | {"model_type": "qwen2_moe"}, "the shape of a qwen2_moe model", id="experts"),
+        pytest.param(SMALL | {"model_type": "qwen3_moe", "num_experts": 8}, "lacks moe_intermediate_size", id="width"),
+        pytest.param(
+            SMALL | EXPERTS | {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+            "sparse_step is set",
+            id="every_second",
+        ),
+        pytest.param(
+            SMALL | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            "mlp_only_layers is set",
+            id="some_dense",
+        ),
         pytest.param({"model_type": "qwen2", "hidden_size": 64}, "lacks intermediate_size", id="missing"),
         pytest.param(SMALL | {"model_type": "llama", "attention_bias": True}, "attention_bias is set", id="bias"),
         pytest.param({}, "None", id="empty"),

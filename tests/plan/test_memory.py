@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.config.facts.model_shape import shape_of
 from dapo.plan.activations import Activations
@@ -19,6 +19,7 @@ CONFIG = {
     "vocab_size": 264,
     "num_hidden_layers": 3,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 192, "head_dim": 32}
 LENGTHS = (100, 60, 96)
 TOKENS = sum(LENGTHS)
 DTYPES = [pytest.param(torch.float32, 4, id="float32"), pytest.param(torch.bfloat16, 2, id="bfloat16")]
@@ -33,10 +34,10 @@ def allocated(function):
     return result, int(alive[-1]), int(alive.max())
 
 
-def measured(dtype, mode, layers):
+def measured(dtype, mode, layers, kind="qwen2"):
     """Bytes per token after the forward pass, and at the peak of forward and backward together."""
-    config = Qwen2Config(**CONFIG | {"num_hidden_layers": layers}, attn_implementation=PACKED_ATTENTION)
-    model = Qwen2ForCausalLM(config).to(dtype).train()
+    config = AutoConfig.for_model(kind, **CONFIG | EXPERTS | {"num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION).to(dtype).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     checkpoint_activations(model, mode)
@@ -56,8 +57,8 @@ def measured(dtype, mode, layers):
     return kept / TOKENS, max(peak, kept + backward_peak) / TOKENS
 
 
-def predicted(dtype_bytes, mode, cuda=False):
-    shape = shape_of(CONFIG | {"model_type": "qwen2"}, "m")
+def predicted(dtype_bytes, mode, cuda=False, kind="qwen2"):
+    shape = shape_of(CONFIG | EXPERTS | {"model_type": kind}, "m")
     return Activations(shape=shape, element=dtype_bytes, checkpointing=mode, cuda=cuda)
 
 
@@ -70,6 +71,23 @@ def test_bytes_per_token(dtype, element, mode):
     [kept, working] = activations.terms_of_layers(TOKENS)
     # Without recomputation the final norm's own backward pass can be a little fuller than the last layer's.
     assert (kept.amount + working.amount) / TOKENS == pytest.approx(peak, rel=0.05 if mode == "none" else 0.01)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(("dtype", "element"), DTYPES)
+def test_bytes_per_token_of_a_mixture_of_experts(dtype, element, mode):
+    activations = predicted(element, mode, kind="qwen3_moe")
+    (one, _), (three, peak) = measured(dtype, mode, 1, "qwen3_moe"), measured(dtype, mode, 3, "qwen3_moe")
+    print(
+        mode,
+        (three - one) / 2,
+        activations.kept,
+        peak,
+        sum(t.amount for t in activations.terms_of_layers(TOKENS)) / TOKENS,
+    )
+    assert (three - one) / 2 == pytest.approx(activations.kept, rel=1e-4)  # but for one number for each expert
+    [kept, working] = activations.terms_of_layers(TOKENS)
+    assert (kept.amount + working.amount) / TOKENS == pytest.approx(peak, rel=0.05)
 
 
 class _Kernel(torch.autograd.Function):

@@ -135,6 +135,24 @@ def test_lora_trains_adapters_alone():
     assert adapter_parameters(some, shape) == 28 * 16 * (3584 + 3584)
 
 
+def test_a_mixture_of_experts():
+    """What one token goes through counts for time and activations, all experts count for memory."""
+    cfg, shape = planned("model.path=Qwen/Qwen3-30B-A3B")
+    assert problems(cfg, shape) == []
+    experts = 128 * 3 * 2048 * 768
+    assert shape.flops_per_token < 2 * 3.36e9 < shape.parameters / 4
+    assert (shape.loaded_at_once, shape.largest_parameter) == (experts, experts // 3 * 2)
+    sync = phase(ActorMemory(cfg, shape), "weight sync")
+    assert term(sync, "one parameter gathered") == 6 * experts // 3 * 2
+    assert EngineMemory(cfg, shape).weights().amount == 2 * shape.parameters / 4
+    again, _ = Step(cfg, shape).recomputed
+    assert again == 1, "a router's gradient needs the value of `down` too"
+    lora = changed(cfg, {"model.lora.rank": 16})
+    attention = 2 * (2048 + 4096) + 2 * (2048 + 512)
+    assert adapter_parameters(lora, shape) == 48 * 16 * attention, "experts have no adapters"
+    assert "Qwen/Qwen3-30B-A3B: 30,532,122,624 parameters" in report(cfg, shape)
+
+
 def test_the_engine_by_hand():
     cfg, shape = planned()
     engine = EngineMemory(cfg, shape)

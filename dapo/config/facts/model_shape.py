@@ -13,9 +13,11 @@ from typing import Any
 
 from dapo.config.paths import config_dir, resolve_path
 
-# Dense decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and
-# Qwen3 a norm of its own on each head's query and key.
+# Decoders with gated MLP and grouped-query attention. Of these Qwen2 always has query, key and value biases, and Qwen3
+# has a norm of its own on each head's query and key.
 DENSE = ("qwen2", "qwen3", "llama", "mistral")
+# Mixtures whose layers all have experts and nothing beside them: the keys of an expert's width, and of their number.
+EXPERTS = {"qwen3_moe": ("moe_intermediate_size", "num_experts"), "mixtral": ("intermediate_size", "num_local_experts")}
 # Where a config.json says how many positions a model has; the least counts.
 POSITION_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
@@ -35,7 +37,8 @@ class UnknownShape(ValueError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """Describes a decoder. attention_bias: of the query, key and value projections. qk_norm: RMS norms on the heads'
-    queries and keys."""
+    queries and keys. intermediate_size: of the MLP, or of each of the `experts` of a mixture, of which a token goes
+    through `experts_per_token`."""
 
     model_type: str
     num_layers: int
@@ -48,6 +51,8 @@ class ModelShape:
     tie_word_embeddings: bool
     attention_bias: bool
     qk_norm: bool
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def attention_size(self) -> int:
@@ -65,16 +70,39 @@ class ModelShape:
         return head_shares(self.num_heads, self.num_kv_heads)
 
     @property
+    def mlp_width(self) -> int:
+        """Returns the width of all that one token goes through in a layer between two projections of its MLPs."""
+        return self.intermediate_size * (self.experts_per_token or 1)
+
+    @property
     def layer_matrices(self) -> int:
-        """Counts the parameters of one decoder layer that are multiplied with each token."""
+        """Counts the parameters of one decoder layer that are multiplied with each token, a router's among them."""
         attention = self.hidden_size * (2 * self.attention_size + 2 * self.kv_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return attention + self.hidden_size * (3 * self.mlp_width + self.experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Counts the parameters of one decoder layer: matrices, biases, norms."""
+        """Counts the parameters of one decoder layer: matrices, those of all experts, biases, norms."""
         biases = self.attention_size + 2 * self.kv_size if self.attention_bias else 0
-        return self.layer_matrices + biases + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        others = 3 * self.hidden_size * self.intermediate_size * (self.experts - self.experts_per_token)
+        return self.layer_matrices + others + biases + norms
+
+    @property
+    def expert_parameters(self) -> int:
+        """Counts the parameters of all experts of a layer; 0 where there are none."""
+        return 3 * self.hidden_size * self.intermediate_size * self.experts
+
+    @property
+    def largest_parameter(self) -> int:
+        """Counts the elements of the largest parameter of the actors: the embedding, or a layer's experts' gate and
+        up."""
+        return max(self.embedding_parameters, self.expert_parameters // 3 * 2)
+
+    @property
+    def loaded_at_once(self) -> int:
+        """Counts the parameters that an engine loads as one in a weight sync: the embedding, or a layer's experts."""
+        return max(self.embedding_parameters, self.expert_parameters)
 
     @property
     def embedding_parameters(self) -> int:
@@ -157,29 +185,34 @@ def positions(config: Mapping[str, Any]) -> float:
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """Reads a shape out of what a config.json says. name: for errors, the value of `model.path`. Raises UnknownShape
-    for mixtures of experts and whatever else is not one of `DENSE`."""
-    kind = config.get("model_type")
-    missing = [key for key in KEYS if not isinstance(config.get(key), int)]
-    odd = [key for key in ("mlp_bias", "attention_bias") if config.get(key)]
-    if kind not in DENSE or missing or odd:
+    for whatever is not one of `DENSE` or of `EXPERTS`, or has layers of both kinds."""
+    kind = str(config.get("model_type"))
+    width, experts = EXPERTS.get(kind, ("intermediate_size", ""))
+    of_experts = [width, experts, "num_experts_per_tok"] if experts else []
+    missing = [key for key in (*KEYS, *of_experts) if not isinstance(config.get(key), int)]
+    odd = [key for key in ("mlp_bias", "attention_bias", "mlp_only_layers") if config.get(key)]
+    odd += ["decoder_sparse_step"] if experts and config.get("decoder_sparse_step", 1) != 1 else []
+    if kind not in (*DENSE, *EXPERTS) or missing or odd:
         why = f"config.json lacks {', '.join(missing)}" if missing else f"{', '.join(odd)} is set" if odd else ""
         raise UnknownShape(
             f"`model.path` ({name}): the shape of a {kind} model {f'({why}) ' if why else ''}is not known; known are "
-            f"dense models of the kinds {', '.join(DENSE)}"
+            f"the kinds {', '.join((*DENSE, *EXPERTS))}"
         )
     heads = config["num_attention_heads"]
     return ModelShape(
         model_type=kind,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=config[width],
+        experts=config[experts] if experts else 0,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
     )
 
 
