@@ -1,8 +1,21 @@
 #!/usr/bin/env bash
-# Linters, type checker, then every test that is not `long`. Arguments go on to pytest: -k buffer, -m ray …
-# pytest's summary is the last line; a linter that fails makes the whole command fail all the same.
+# Linters, type checker, tests. Without an option: every test that starts neither Ray, engines nor ranks, and a choice
+# of the others. --all: everything but `long`. --long: only `long`. All other arguments go on to pytest.
+# Leaves test-results.xml (JUnit; `python -m tests.support.costs` reads it). A linter that fails fails the command.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+select="not nightly and not long"
+case ${1:-} in
+  --all)
+    select="not long"
+    export HYPOTHESIS_PROFILE=all
+    shift
+    ;;
+  --long)
+    select="long"
+    shift
+    ;;
+esac
 bash "$root/launch/install.sh"
 cd "$root"
 export PATH=$root/.venv/bin:$PATH
@@ -20,5 +33,6 @@ check ruff check .
 check ruff format --check .
 check mypy
 # Two processes, a file at a time: most of the time of the slow tests is one process that starts.
-python -m pytest -m "not long" -n 2 --dist loadfile --durations=40 --durations-min=5 "$@" || status=$?
+python -m pytest -m "$select" -n 2 --dist loadfile --junitxml=test-results.xml --durations=20 --durations-min=5 "$@" ||
+  status=$?
 exit "$status"

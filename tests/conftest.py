@@ -17,9 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # What a test says must not depend on chance, nor on how busy the machine is. HYPOTHESIS_PROFILE=default draws new
-# examples.
-settings.register_profile("same", derandomize=True, database=None, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+# examples; `launch/test.sh --all` takes "all".
+settings.register_profile("some", derandomize=True, database=None, deadline=None, max_examples=50)
+settings.register_profile("all", settings.get_profile("some"), max_examples=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "some"))
 
 _shared = False  # whether this process has its Ray
 

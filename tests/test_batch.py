@@ -1,7 +1,7 @@
 """Groups into mini-batches: advantages per group, weights per optimizer step, overlong filtering, order, staleness."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +9,10 @@ import torch
 
 from dapo.advantage import group_advantages
 from dapo.batch import advantages_of, build_batch, has_signal
-from dapo.config.algorithm import LOSS_AGG_MODES
+from dapo.config.algorithm import ADVANTAGES, LOSS_AGG_MODES
+from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
+from dapo.config.sources import SourceConfig
 from dapo.types import Group, TrainBatch, VersionSpan
 from tests.support.fakes import make_group, make_response
 
@@ -26,7 +28,7 @@ def make_config(mini_batch: int, **algorithm) -> Config:
 GROUPS = [make_group(index, [1.0, 0.0, 0.0, 0.0]) for index in range(4)]
 
 
-@pytest.mark.parametrize(("mini_batch", "count"), [pytest.param(4, 1, id="one"), pytest.param(1, 4, id="four")])
+@pytest.mark.parametrize(("mini_batch", "count"), [(4, 1), (1, 4)])
 def test_every_minibatch_weighs_one_in_sum_over_tokens(mini_batch, count):
     batch = build_batch(GROUPS, make_config(mini_batch), version=3)
     assert batch.version == 3 and len(batch.minibatches) == count
@@ -47,34 +49,20 @@ def test_sequences_hold_prompt_then_response_and_the_advantage_of_their_group():
 def test_without_the_division_the_advantage_is_the_deviation_from_the_mean():
     cfg = make_config(1)
     cfg.algorithm.advantage.normalize_by_std = False
-    (minibatch,) = build_batch(GROUPS[:1], cfg, version=0).minibatches
-    assert [s.advantage for s in minibatch] == pytest.approx([1.5, -0.5, -0.5, -0.5])
-
-
-def test_an_unscorable_response_has_no_advantage():
-    nan = float("nan")
-    group = make_group(0, [1.0, 0.0, nan], [1.0, -1.0, nan])
-    (minibatch,) = build_batch([group], make_config(1), version=0).minibatches
-    assert minibatch[2].advantage == 0.0
-    assert minibatch[0].advantage == pytest.approx(-minibatch[1].advantage)
+    (minibatch,) = build_batch([make_group(0, [1.0, 1.0, 0.0, 0.0])], cfg, version=0).minibatches
+    assert [s.advantage for s in minibatch] == pytest.approx([1.0, 1.0, -1.0, -1.0])
 
 
 def truncated(group: Group, *samples: int) -> Group:
     """The group with these responses cut at the cap."""
-    responses = [
-        dataclasses.replace(response, finish_reason="length" if sample in samples else "stop")
-        for sample, response in enumerate(group.responses)
-    ]
-    return dataclasses.replace(group, responses=tuple(responses))
+    responses = [replace(r, finish_reason="length" if i in samples else "stop") for i, r in enumerate(group.responses)]
+    return replace(group, responses=tuple(responses))
 
 
 def without(group: Group, *samples: int) -> Group:
-    kept = [sample for sample in range(len(group.responses)) if sample not in samples]
-    return dataclasses.replace(
-        group,
-        responses=tuple(group.responses[sample] for sample in kept),
-        scores=tuple(group.scores[sample] for sample in kept),
-    )
+    kept = [(r, s) for i, (r, s) in enumerate(zip(group.responses, group.scores, strict=True)) if i not in samples]
+    responses, scores = zip(*kept, strict=True)
+    return replace(group, responses=responses, scores=scores)
 
 
 def filtering(mode: str = "token-mean", *, in_baseline: bool = True) -> Config:
@@ -124,11 +112,9 @@ def test_filtered_responses_stay_in_the_baseline_unless_told_otherwise(in_baseli
 @pytest.mark.parametrize(
     ("accuracies", "cut", "in_baseline", "expected"),
     [
-        pytest.param([1.0, 0.0], [], True, True, id="none truncated"),
         pytest.param([1.0, 0.0], [0, 1], True, False, id="all truncated"),
         pytest.param([1.0, 0.0], [1], True, True, id="one is left, with its advantage over the other"),
         pytest.param([1.0, 0.0], [1], False, False, id="one is left, alone in its baseline"),
-        pytest.param([1.0, 1.0, 0.0], [2], True, True, id="equal ones are left, above the baseline"),
         pytest.param([1.0, 1.0, 0.0], [2], False, False, id="equal ones are left"),
         pytest.param([1.0, 0.0, 0.0], [2], False, True, id="different ones are left"),
         pytest.param([1.0, 0.0, 0.5], [0, 1], True, False, id="the one that is left is the mean"),
@@ -141,14 +127,6 @@ def test_a_group_has_a_signal_when_a_response_in_the_loss_has_an_advantage(accur
     assert any(sequence.advantage for sequence in sequences) == expected
     cfg.reward.overlong_filtering.enable = False
     assert has_signal(group, cfg)
-
-
-def test_in_baseline_means_nothing_without_filtering():
-    cfg = filtering(in_baseline=False)
-    cfg.reward.overlong_filtering.enable = False
-    groups = [truncated(group, 0) for group in GROUPS]
-    same, plain = (build_batch(groups, c, version=0).minibatches for c in (cfg, make_config(8)))
-    assert [s.advantage for s in same[0]] == [s.advantage for s in plain[0]]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -184,17 +162,11 @@ def test_whitening_is_over_the_responses_that_have_an_advantage(normalize_by_std
 
 
 def test_whitening_leaves_groups_without_variance_at_exactly_zero():
-    groups = [make_group(0, [1.0, 1.0, 1.0]), make_group(1, [1.0, 0.0, 0.0], [1.0, 0.0, 0.0])]
-    cfg = Config()
+    cfg, nan = Config(), float("nan")
     cfg.algorithm.advantage.whiten = True
-    assert advantages_of(groups, cfg)[0] == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("rewards", [pytest.param([1.0, 1.0], id="equal"), pytest.param([float("nan")] * 2, id="none")])
-def test_whitening_makes_nothing_of_nothing(rewards):
-    cfg = Config()
-    cfg.algorithm.advantage.whiten = True
-    assert advantages_of([make_group(0, rewards, rewards)], cfg) == [[0.0, 0.0]]
+    mixed = make_group(1, [1.0, 0.0, 0.0], [1.0, 0.0, 0.0])
+    for rewards, *others in (([1.0, 1.0], mixed), ([1.0, 1.0],), ([nan, nan],)):
+        assert advantages_of([make_group(0, rewards, rewards), *others], cfg)[0] == [0.0, 0.0]
 
 
 MANY = [make_group(index, [1.0, 0.0]) for index in range(12)]
@@ -233,18 +205,11 @@ def test_shuffling_depends_on_seed_and_version_alone():
     assert len({order[start : start + 4] for start in range(0, 16, 4)}) > 1
 
 
-def test_one_minibatch_keeps_the_order_of_the_draws():
-    cfg = make_config(12)
-    cfg.actor.ppo_epochs = 2
-    batch = build_batch(MANY, cfg, version=3)
-    assert draws(batch) == [list(range(12))] and batch.order == (0, 0)
-
-
 def test_staleness_counts_updates_since_each_token_was_sampled():
     spans = (VersionSpan(version=2, start=0, end=3), VersionSpan(version=5, start=3, end=4))
     group = make_group(0, [1.0, 0.0])
-    first = dataclasses.replace(group.responses[0], policy_versions=spans)
-    group = dataclasses.replace(group, responses=(first, make_response(5, version=6)))
+    first = replace(group.responses[0], policy_versions=spans)
+    group = replace(group, responses=(first, make_response(5, version=6)))
     (minibatch,) = build_batch([group], make_config(1), version=6).minibatches
     assert [s.staleness.tolist() for s in minibatch] == [[4, 4, 4, 1], [0] * 5]
 
@@ -255,16 +220,81 @@ def test_a_reward_that_is_not_finite_makes_its_response_unscorable_and_no_other(
     cfg = make_config(8)
     cfg.algorithm.advantage.whiten = whiten
 
-    def with_last(value):
-        group = make_group(0, [1.0, 0.0, 1.0, 0.0])
-        return dataclasses.replace(
-            group, scores=(*group.scores[:3], dataclasses.replace(group.scores[3], reward=value))
-        )
-
-    advantages = advantages_of([with_last(reward), make_group(1, [1.0, 0.0])], cfg)
-    three = dataclasses.replace(with_last(0.0), scores=with_last(0.0).scores[:3])
-    expected = advantages_of(
-        [dataclasses.replace(three, responses=three.responses[:3]), make_group(1, [1.0, 0.0])], cfg
-    )
+    group, other = make_group(0, [1.0, 0.0, 1.0, 0.0]), make_group(1, [1.0, 0.0])
+    broken = replace(group, scores=(*group.scores[:3], replace(group.scores[3], reward=reward)))
+    advantages = advantages_of([broken, other], cfg)
+    expected = advantages_of([without(group, 3), other], cfg)
     assert advantages == [[*expected[0], 0.0], expected[1]]
     assert all(advantage != 0.0 for advantage in expected[0])
+
+
+def with_parts(group: Group, **parts: list[float]) -> Group:
+    """The group whose rewards are the sums of these parts."""
+    scores = [
+        replace(score, reward=sum(values), parts=dict(zip(parts, values, strict=True)))
+        for score, *values in zip(group.scores, *parts.values(), strict=True)
+    ]
+    return replace(group, scores=tuple(scores))
+
+
+def test_gdpo_weighs_each_part_as_the_reward_does():
+    """A function by the weight that the configuration gives it, a penalty by 1; a part that is missing counts for 0."""
+    groups = [
+        with_parts(make_group(0, [1.0, 0.0, 0.0]), math=[1.0, -1.0, -1.0], overlong=[0.0, -0.5, 0.0]),
+        with_parts(make_group(1, [1.0, 0.0]), math=[1.0, -1.0]),
+    ]
+    cfg = Config()
+    cfg.reward.functions[0].weight = 3.0
+    cfg.algorithm.advantage.function = "gdpo"
+
+    def alone(values: list[float]) -> np.ndarray:
+        return group_advantages(torch.tensor([values], dtype=torch.float64))[0].numpy()
+
+    first, second = advantages_of(groups, cfg)
+    assert first == pytest.approx(3.0 * alone([1.0, -1.0, -1.0]) + alone([0.0, -0.5, 0.0]))
+    assert second == pytest.approx(3.0 * alone([1.0, -1.0]))
+    cfg.algorithm.advantage.whiten = True
+    white = np.concatenate(advantages_of(groups, cfg))
+    assert (white.mean(), white.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+def test_gdpo_weighs_the_functions_of_an_entry_by_their_own_weights():
+    """Also a weight of 0, of what is only recorded, and one below it, of what is unwanted."""
+    own = [RewardFunctionConfig(path="math"), RewardFunctionConfig(path="format", weight=-2.0)]
+    own.append(RewardFunctionConfig(path="gsm8k", weight=0.0))
+    parts = {"school:math": [1.0, 0.0], "school:format": [0.0, 1.0], "school:gsm8k": [0.0, 1.0]}
+    cfg = Config()
+    cfg.data.sources = [SourceConfig(name="school", files=["x"], functions=own)]
+    cfg.algorithm.advantage.function = "gdpo"
+    (found,) = advantages_of([with_parts(make_group(0, [1.0, 0.0]), **parts)], cfg)
+    alone = group_advantages(torch.tensor([[1.0, 0.0]], dtype=torch.float64))[0].numpy()
+    assert found == pytest.approx(3.0 * alone)
+
+
+@pytest.mark.parametrize("function", ADVANTAGES)
+def test_an_unscorable_response_has_no_advantage_whatever_the_function(function):
+    nan = float("nan")
+    cfg = Config()
+    cfg.algorithm.advantage.function = function
+    first, second = advantages_of([make_group(0, [1.0, 0.0, nan]), make_group(1, [1.0, 0.0])], cfg)
+    assert first[2] == 0.0 and first[0] > 0 > first[1] and second[0] > 0 > second[1]
+
+
+@pytest.mark.parametrize(("function", "expected"), [("rloo", False), ("gdpo", False), ("reinforce_plus_plus", True)])
+def test_one_response_that_is_left_has_a_signal_where_the_batch_is_the_baseline(function, expected):
+    cfg = Config()
+    cfg.reward.overlong_filtering.enable = True
+    cfg.algorithm.advantage.function = function
+    group = make_group(0, [1.0, 0.0, 0.5])
+    assert has_signal(truncated(group, 0, 1), cfg) == expected
+    assert not has_signal(truncated(group, 0, 1, 2), cfg)
+
+
+def test_reinforce_plus_plus_takes_the_lengths_of_the_responses():
+    cfg = Config()
+    cfg.algorithm.advantage.function = "reinforce_plus_plus"
+    groups = [make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0, 0.0])]
+    tokens = [score.reward for g in groups for score, n in zip(g.scores, g.lengths, strict=True) for _ in range(n)]
+    expected = [[(score.reward - np.mean(tokens)) / np.std(tokens, ddof=1) for score in g.scores] for g in groups]
+    for row, wanted in zip(advantages_of(groups, cfg), expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-5)

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,42 +31,3 @@ def test_a_cancelled_run_waits_for_no_place(monkeypatch):
     with pytest.raises(asyncio.CancelledError) as ended:
         asyncio.run(cancel())
     assert isinstance(ended.value.__cause__, ValueError)
-
-
-class Role:
-    """Stands for engines and reward workers that have nothing to do."""
-
-    def __init__(self):
-        self.keeper, self.unscored = SimpleNamespace(rejoin=None), None
-
-    async def start(self, *arguments):
-        return "started"
-
-    async def stop(self, grace_s=0.0):
-        pass
-
-    def work(self):
-        return {}
-
-
-def test_the_end_of_the_pools_gives_up_every_wait_for_a_place(monkeypatch):
-    ended = []
-
-    async def place(cfg, device):
-        return SimpleNamespace(give_up=lambda: ended.append("waits"))
-
-    rewards = Role()
-    rewards.stop = lambda: ended.append("reward workers")
-    monkeypatch.setattr(fleet, "place", place)
-    monkeypatch.setattr(fleet, "create_rollouts", lambda cfg, placed: Role())
-    monkeypatch.setattr(fleet, "create_rewards", lambda cfg, placed, device: rewards)
-    cfg = Config()
-    cfg.trainer.only, cfg.trainer.device = "rollout", "cpu"
-
-    async def stopped():
-        async with fleet.build_pools(cfg):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(stopped())
-    assert ended == ["waits", "reward workers"]

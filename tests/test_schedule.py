@@ -11,6 +11,7 @@ from dapo.derived import optimizer_steps
 from dapo.schedule import check_rates, learning_rates
 
 LR = 1e-3
+WARM = [0.25, 0.5, 0.75]
 NEEDED = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 4}}
 
 
@@ -50,12 +51,8 @@ def test_every_schedule_trains_from_the_first_step_to_the_last(name, warmup):
         pytest.param("constant", [1.0] * 8, id="constant"),
         pytest.param("constant_with_warmup", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0], id="constant_with_warmup"),
         pytest.param("linear", [0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2], id="linear"),
-        pytest.param(
-            "cosine",
-            [0.25, 0.5, 0.75] + [(1 + math.cos(math.pi * k / 5)) / 2 for k in range(5)],
-            id="cosine",
-        ),
-        pytest.param("inverse_sqrt", [0.25, 0.5, 0.75] + [(4 / k) ** 0.5 for k in range(4, 9)], id="inverse_sqrt"),
+        pytest.param("cosine", WARM + [(1 + math.cos(math.pi * k / 5)) / 2 for k in range(5)], id="cosine"),
+        pytest.param("inverse_sqrt", WARM + [(4 / k) ** 0.5 for k in range(4, 9)], id="inverse_sqrt"),
     ],
 )
 def test_by_hand(name, expected):
@@ -73,13 +70,6 @@ def test_counting_optimizer_steps_is_a_longer_run_of_single_ones(name):
     assert values == rates(single)[::6]
     assert values[:8] == pytest.approx([LR * min(1.0, k / 7) for k in range(1, 8)] + [values[7]])
     assert len(set(values[7:])) > 1
-
-
-def test_one_optimizer_step_per_update_counts_the_same_in_both_units():
-    cfgs = [config("cosine", unit=unit, batch=4) for unit in ("rollout_step", "optimizer_step")]
-    for cfg in cfgs:
-        cfg.actor.ppo_epochs = 1
-    assert rates(cfgs[0]) == rates(cfgs[1])
 
 
 @pytest.mark.parametrize("unit", ["rollout_step", "optimizer_step"])
@@ -100,16 +90,6 @@ def test_the_arguments_reach_the_schedule():
     assert values == pytest.approx([LR * factor for factor in [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, *decay]])
 
 
-def test_inverse_sqrt_without_a_warm_up_has_the_timescale_of_transformers():
-    """10,000 steps where none is given; with the warm-up of 1 that the others get instead it would be 1."""
-    values = rates(config("inverse_sqrt", warmup=0, steps=100))[::6]
-    assert values == pytest.approx([LR * (10_000 / (10_000 + k)) ** 0.5 for k in range(100)])
-    assert values[-1] > 0.99 * LR
-    assert rates(config("inverse_sqrt", warmup=0, steps=100, timescale=None))[::6] == values
-    values = rates(config("inverse_sqrt", warmup=0, steps=100, timescale=4))[::6]
-    assert values == pytest.approx([LR * (4 / (4 + k)) ** 0.5 for k in range(100)])
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "cause"),
     [
@@ -117,7 +97,7 @@ def test_inverse_sqrt_without_a_warm_up_has_the_timescale_of_transformers():
         pytest.param("cosine", {"min_lr": 1e-7}, "min_lr", id="of-another-schedule"),
         pytest.param("polynomial", {"lr_end": 1.0}, "smaller than", id="bad-value"),
         pytest.param("constant", {"min_lr": 1e-7}, "min_lr", id="constant-takes-none"),
-        pytest.param("constant_with_warmup", {"min_lr": 1e-7}, "min_lr", id="constant_with_warmup-takes-none"),
+        pytest.param("warmup_stable_decay", {"num_decay_steps": None}, "", id="missing"),
     ],
 )
 def test_wrong_arguments_are_named(name, kwargs, cause):
@@ -127,14 +107,6 @@ def test_wrong_arguments_are_named(name, kwargs, cause):
     assert all(part in message for part in ("`actor.optim.lr_scheduler_kwargs`", f"({name})", cause))
 
 
-@pytest.mark.parametrize("name", sorted(NEEDED))
-def test_missing_arguments_are_named(name):
-    cfg = config(name)
-    cfg.actor.optim.lr_scheduler_kwargs = {}
-    with pytest.raises(ValueError, match=rf"`actor.optim.lr_scheduler_kwargs` .*\({name}\)"):
-        learning_rates(cfg)
-
-
 @pytest.mark.parametrize("unit", LR_SCHEDULER_UNITS)
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize(
@@ -142,9 +114,7 @@ def test_missing_arguments_are_named(name):
     [
         pytest.param("cosine", {"num_cycles": "half"}, "'half'", id="a word"),
         pytest.param("polynomial", {"power": "2"}, "'str'", id="a number in quotes"),
-        pytest.param("inverse_sqrt", {"timescale": "100"}, "'str'", id="another one in quotes"),
         pytest.param("inverse_sqrt", {"timescale": 0}, "division by zero", id="timescale 0"),
-        pytest.param("cosine_with_min_lr", {"min_lr_rate": "0.1"}, "'str'", id="a rate in quotes"),
         pytest.param("cosine_with_min_lr", {"min_lr_rate": -1.0}, "0 in step", id="0 from the middle on"),
         pytest.param("cosine_with_min_lr", {"min_lr_rate": None, "min_lr": 2 * LR}, "`actor.optim.lr`", id="above"),
         pytest.param("polynomial", {"lr_end": -LR}, "-", id="below 0"),

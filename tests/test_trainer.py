@@ -52,18 +52,10 @@ def test_the_loop_updates_syncs_evaluates_and_saves(tmp_path):
     assert [batch.version for batch in actors.batches] == [0, 1, 2, 3, 4]
     assert [len(batch.minibatches) for batch in actors.batches] == [2] * 5
     assert [line["step"] for line in lines(tmp_path) if "eval/accuracy" in line] == [0, 2, 4, 5]
-    assert [line["step"] for line in lines(tmp_path) if line.get("perf/restarted_reward_workers") == 2] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == [
-        "step_000002",
-        "step_000004",
-        "step_000005",
-    ]
+    restarted = [line["step"] for line in lines(tmp_path) if line.get("perf/restarted_reward_workers") == 2]
+    assert restarted == [1, 2, 3, 4, 5]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == ["step_000002", "step_000004", "step_000005"]
 
 
 def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path):
@@ -112,15 +104,20 @@ def test_a_cancelled_run_finishes_the_update_that_was_under_way(tmp_path):
     assert trainer.saver.is_behind(trainer.version)
 
 
+def exhausted(folder, cfg, verdict) -> list[int]:
+    """A run that its budget ends; returns the draws that it holds. `cfg` has no budget afterwards."""
+    cfg.filter_groups.max_num_gen_batches = 1
+    first, _ = make_trainer(folder, cfg, verdict=verdict)
+    with pytest.raises(BudgetExhausted):
+        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
+    cfg.filter_groups.max_num_gen_batches = 0
+    return [group.draw.index for group, _ in first._buffer.held()]
+
+
 def test_groups_of_a_checkpoint_are_scored_anew(tmp_path):
     """The verdicts of a run that stopped may be why it stopped."""
     cfg = tiny_config(total_steps=1)
-    cfg.filter_groups.max_num_gen_batches = 1
-    first, _ = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: 1.0)
-    with pytest.raises(BudgetExhausted):
-        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
-    held = {group.draw.index for group, _ in first._buffer.held()}
-    cfg.filter_groups.max_num_gen_batches = 0
+    held = exhausted(tmp_path, cfg, lambda prompt, sample, response: 1.0)
     second, resumed = make_trainer(tmp_path, cfg, verdict=lambda prompt, sample, response: float(sample % 2))
     asyncio.run(second.run())
     assert held and not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)
@@ -155,14 +152,8 @@ def test_an_exhausted_budget_saves_the_accepted_groups_and_the_next_run_uses_the
         return float(prompt.id % 10 == 0 and sample % 2 == 1)
 
     cfg = tiny_config(total_steps=1)
-    cfg.filter_groups.max_num_gen_batches = 1
-    first, _ = make_trainer(tmp_path, cfg, verdict=one_in_ten)
-    with pytest.raises(BudgetExhausted):
-        asyncio.run(run_to_end(lambda: first, first._pools.actors, 0))
-    held = [group.draw.index for group, _ in first._buffer.held()]
+    held = exhausted(tmp_path, cfg, one_in_ten)
     assert held == list(range(12)) and (tmp_path / "checkpoints" / "step_000000").is_dir()
-
-    cfg.filter_groups.max_num_gen_batches = 0
     second, resumed = make_trainer(tmp_path, cfg, verdict=one_in_ten)
     asyncio.run(second.run())
     assert not {f"v0-d{index}" for index in held} & set(second._pools.rollouts.seen)

@@ -1,7 +1,6 @@
 """Columns of public data sets: found by their names, read alike from any kind of file, refused by name."""
 
 import json
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from dapo.data.layouts import Reading, layout_of
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
 USER = [{"role": "user", "content": "1+1"}]
+FRACTION = "\\frac{4}{2}"
 WORKED = "We have $1+1=\\boxed{2}$, so \\boxed{\\frac{4}{2}}."
 
 
@@ -24,60 +24,35 @@ def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row, default=float) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
 
 
 ROWS = [
     pytest.param({"prompt": "1+1", "answer": "2"}, "trl", USER, "2", {}, id="trl-text"),
     pytest.param({"prompt": CHAT, "answer": "2", "level": 3}, "trl", CHAT, "2", {"level": 3}, id="trl-messages"),
-    pytest.param({"prompt": "1+1", "solution": WORKED}, "trl", USER, "\\frac{4}{2}", {}, id="trl-solution"),
-    pytest.param({"prompt": "1+1", "solution": "$2$"}, "trl", USER, "$2$", {}, id="trl-solution-alone"),
+    pytest.param({"prompt": "1+1", "solution": WORKED}, "trl", USER, FRACTION, {}, id="trl-solution"),
     pytest.param({"prompt": "1+1", "ground_truth": 2}, "trl", USER, "2", {}, id="trl-number"),
     pytest.param({"prompt": "1+1", "answer": 1e-05}, "trl", USER, "0.00001", {}, id="trl-small-number"),
     pytest.param({"prompt": "1+1", "answer": -1.5e16}, "trl", USER, "-15000000000000000", {}, id="trl-large-number"),
     pytest.param({"prompt": "1+1", "solution": ["\\boxed{2}"]}, "trl", USER, "2", {}, id="trl-list-of-one"),
     pytest.param({"prompt": "1+1", "answer": "It is\n#### 1,234"}, "trl", USER, "1234", {}, id="trl-marked"),
-    pytest.param({"prompt": "1+1", "answer": "#### (1,2)\n"}, "trl", USER, "(1,2)", {}, id="trl-marked-pair"),
     pytest.param({"prompt": "1+1", "solution": "#### So\n\\boxed{2}"}, "trl", USER, "2", {}, id="trl-heading-and-box"),
-    pytest.param({"prompt": "1+1", "solution": "#### So\nit is"}, "trl", USER, "#### So\nit is", {}, id="trl-heading"),
-    pytest.param({"question": "1+1", "solution": WORKED}, "qa", USER, "\\frac{4}{2}", {}, id="qa-solution"),
+    pytest.param({"question": "1+1", "solution": WORKED}, "qa", USER, FRACTION, {}, id="qa-solution"),
     pytest.param({"question": "1+1", "ground_truth": 2, "n": 1}, "qa", USER, "2", {"n": 1}, id="qa-ground-truth"),
     pytest.param({"question": "1+1", "answer": "It is\n#### 1,234"}, "gsm8k", USER, "1234", {}, id="gsm8k"),
-    pytest.param(
-        {"problem": "1+1", "level": "Level 1", "type": "Algebra", "solution": WORKED},
-        "math",
-        USER,
-        "\\frac{4}{2}",
-        {"level": "Level 1", "type": "Algebra"},
-        id="math",
-    ),
+    pytest.param({"problem": "1+1", "type": "a", "solution": WORKED}, "math", USER, FRACTION, {"type": "a"}, id="math"),
     pytest.param({"problem": "1+1", "solution": WORKED, "answer": "2"}, "math", USER, "2", {}, id="math-answer"),
-    pytest.param(
-        {"problem": "1+1", "solution": WORKED, "answer": " "}, "math", USER, "\\frac{4}{2}", {}, id="math-blank"
-    ),
-    pytest.param({"prompt": "1+1", "solution": WORKED, "answer": ""}, "trl", USER, "\\frac{4}{2}", {}, id="trl-blank"),
+    pytest.param({"problem": "1+1", "solution": WORKED, "answer": " "}, "math", USER, FRACTION, {}, id="math-blank"),
     pytest.param({"problem": "1+1", "solution": "So $\\boxed 2$."}, "math", USER, "2", {}, id="math-bare-box"),
-    pytest.param({"prompt": "1+1", "solution": "So $\\boxed 2$."}, "trl", USER, "2", {}, id="trl-bare-box"),
-    pytest.param(
-        {"problem": "1+1", "solution": WORKED, "answer": [2.5e-7]}, "math", USER, "0.00000025", {}, id="math-list"
-    ),
+    pytest.param({"prompt": "1+1", "answer": Decimal("1E-7")}, "trl", USER, "0.0000001", {}, id="trl-decimal"),
 ]
 
 
 @pytest.mark.parametrize("write", [parquet, jsonl])
 @pytest.mark.parametrize("entry", ["", "mine"])
 @pytest.mark.parametrize(("row", "name", "messages", "truth", "extra"), ROWS)
-def test_a_layout_is_found_by_its_columns(
-    tmp_path: Path,
-    write: Callable[[Path, list[dict[str, Any]]], str],
-    entry: str,
-    row: dict[str, Any],
-    name: str,
-    messages: list[dict[str, str]],
-    truth: str,
-    extra: dict[str, Any],
-) -> None:
+def test_a_layout_is_found_by_its_columns(tmp_path, write, entry, row, name, messages, truth, extra):
     for format in ("auto", name):
         (one,) = read_chunks(write(tmp_path, [row]), "data.train_files", Reading(format=format, entry=entry))
         assert one.prompts == [messages] and one.reward_models == [{"ground_truth": truth}]
@@ -85,7 +60,7 @@ def test_a_layout_is_found_by_its_columns(
         assert one.rest(0)["extra_info"] == extra
 
 
-def test_a_data_source_of_the_rows_stays(tmp_path: Path) -> None:
+def test_a_data_source_of_the_rows_stays(tmp_path):
     row = {"question": "1+1", "answer": "#### 2", "data_source": "openai/gsm8k"}
     (one,) = read_chunks(parquet(tmp_path, [row]), "data.train_files", Reading(entry="mine"))
     assert one.rest(0)["data_source"] == "openai/gsm8k" and one.rest(0)["extra_info"] == {}
@@ -101,15 +76,13 @@ def test_a_data_source_of_the_rows_stays(tmp_path: Path) -> None:
         (["question", "answer"], "verl", r"`data_source`, `prompt`, `reward_model` is missing"),
     ],
 )
-def test_columns_that_fit_none_or_several_are_refused(columns: list[str], format: str, said: str) -> None:
+def test_columns_that_fit_none_or_several_are_refused(columns, format, said):
     with pytest.raises(ValueError, match=rf"^FILE: .*{said}"):
         layout_of(columns, format, "FILE")
 
 
 @pytest.mark.parametrize("write", [parquet, jsonl])
-def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(
-    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], str]
-) -> None:
+def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(tmp_path, write):
     name = write(tmp_path, [{"question": "1+1", "answer": "2"}])
     with pytest.raises(ValueError, match=r"row 0 .*or give `format` qa, which reads answers alone"):
         list(read_chunks(name, "KEY", Reading()))
@@ -117,7 +90,7 @@ def test_answers_alone_to_questions_are_those_of_a_layout_that_the_error_names(
     assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
 
 
-def test_a_named_layout_decides_between_several() -> None:
+def test_a_named_layout_decides_between_several():
     found = layout_of(["question", "answer", "problem"], "math", "FILE")
     assert found is not None and found.name == "math"
     assert layout_of(["data_source", "prompt", "reward_model", "answer"], "auto", "FILE") is None
@@ -129,46 +102,28 @@ def test_a_named_layout_decides_between_several() -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "said"),
     [
-        (
-            {"question": "1", "answer": "#### 1"},
-            {"question": "1+1", "answer": "2"},
-            "column `answer` lacks a final ans",
-        ),
+        ({"question": "1", "answer": "#### 1"}, {"question": "1+1", "answer": "2"}, "column `answer` lacks a final a"),
         ({"problem": "1", "solution": "\\boxed{1}"}, {"problem": "1", "solution": "1"}, r"`solution` lacks a \\boxed"),
         ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "there is not an answer, which `format` trl"),
         ({"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "1"}, "column `prompt` must be text or messages"),
-        (
-            {"prompt": "1", "answer": ["1"]},
-            {"prompt": "1+1", "answer": ["2", "3"]},
-            r"`answer` must be the answer as text, .*, not list \['2', '3'\]; correct or remove the row",
-        ),
+        ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": ["2", "3"]}, r"text, .*not list \['2', '3'\];"),
         ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": []}, r"`answer` must be .*, not list \[\]"),
         ({"prompt": "1", "answer": 1.0}, {"prompt": "1+1", "answer": float("nan")}, "`answer` .*, not float nan"),
-        ({"problem": "1", "answer": 1.0}, {"problem": "1+1", "answer": float("inf")}, "`answer` .*, not float inf"),
     ],
 )
-def test_a_bad_row_is_named_with_its_column(
-    tmp_path: Path, write: Callable[..., str], good: dict[str, Any], bad: dict[str, Any], said: str
-) -> None:
+def test_a_bad_row_is_named_with_its_column(tmp_path, write, good, bad, said):
     name = write(tmp_path, [good, bad])
     with pytest.raises(ValueError, match=rf"`KEY`: {name}, row 1 \(counted from 0\): .*{said}"):
         list(read_chunks(name, "KEY", Reading()))
 
 
 @pytest.mark.parametrize("answer", [{"a": 2}, True, [[2]], [None], [True]])
-@pytest.mark.parametrize("question", ["prompt", "problem"])
-def test_an_answer_that_nothing_could_equal_is_refused(tmp_path: Path, question: str, answer: Any) -> None:
-    name = parquet(tmp_path, [{question: "1+1", "answer": answer}])
+def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
+    name = parquet(tmp_path, [{"prompt": "1+1", "answer": answer}])
     with pytest.raises(ValueError) as error:
         list(read_chunks(name, "KEY", Reading()))
     assert "row 0 (counted from 0): column `answer` must be" in str(error.value)
     assert f"not {type(answer).__name__} {answer!r}" in str(error.value)
-
-
-def test_a_decimal_of_a_parquet_file_is_a_number(tmp_path: Path) -> None:
-    name = parquet(tmp_path, [{"prompt": "1+1", "answer": Decimal("1E-7")}])
-    (one,) = read_chunks(name, "KEY", Reading())
-    assert one.reward_models == [{"ground_truth": "0.0000001"}]
 
 
 PROCESSED = {  # DAPO-Math-17k-Processed of open-r1
@@ -184,32 +139,18 @@ PROCESSED = {  # DAPO-Math-17k-Processed of open-r1
 
 @pytest.mark.parametrize("write", [parquet, jsonl])
 @pytest.mark.parametrize("solution", ["2", "It is two, as anyone can see."])
-def test_a_prompt_of_text_next_to_a_reward_model_is_read(
-    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], str], solution: str
-) -> None:
+def test_a_prompt_of_text_next_to_a_reward_model_is_read(tmp_path, write, solution):
     """The truth is that of the reward model: a worked solution may have no box."""
     for format in ("auto", "trl"):
         name = write(tmp_path, [PROCESSED | {"solution": solution}])
         (one,) = read_chunks(name, "KEY", Reading(format=format))
         assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]
         rest = one.rest(0)
-        assert rest["data_source"] == "math_dapo"
-        assert rest["extra_info"] == {
-            "source_prompt": PROCESSED["source_prompt"],
-            "ability": "MATH",
-            "index": "9a9b",
-            "answer": "two",
-        }
+        kept = {name: PROCESSED[name] for name in ("source_prompt", "ability")}
+        assert rest["data_source"] == "math_dapo" and rest["extra_info"] == kept | PROCESSED["extra_info"]
 
 
-def test_a_prompt_of_messages_next_to_a_solution_stays_verls(tmp_path: Path) -> None:
+def test_a_prompt_of_messages_next_to_a_solution_stays_verls(tmp_path):
     (one,) = read_chunks(jsonl(tmp_path, [PROCESSED | {"prompt": CHAT, "solution": "3"}]), "KEY", Reading())
     assert one.prompts == [CHAT] and one.reward_models == [PROCESSED["reward_model"]]
     assert one.rest(0)["extra_info"] == PROCESSED["extra_info"]
-
-
-def test_a_saved_data_set_with_a_prompt_of_text_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([PROCESSED]).save_to_disk(str(tmp_path / "saved"))
-    (one,) = read_chunks(str(tmp_path / "saved"), "KEY", Reading())
-    assert one.prompts == [USER] and one.reward_models == [{"ground_truth": "2"}]

@@ -1,6 +1,6 @@
-"""The order of the draws: each prompt once per epoch, a function of the index alone."""
+"""The order of the draws: a function of the index alone, each prompt once per epoch, each source by its share."""
 
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from dapo.data.curriculum import Retire
 from dapo.data.history import PromptHistory
 from dapo.data.order import PromptOrder
+from dapo.data.shares import Shares
 from dapo.types import Prompt
 
 
@@ -21,7 +22,7 @@ def prompts_of(count: int) -> list[Prompt]:
     ]
 
 
-def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> None:
+def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index():
     prompts = prompts_of(50)
     order = PromptOrder(prompts, seed=3, shuffle=True)
     visits = [order.draw(index).prompt.id for index in range(150)]
@@ -36,12 +37,12 @@ def test_order_visits_every_prompt_once_per_epoch_and_needs_only_the_index() -> 
     assert [other.draw(index).prompt.id for index in range(50)] != epochs[0]
 
 
-def test_order_without_shuffle_is_the_order_of_the_file() -> None:
+def test_order_without_shuffle_is_the_order_of_the_file():
     order = PromptOrder(prompts_of(3), seed=0, shuffle=False)
     assert [order.draw(index).prompt.id for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_what_is_no_order_or_history_is_named(tmp_path: Path) -> None:
+def test_what_is_no_order_or_history_is_named(tmp_path):
     rule = Retire(after=1, steps=5, most=0.5)
     order = PromptOrder(prompts_of(5), seed=0, shuffle=True, curriculum=rule)
     order.saved().write(tmp_path)
@@ -56,7 +57,7 @@ def test_what_is_no_order_or_history_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [0.0, 0.5, 0.99])
-def test_not_all_prompts_retire_at_once(most: float) -> None:
+def test_not_all_prompts_retire_at_once(most):
     history = PromptHistory.empty(20)
     history.visits[:], history.solved[:], history.last_version[:] = 3, 3, np.arange(20)
     chances = Retire(after=3, steps=100, most=most).chances(history, np.arange(20), version=21)
@@ -64,3 +65,31 @@ def test_not_all_prompts_retire_at_once(most: float) -> None:
     assert len(away) == int(most * 20) and list(away) == list(range(20 - len(away), 20)), "the newest are away"
     later = Retire(after=3, steps=100, most=most).chances(history, np.arange(20), version=119)
     assert set(np.flatnonzero(later == 0)) == set(away[away >= 19])
+
+
+WEIGHTS = [[1.0], [0.5, 0.5], [3.0, 1.0], [0.7, 0.2, 0.1], [1.0, 1e-3], [5.0, 4.0, 3.0, 2.0, 1.0], [0.1] * 9]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_every_stretch_of_draws_holds_the_shares(weights):
+    shares = Shares(weights)
+    assert sum(shares.parts) == pytest.approx(1) and shares.parts[0] == pytest.approx(weights[0] / sum(weights))
+    places = [shares.place(index) for index in range(3000)]
+    seen: Counter[int] = Counter()
+    for index, (source, rank) in enumerate(places):
+        assert shares.counts(index) == [seen[one] for one in range(len(weights))]
+        assert rank == seen[source]
+        seen[source] += 1
+    for first in range(0, 3000, 37):
+        for length in (1, 16, 100, 977):
+            found = Counter(source for source, _ in places[first : first + length])
+            for source, part in enumerate(shares.parts):
+                assert abs(found[source] - part * len(places[first : first + length])) <= 2 + len(weights) / 2
+
+
+def test_a_draw_far_out_needs_no_memory():
+    shares = Shares([0.3, 0.3, 0.4])
+    for index in (10**9, 10**15 + 7):
+        before, after = shares.counts(index), shares.counts(index + 1)
+        source, rank = shares.place(index)
+        assert after[source] == before[source] + 1 == rank + 1 and sum(after) == index + 1

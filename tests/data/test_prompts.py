@@ -1,8 +1,6 @@
 """Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,13 @@ def write_json(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 def load(
     name: str, tokenizer: PreTrainedTokenizerFast, max_prompt_length: int = 100
 ) -> tuple[list[Prompt], DataReport]:
@@ -61,9 +66,7 @@ def load(
         pytest.param("a.json", write_json, id="json-array"),
     ],
 )
-def test_every_format_gives_the_same_prompts(
-    name: str, write: Callable[..., str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_every_format_gives_the_same_prompts(name, write, tmp_path, tokenizer):
     rows = [row("1+1"), row("2+2", "4"), row("1+1"), row("3" * 90, "0"), row("5+5", "10", data_source="other")] * 3
     prompts, report = load(write(tmp_path / name, rows), tokenizer, max_prompt_length=20)
     assert report == DataReport(rows=15, duplicates=11, contradictory=0, too_long=1, kept=3)
@@ -77,9 +80,7 @@ def test_every_format_gives_the_same_prompts(
     assert prompts[0].token_ids.dtype == np.int32
 
 
-def test_tokens_are_those_of_the_chat_template_without_a_second_bos(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_tokens_are_those_of_the_chat_template_without_a_second_bos(tmp_path, tokenizer):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", [row(messages)]), tokenizer)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -88,20 +89,15 @@ def test_tokens_are_those_of_the_chat_template_without_a_second_bos(
     assert prompts[0].messages == (("system", "Add."), ("user", "1+1"))
 
 
-def test_optional_columns_may_be_missing_or_empty(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [row("1", ability=..., extra_info=...), row("2", extra_info=None)]
+def test_optional_columns_may_be_missing_or_empty(tmp_path, tokenizer):
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    rows = [row("1", ability=..., extra_info=...), row("2", extra_info=None), row(turns)]
     prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
-    assert [prompt.extra_info for prompt in prompts] == [{}, {}]
+    assert [prompt.extra_info for prompt in prompts] == [{}, {}, {"index": 7}]
+    assert [role for role, _ in prompts[2].messages] == ["user", "assistant", "user"]
 
 
-def test_duplicates_collapse_across_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    files = [write_jsonl(tmp_path / "a.jsonl", [row("1")]), write_parquet(tmp_path / "b.parquet", [row("1"), row("2")])]
-    prompts, report = load_prompts(files, tokenizer, max_prompt_length=100, max_contradictory=0.1, key=KEY)
-    assert report == DataReport(rows=3, duplicates=1, contradictory=0, too_long=0, kept=2)
-    assert [prompt.id for prompt in prompts] == [0, 1]
-
-
-def test_a_file_longer_than_a_chunk_keeps_its_row_numbers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_file_longer_than_a_chunk_keeps_its_row_numbers(tmp_path, tokenizer):
     rows = [row(str(i % 100)) for i in range(9000)]
     name = write_parquet(tmp_path / "a.parquet", rows)
     assert load(name, tokenizer)[1] == DataReport(rows=9000, duplicates=8900, contradictory=0, too_long=0, kept=100)
@@ -109,37 +105,19 @@ def test_a_file_longer_than_a_chunk_keeps_its_row_numbers(tmp_path: Path, tokeni
         load(write_parquet(tmp_path / "b.parquet", rows[:-1] + [row("9", "")]), tokenizer)
 
 
+CALL = row([{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}])
+ANSWERED = row([{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}])
 BAD_ROWS = [
     pytest.param(row(truth=""), "row 1 .*`reward_model.ground_truth` is empty", id="truth-empty"),
-    pytest.param(row(truth=" "), "row 1 .*`reward_model.ground_truth` is empty", id="truth-blank"),
-    pytest.param(row(truth=None), "row 1 .*`reward_model.ground_truth` is empty", id="truth-none"),
     pytest.param(row(truth=2), "row 1 .*must be text, not int 2", id="truth-number"),
-    pytest.param(
-        row(reward_model={"style": "rule"}), "row 1 .*`reward_model.ground_truth` is empty", id="truth-absent"
-    ),
+    pytest.param(row(reward_model={"style": "rule"}), "row 1 .*ground_truth` is empty", id="truth-absent"),
     pytest.param(row(reward_model='{"ground_truth": "2"}'), "row 1 .*must be a struct .* not as JSON", id="truth-json"),
     pytest.param(row(reward_model=None), "row 1 .*`reward_model` must be a struct", id="reward-model-none"),
-    pytest.param(row([]), "row 1 .*column `prompt` is empty", id="prompt-no-messages"),
     pytest.param(row("  "), "row 1 .*column `prompt` is empty", id="prompt-blank"),
     pytest.param(row(prompt="1+1"), r"row 1 .*`prompt` must be a list of .*not str '1\+1'", id="prompt-text"),
-    pytest.param(row(prompt=None), "row 1 .*`prompt` must be a list", id="prompt-none"),
-    pytest.param(row([{"role": "user"}]), "row 1 .*`prompt` must be a list", id="prompt-without-content"),
     pytest.param(row([{"role": "user", "content": [1]}]), "row 1 .*`prompt` must be a list", id="prompt-content-list"),
-    pytest.param(
-        row([{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]),
-        r"row 1 .*`prompt` has a message with `tool_calls` \(list \[\{'id': 1\}\]\), .*; write it into the content",
-        id="prompt-tool-calls",
-    ),
-    pytest.param(
-        row([{"role": "assistant", "content": None, "function_call": {"name": "f"}}]),
-        "row 1 .*a message with `function_call`",
-        id="prompt-without-content-but-a-call",
-    ),
-    pytest.param(
-        row([{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]),
-        r"row 1 .*`prompt` ends with what an assistant says \(str 'It is 2\.'\), .*; remove that message",
-        id="prompt-with-its-answer",
-    ),
+    pytest.param(CALL, r"row 1 .*has a message with `tool_calls` \(list .*; write it into the", id="tool-calls"),
+    pytest.param(ANSWERED, r"row 1 .*`prompt` ends with what an assistant says .*; remove that message", id="answered"),
     pytest.param(row(images=["a.png"]), r"row 1 .*column `images` \(list \['a.png'\]\) would be left", id="images"),
     pytest.param(row([{"role": "tool", "content": "x"}]), "row 1 .*refuses .*no tools", id="role-unknown"),
     pytest.param(row("1\ud83d"), r"row 1 .*`prompt` holds '\\ud83d', half of a character", id="prompt-cut"),
@@ -152,24 +130,14 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD_ROWS)
-def test_a_bad_row_is_named(bad: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_bad_row_is_named(bad, message, tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "bad.jsonl", [row("0+1", "1"), bad])
     with pytest.raises(ValueError, match=f"`data.train_files`: {name}, {message}"):
         load(name, tokenizer)
 
 
-def test_earlier_turns_of_an_assistant_may_stand_in_a_prompt(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
-    prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", [row(turns)]), tokenizer)
-    assert [role for role, _ in prompts[0].messages] == ["user", "assistant", "user"]
-
-
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", write_parquet), ("a.jsonl", write_jsonl)])
-def test_what_changes_no_problem_may_stand_beside_it(
-    name: str, write: Callable[..., str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_what_changes_no_problem_may_stand_beside_it(name, write, tmp_path, tokenizer):
     """Columns of a public file that nothing reads, names of speakers, and what Parquet fills up with nothing."""
     named = [{"role": "user", "content": "1", "name": "Ann", "tool_calls": None, "images": []}]
     rows = [row(named, level=3, tags=["a"], images=[], video=None), row("2", level=4, images=[])]
@@ -178,19 +146,11 @@ def test_what_changes_no_problem_may_stand_beside_it(
     assert [prompt.extra_info for prompt in prompts] == [{"index": 7}, {"index": 7}]
 
 
-@pytest.mark.parametrize("other", [{}, {"question": "1", "answer": "#### 1"}, {"prompt": "1", "answer": "1"}])
-def test_a_picture_in_a_parquet_file_is_refused_whatever_its_columns(
-    other: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+@pytest.mark.parametrize("other", [{}, {"prompt": "1", "answer": "1"}])
+def test_a_picture_in_a_parquet_file_is_refused_whatever_its_columns(other, tmp_path, tokenizer):
     rows = [(other or row(str(i))) | {"image": {"bytes": b"PNG"} if i == 70 else None} for i in range(80)]
     with pytest.raises(ValueError, match=r"a.parquet, row 70 .*column `image` \(dict \{'bytes': b'PNG'\}\) would be"):
         load(write_parquet(tmp_path / "a.parquet", rows), tokenizer)
-
-
-def test_a_missing_parquet_column_lists_the_columns_found(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    name = write_parquet(tmp_path / "a.parquet", [{"query": "1+1", "answer": "2", "data_source": "x"}])
-    with pytest.raises(ValueError, match=r"`prompt`, `reward_model` is missing \(found: query, answer, data_source"):
-        load(name, tokenizer)
 
 
 ROW = json.dumps(row("1+1", "2")).encode()
@@ -200,57 +160,39 @@ ROW = json.dumps(row("1+1", "2")).encode()
     ("name", "content", "message"),
     [
         pytest.param("a.parquet", b"PAR1 but no more", "a.parquet cannot be read as Parquet", id="parquet-broken"),
-        pytest.param("a.jsonl", b'{"a": 1}\n', "row 0 .*missing", id="jsonl-other-schema"),
         pytest.param("a.jsonl", b"{not json\n", "row 0 .*not valid JSON", id="jsonl-broken"),
-        pytest.param(
-            "a.jsonl",
-            b'\n{"a": ' + b"9" * 5000 + b"}",
-            "row 1 .*more than 4300 digits; store it as text",
-            id="jsonl-huge",
-        ),
+        pytest.param("a.jsonl", b"\n[" + b"9" * 5000 + b"]", "row 0 .*more than 4300 digits", id="jsonl-huge"),
         pytest.param("a.jsonl", b"\n" + b'{"a":' * 100000, "row 1 .*nested too deeply", id="jsonl-nested"),
-        pytest.param("a.json", b"[" * 100000, "a.json, row 0 .*nested too deeply", id="json-nested"),
         pytest.param("a.json", b"[" + ROW + b", {]", "a.json, row 1 .*not valid JSON .*char", id="json-array-broken"),
-        pytest.param("a.json", b"[1 2]", "a.json, row 0 .*not valid JSON .Expecting ',' delim", id="json-array-comma"),
         pytest.param("a.json", b" [ ] x", "a.json, row 0 .*not valid JSON .Extra data", id="json-array-more"),
-        pytest.param(
-            "a.json", b"[" + ROW + b",\n" + b"1" * 5000 + b"]", "row 1 .*more than 4300 digits", id="json-array-digits"
-        ),
-        pytest.param("a.json", b"[" + ROW + b",]", "row 1 .*not valid JSON .Expecting value", id="json-array-end"),
         pytest.param("a.json", b" [ ]\n", "has no rows", id="json-array-empty"),
         pytest.param("a.json", b"\xff\xfe", "cannot be read as UTF-8", id="json-binary"),
         pytest.param("a.jsonl", b"", "has no rows", id="jsonl-empty"),
         pytest.param("a.csv", b"a,b\n", "is neither .parquet nor .json", id="csv"),
     ],
 )
-def test_an_unreadable_file_is_named(
-    name: str, content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_unreadable_file_is_named(name, content, message, tmp_path, tokenizer):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
         load(str(tmp_path / name), tokenizer)
     assert f"`{KEY}`: {tmp_path / name}" in str(error.value)
 
 
-def test_no_prompt_left_gives_counts_lengths_and_the_key(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_prompt_left_gives_counts_lengths_and_the_key(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", [row("1" * 10), row("1" * 10), row("2" * 30)])
     with pytest.raises(ValueError, match="3 rows: the 2 distinct ones have 16 to 36 tokens and .*is 9;"):
         load(name, tokenizer, max_prompt_length=9)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path, tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="`model.path`: its tokenizer has no chat template"):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]), bare)
 
 
-def test_a_folder_goes_through_datasets(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_folder_goes_through_datasets(tmp_path, tokenizer, monkeypatch):
     """The same call as for a hub name, with real files and no network."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "sums"
     folder.mkdir()
     write_parquet(folder / "train-00000.parquet", [row("1"), row("1"), row("2")])
@@ -269,12 +211,10 @@ def test_a_folder_goes_through_datasets(
         load(f"{folder}/train-00000.parquet:train", tokenizer)
 
 
-def test_a_folder_of_save_to_disk(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_folder_of_save_to_disk(tmp_path, tokenizer):
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     saved = datasets.Dataset.from_list([row("1"), row("1"), row("2")]).select([2, 0, 1])
     saved.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "two")
@@ -284,13 +224,9 @@ def test_a_folder_of_save_to_disk(
         load(f"{tmp_path}/two", tokenizer)
 
 
-def test_a_data_set_of_several_configurations(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_data_set_of_several_configurations(tmp_path, tokenizer):
     """GSM8K has two, main and socratic; without one of them it cannot be loaded."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     head = "---\nconfigs:\n"
     for name in ("main", "socratic"):
         (tmp_path / "set" / name).mkdir(parents=True)
@@ -303,18 +239,3 @@ def test_a_data_set_of_several_configurations(
         load(f"{tmp_path / 'set'}:test", tokenizer)
     prompts, _ = load(f"{tmp_path / 'set'}:socratic:test", tokenizer)
     assert [prompt.messages[0][1] for prompt in prompts] == ["socratic test"]
-
-
-def test_a_name_that_no_hub_knows(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def load_dataset(name: str, config: str | None, split: str | None) -> None:
-        raise FileNotFoundError(f"{name}, {config} and {split}")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name, said in {
-        "a/b:test": "a/b, None and test",
-        "a/b:c:test[:9]+test[9:]": r"a/b, c and test\[:9\]\+test\[9:\]",
-    }.items():
-        with pytest.raises(ValueError, match=rf"`data.train_files`: {re.escape(name)} is no local file .*{said}"):
-            load(name, tokenizer)

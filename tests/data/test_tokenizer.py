@@ -25,14 +25,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_an_end_of_sequence_may_stand_in_any_of_the_files_that_engines_read(model: Path) -> None:
+def test_an_end_of_sequence_may_stand_in_any_of_the_files_that_engines_read(model):
     assert load_tokenizer(ModelConfig(path=str(model))).eos_token_id is None
     (model / "generation_config.json").unlink()
     assert load_tokenizer(ModelConfig(path=str(model))).eos_token_id is None, "config.json has it"
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_a_model_that_never_ends_is_refused(model: Path, file: str) -> None:
+def test_a_model_that_never_ends_is_refused(model, file):
     if file == "config.json":
         (model / "generation_config.json").unlink()
     changed(model / file, eos_token_id=None)
@@ -40,7 +40,7 @@ def test_a_model_that_never_ends_is_refused(model: Path, file: str) -> None:
         load_tokenizer(ModelConfig(path=str(model)))
 
 
-def test_a_directory_without_a_tokenizer_is_named(model: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_named(model):
     for file in model.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ValueError, match=r"makes no tokens of text, .*copy or download the model again"):
@@ -50,7 +50,7 @@ def test_a_directory_without_a_tokenizer_is_named(model: Path) -> None:
         load_tokenizer(ModelConfig(path=str(model)))
 
 
-def test_a_token_without_a_row_of_the_embedding_is_refused(model: Path) -> None:
+def test_a_token_without_a_row_of_the_embedding_is_refused(model):
     cfg = compose([f"model.path={model}"], experiment="dapo_tiny")
     prompts, *_ = load_data(cfg)
     highest = max(int(prompt.token_ids.max()) for prompt in prompts)

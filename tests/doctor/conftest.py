@@ -1,5 +1,3 @@
-"""Shared by the tests of the doctor: what they find does not depend on the user, nor on tests before them."""
-
 import pytest
 
 RAY_SAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

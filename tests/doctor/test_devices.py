@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, on machines that a stand-in for nvidia-smi describes."""
+"""Which GPUs a process may use, by a stand-in for nvidia-smi, and which limits of control groups count for it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +23,9 @@ SLICES = [("1g.10gb", "MIG-1111-a", 9_728, 12), ("3g.40gb", "MIG-2222-b", 40_192
 SLICED = [("H100", "GPU-bbbb-2", 81_559, 5, ""), ("H100", "GPU-dddd-4", 81_559, 0, SLICES)]
 
 
-def memory(told: int | str) -> str:
-    return told if isinstance(told, str) else f"{told} MiB"
-
-
 def described(gpu: tuple) -> str:
     name, uuid, total, used, slices = gpu
+    unit = "" if isinstance(total, str) else " MiB"
     inner = "".join(
         f"<mig_device><index>{index}</index><fb_memory_usage><total>{slice_total} MiB</total>"
         f"<used>{slice_used} MiB</used></fb_memory_usage></mig_device>"
@@ -37,7 +34,7 @@ def described(gpu: tuple) -> str:
     return (
         f"<gpu><product_name>{name}</product_name><mig_mode><current_mig>{'Enabled' if slices else 'N/A'}</current_mig>"
         f"</mig_mode><mig_devices>{inner or 'None'}</mig_devices><uuid>{uuid}</uuid><fb_memory_usage>"
-        f"<total>{memory(total)}</total><used>{memory(used)}</used></fb_memory_usage></gpu>"
+        f"<total>{total}{unit}</total><used>{used}{unit}</used></fb_memory_usage></gpu>"
     )
 
 
@@ -110,24 +107,18 @@ def test_a_gpu_without_memory_of_its_own_is_one(machine, told):
     assert visible_gpus() == []
 
 
-def test_a_slice_has_the_memory_of_a_slice(machine):
+def test_what_is_told_of_gpus_and_slices_is_told_of_those_that_are_visible(machine):
+    look = [check for check in CHECKS if check.name == "GPUs"]
+    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
+    for visible, told in (("1", "1 x H100, 83.89 GB"), ("7", "no GPU in CUDA_VISIBLE_DEVICES (7)")):
+        machine(MIXED, visible)
+        [outcome] = diagnose(subject, ThisMachine(), look)
+        assert told in outcome.finding.found
     machine(SLICED, None)
     found = [(gpu.name, gpu.total / MIB, gpu.used / MIB) for gpu in seen_gpus()]
     assert found == [("H100", 81_559, 5), ("H100 MIG 1g.10gb", 9_728, 12), ("H100 MIG 3g.40gb", 40_192, 30)]
     machine(SLICED, "MIG-1111-a")
-    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
     assert planned.verdict(subject).found.startswith("with the 10.20 GB that are there")
-
-
-def test_what_is_told_of_gpus_is_told_of_those_that_are_visible(machine):
-    look = [check for check in CHECKS if check.name == "GPUs"]
-    subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda"], plan=True))
-    machine(MIXED, "1")
-    [outcome] = diagnose(subject, ThisMachine(), look)
-    assert "1 x H100, 83.89 GB" in outcome.finding.found
-    machine(MIXED, "7")
-    [outcome] = diagnose(subject, ThisMachine(), look)
-    assert "no GPU in CUDA_VISIBLE_DEVICES (7)" in outcome.finding.found
 
 
 def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypatch):
@@ -147,3 +138,33 @@ def test_the_memory_of_the_host_is_compared_where_the_gpus_are(machine, monkeypa
     assert found.level == FAULT and "`plan.host_memory_bytes` is 100.00 GB" in found.found, found
     machine([], None)
     assert planned.verdict(subject).level == OK, "the head may have none of the GPUs, and less memory"
+
+
+FIRST = "5:cpu,cpuacct:/job/step\n4:pids:/job/step\n3:memory:/job/step\n1:name=systemd:/\n"
+ROOT, JOB, STEP = (f"memory{group}/memory.limit_in_bytes" for group in ("", "/job", "/job/step"))
+UNLIMITED = {ROOT: "9223372036854771712"}  # as the first version writes it
+PIDS = {"pids/job/pids.max": "70", "pids/job/step/pids.max": "max"}
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "memory", "processes"),
+    [
+        pytest.param("0::/a/b\n", {"a/memory.max": "300", "a/b/memory.max": "max"}, 300, None, id="second version"),
+        pytest.param(FIRST, UNLIMITED | {JOB: "400", STEP: "500"} | PIDS, 400, 70, id="first version"),
+        pytest.param(FIRST, {ROOT: "600"}, 600, None, id="first version, in a container"),
+        pytest.param(FIRST + "0::/\n", UNLIMITED | {"cpu/memory.max": "7"}, 1000, None, id="both"),
+        pytest.param("", {}, 1000, None, id="none"),
+    ],
+)
+def test_the_smallest_limit_of_all_control_groups_around_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], memory: int, processes: int | None
+) -> None:
+    """own: what /proc/self/cgroup says; files: below /sys/fs/cgroup."""
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / name).write_text(text + "\n")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path / "sys")
+    monkeypatch.setattr(limits, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000))
+    assert (limits.memory_bytes(), limits.cgroup("pids.max")) == (memory, processes)

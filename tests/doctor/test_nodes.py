@@ -41,23 +41,18 @@ def nodes(ray_cluster: None, folders: tuple[Path, Path]) -> Iterator[list[Node]]
 
 
 def test_what_only_another_node_sees(nodes: list[Node], folders: tuple[Path, Path]) -> None:
-
     from tests.support.cluster import join_cluster
 
     own = [join_cluster(), f"trainer.output_dir={folders[0]}", f"model.path={folders[1]}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dapo.doctor", "+experiment=dapo_tiny", *own, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "dapo.doctor", "+experiment=dapo_tiny", *own, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr
     said = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     away = nodes[1].id[:6]
     assert said["Ray"]["found"].startswith("3 nodes at ")
     assert {name for name, check in said.items() if check["level"] == "fault"} == {"model", "shared directory"}, said
-    for name, text in (("model", "on 1 of 3 nodes: "), ("shared directory", "on 1 of 3 nodes: ")):
-        assert text in said[name]["found"] and away in said[name]["found"], said[name]
+    for name in ("model", "shared directory"):
+        assert "on 1 of 3 nodes: " in said[name]["found"] and away in said[name]["found"], said[name]
         assert nodes[0].id[:6] not in said[name]["found"]
         assert "share" in said[name]["remedy"]
     assert "FileNotFoundError" in said["shared directory"]["found"]

@@ -1,4 +1,4 @@
-"""Runs with a curriculum and with several sources: the same whatever the timing, also interrupted and killed."""
+"""Runs with a curriculum and with several sources: the same whatever the timing, also in parts, stopped and killed."""
 
 import asyncio
 from collections import Counter
@@ -11,12 +11,11 @@ from dapo.config.sources import SourceConfig
 from dapo.data.order import PromptOrder
 from dapo.replay.batches import BATCHES, SavedStream
 from dapo.types import Group
-from tests.support.driver.loops import PROMPTS, make_trainer, tiny_config
-from tests.support.driver.saved_runs import tokens
+from tests.support.driver.loops import PROMPTS, killed, make_trainer, seen, tiny_config, tokens, whole
 from tests.support.fakes import FakeRollouts
 from tests.support.faulty_pools import turns
 
-STEPS = 14
+STEPS = 10
 CHANGES = {
     "uniform": {},
     "retire": {"curriculum": "retire", "retire_after": 1, "retire_steps": 4},
@@ -26,12 +25,9 @@ MIXTURE = {"two": 3.0, "three": 1.0, "one": 0.5}
 MIXED = [replace(prompt, entry=[*MIXTURE][prompt.id % 3]) for prompt in PROMPTS]
 
 
-def pass_rate(prompt) -> float:
-    return prompt.id % 5 / 4  # a fifth never, a fifth always
-
-
 def by_rate(prompt, sample, response) -> float:
-    return float(int(response.text) % 1000 < 1000 * pass_rate(prompt))
+    """A fifth of the prompts is never solved, a fifth always."""
+    return float(int(response.text) % 1000 < 250 * (prompt.id % 5))
 
 
 def config(curriculum: str, sources: bool = False, **trainer) -> Config:
@@ -45,8 +41,6 @@ def config(curriculum: str, sources: bool = False, **trainer) -> Config:
 
 
 class Run:
-    """A trainer that notes what each update used up."""
-
     def __init__(self, folder, cfg: Config, *, timing: int = 0) -> None:
         rollouts = FakeRollouts(seed=timing, max_turns=5 + timing)
         prompts = MIXED if cfg.data.sources else PROMPTS
@@ -62,8 +56,7 @@ class Run:
         self.trainer.stream.collect = noted
 
     def whole(self) -> "Run":
-        asyncio.run(self.trainer.run())
-        self.trainer.saver.close()
+        whole(self.trainer)
         return self
 
     @property
@@ -71,87 +64,67 @@ class Run:
         return {v: [(group.draw.index, group.draw.prompt.id) for group in used] for v, used in self.used.items()}
 
 
-@pytest.fixture(scope="module", params=[(name, mixed) for name in CHANGES for mixed in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=[("uniform", False), ("retire", True), ("weighted", True)], ids=str)
 def straight(request, tmp_path_factory):
-    name, mixed = request.param
-    return name, mixed, Run(tmp_path_factory.mktemp("straight") / "run", config(name, mixed, total_steps=STEPS)).whole()
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return request.param, Run(folder, config(*request.param, total_steps=STEPS)).whole()
 
 
-@pytest.mark.parametrize("timing", [7, 30])
-def test_what_is_drawn_does_not_depend_on_timing(tmp_path, straight, timing):
-    name, mixed, wanted = straight
-    found = Run(tmp_path / "run", config(name, mixed, total_steps=STEPS), timing=timing).whole()
-    assert found.drawn == wanted.drawn and tokens(found.actors) == tokens(wanted.actors)
+@pytest.mark.parametrize("parts", [(), (3, 4), (5, 7, 9)])
+def test_a_run_in_parts_and_with_another_timing_is_the_whole_run(tmp_path, straight, parts):
+    kind, wanted = straight
+    drawn, trained = {}, []
+    for timing, end in enumerate((*parts, STEPS), 7):
+        part = Run(tmp_path / "run", config(*kind, total_steps=end), timing=timing).whole()
+        drawn |= part.drawn
+        trained += tokens(part.actors)
+    assert drawn == wanted.drawn and trained == tokens(wanted.actors)
 
 
-@pytest.mark.parametrize("parts", [(1,), (3, 4), (7, 10, 13)])
-def test_a_run_in_parts_is_the_whole_run(tmp_path, straight, parts):
-    name, mixed, wanted = straight
-    found: dict = {}
-    for timing, end in enumerate((*parts, STEPS)):
-        found |= Run(tmp_path / "run", config(name, mixed, total_steps=end), timing=timing).whole().drawn
-    assert found == wanted.drawn
+async def stopped(trainer, version: int, count: int) -> set[int]:
+    """As `killed`, and saved by a signal."""
+    await trainer._resume()
+    while trainer.version < version:
+        await trainer.step()
+    running = asyncio.create_task(trainer.step())
+    await turns(count)
+    running.cancel()
+    await asyncio.wait([running])
+    await trainer.stream.close()
+    await trainer.save()
+    trainer.saver.close()
+    return {group.draw.index for group, _ in trainer._buffer.held()}
 
 
-@pytest.mark.parametrize("journal", [True, False])
-@pytest.mark.parametrize("crash", [(0, 9), (5, 25), (12, 14)])
-def test_a_killed_run_goes_on_as_the_whole_run(tmp_path, straight, journal, crash):
-    """It dies some turns of the event loop after a step, and nothing is saved: the journal is all there is."""
-    name, mixed, wanted = straight
-    cfg = config(name, mixed, total_steps=STEPS)
-    cfg.checkpoint.journal = journal
+@pytest.mark.parametrize("how", ["killed", "killed without a journal", "stopped"])
+@pytest.mark.parametrize("crash", [(0, 9), (6, 25), (8, 14)])
+def test_a_run_that_ends_goes_on_as_the_whole_run_and_generates_less(tmp_path, straight, how, crash):
+    kind, wanted = straight
+    cfg = config(*kind, total_steps=STEPS)
+    cfg.checkpoint.journal = how != "killed without a journal"
     first = Run(tmp_path / "run", cfg, timing=3)
-
-    async def until_it_dies() -> None:
-        await first.trainer._resume()
-        while first.trainer.version < crash[0]:
-            await first.trainer.step()
-        running = asyncio.create_task(first.trainer.step())
-        await turns(crash[1])
-        running.cancel()
-        first.trainer.saver.journal.close()
-
-    asyncio.run(until_it_dies())
+    held = asyncio.run((stopped if how == "stopped" else killed)(first.trainer, *crash))
     second = Run(tmp_path / "run", cfg, timing=5).whole()
     assert second.drawn == {version: wanted.drawn[version] for version in second.drawn}
     assert max(second.drawn) == STEPS - 1
     assert tokens(second.actors) == tokens(wanted.actors)[STEPS - len(second.drawn) :]
+    again = {f"v{first.trainer.version}-d{index}" for index in held} & set(seen(second.trainer))
+    if how == "stopped" or (how == "killed" and first.trainer.version % 2 == 0):
+        assert not again
+    elif first.trainer.version == crash[0] and crash[1] >= 20:
+        assert again, "the test shows nothing"
 
 
-def test_a_stopped_step_keeps_its_groups_and_its_prompts(tmp_path, straight):
-    name, mixed, wanted = straight
-    first = Run(tmp_path / "run", config(name, mixed, total_steps=STEPS), timing=2)
-
-    async def stopped() -> None:
-        await first.trainer._resume()
-        while first.trainer.version < 5:
-            await first.trainer.step()
-        running = asyncio.create_task(first.trainer.step())
-        await turns(30)
-        running.cancel()
-        await asyncio.wait([running])
-        await first.trainer.stream.close()
-        await first.trainer.save()
-        first.trainer.saver.close()
-
-    asyncio.run(stopped())
-    held = {group.draw.index: group.draw.prompt.id for group, _ in first.trainer._buffer.held()}
-    assert first.trainer.version > 5 or held, "the test shows nothing"
-    second = Run(tmp_path / "run", config(name, mixed, total_steps=STEPS)).whole()
-    assert second.drawn == {version: wanted.drawn[version] for version in second.drawn}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize(("name", "staleness"), [("uniform", 1), ("retire", 1), ("retire", 2), ("weighted", 2)])
 def test_above_staleness_0_no_draw_changes_its_prompt_once_it_has_groups(tmp_path, name, staleness):
     cfg = config(name, True, total_steps=STEPS)
     cfg.filter_groups.max_staleness = staleness
     drawn: dict = {}
     for end in (3, 5, 8, STEPS):
         cfg.trainer.total_steps = end
-        run = Run(tmp_path / "run", cfg, timing=end)
-        asyncio.run(run.trainer._resume())
-        held = {group.draw.index: group.draw.prompt.id for group, _ in run.trainer._buffer.held()}
+        resumed = Run(tmp_path / "run", cfg, timing=end)
+        asyncio.run(resumed.trainer._resume())
+        held = {group.draw.index: group.draw.prompt.id for group, _ in resumed.trainer._buffer.held()}
         run = Run(tmp_path / "run", cfg, timing=end).whole()
         for used in run.drawn.values():
             assert all(held.get(index, prompt) == prompt for index, prompt in used)
@@ -160,18 +133,14 @@ def test_above_staleness_0_no_draw_changes_its_prompt_once_it_has_groups(tmp_pat
     assert indices == list(range(len(indices))) and len(drawn) == STEPS
 
 
-def visits(run: Run) -> Counter[int]:
-    return Counter(prompt for used in run.drawn.values() for _, prompt in used)
-
-
 def test_what_is_solved_or_never_solved_is_drawn_less_often(tmp_path):
     found = {}
     for name in CHANGES:
         cfg = config(name, total_steps=40)
         cfg.checkpoint.every, cfg.data.retire_steps = 0, 20
         run = Run(tmp_path / name, cfg).whole()
-        count = visits(run)
-        found[name] = [sum(count[p.id] for p in PROMPTS if p.id % 5 == kind) / sum(count.values()) for kind in range(5)]
+        count = Counter(prompt % 5 for used in run.drawn.values() for _, prompt in used)
+        found[name] = [count[kind] / count.total() for kind in range(5)]
     assert max(abs(share - 0.2) for share in found["uniform"]) < 0.02
     assert found["retire"][4] < 0.1 and min(found["retire"][:3]) > 0.2
     assert found["weighted"][0] + found["weighted"][4] < 0.36, "two fifths of the prompts"
@@ -184,16 +153,12 @@ def test_what_is_solved_or_never_solved_is_drawn_less_often(tmp_path):
 
 def test_retired_prompts_come_back_after_the_steps(tmp_path):
     run = Run(tmp_path / "run", config("retire", total_steps=40)).whole()
-    last: dict[int, int] = {}
-    gaps = []
-    for version in sorted(run.drawn):
-        for _, prompt in run.drawn[version]:
-            if prompt % 5 == 4:
-                gaps.append(version - last.get(prompt, -100))
-                last[prompt] = version
-    gaps = [gap for gap in gaps if gap < 100]
+    steps: dict[int, list[int]] = {}
+    for version, used in run.drawn.items():
+        for _, prompt in used:
+            steps.setdefault(prompt, []).append(version)
+    gaps = [b - a for prompt in range(4, 40, 5) for a, b in zip(steps[prompt], steps[prompt][1:], strict=False)]
     assert gaps and min(gap for gap in gaps if gap) > 4  # not during the 4 steps after it was solved
-    assert len(last) == sum(prompt.id % 5 == 4 for prompt in PROMPTS)
 
 
 def test_the_history_of_a_checkpoint_is_what_the_updates_used_up(tmp_path):
@@ -202,22 +167,17 @@ def test_the_history_of_a_checkpoint_is_what_the_updates_used_up(tmp_path):
     again = Run(tmp_path / "run", config("uniform", total_steps=STEPS))
     asyncio.run(again.trainer._resume())
     found = again.trainer._order.saved().history
-    by_prompt: dict[int, list[tuple[int, Group]]] = {}
-    for version in sorted(run.used):
-        for group in run.used[version]:
-            by_prompt.setdefault(group.draw.prompt.id, []).append((version, group))
-    for prompt in PROMPTS:
-        seen = by_prompt.get(prompt.id, [])
-        assert history.visits[prompt.id] == found.visits[prompt.id] == len(seen)
-        assert history.last_version[prompt.id] == (seen[-1][0] if seen else -1)
-        assert history.pass_rate[prompt.id] == found.pass_rate[prompt.id]
-        assert history.variance[prompt.id] == found.variance[prompt.id]
-        assert history.solved[prompt.id] == found.solved[prompt.id]
-        if len(seen) == 1:
-            accuracies = seen[0][1].accuracies
-            assert history.pass_rate[prompt.id] == pytest.approx(sum(accuracies) / len(accuracies))
-        if prompt.id % 5 == 4:
-            assert history.pass_rate[prompt.id] == (1.0 if seen else 0.0) and history.solved[prompt.id] == len(seen)
+    used = [(version, group) for version in sorted(run.used) for group in run.used[version]]
+    for prompt in range(len(PROMPTS)):
+        own = [(version, group) for version, group in used if group.draw.prompt.id == prompt]
+        assert history.visits[prompt] == found.visits[prompt] == len(own)
+        assert history.last_version[prompt] == (own[-1][0] if own else -1)
+        for name in ("pass_rate", "variance", "solved"):
+            assert getattr(history, name)[prompt] == getattr(found, name)[prompt]
+        if len(own) == 1:
+            assert history.pass_rate[prompt] == pytest.approx(sum(own[0][1].accuracies) / len(own[0][1].accuracies))
+        if prompt % 5 == 4:
+            assert history.pass_rate[prompt] == (1.0 if own else 0.0) and history.solved[prompt] == len(own)
 
 
 def test_batches_that_were_kept_find_their_prompts_again(tmp_path):

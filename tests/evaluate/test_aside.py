@@ -1,10 +1,17 @@
-"""Evaluations at the side of a run, with in-process engines: what overlaps and what waits."""
+"""Evaluations at the side of a run, with in-process engines: what overlaps and waits, is dropped or begins anew."""
 
+import asyncio
+import time
 from collections import Counter
 
 import pytest
 
 from dapo.evaluate.evaluation import Evaluation
+from dapo.faults.limit import TimeLimit, TimeLimitReached
+from dapo.faults.recovery import run_to_end
+from dapo.pools import BatchRefused
+from dapo.sampling.driver_state import owes_evaluation
+from dapo.trainer import Trainer
 from dapo.types import HeldOut
 from tests.support.driver.asides import EVALUATED, Slots, evaluations, made, steps_of
 from tests.support.driver.loops import some_mixed, tiny_config
@@ -19,11 +26,44 @@ def batches(actors: FakeActors) -> list[list]:
     ]
 
 
+async def to_its_end(trainer: Trainer) -> None:
+    await run_to_end(lambda: trainer, trainer._pools.actors, 0)
+
+
+class Late(Slots):
+    """Answers to evaluations take many turns."""
+
+    turns = 50
+
+    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
+        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
+            await turns(self.turns * key.startswith("eval-"))
+            yield each
+
+
+class Stuck(Slots):
+    """Never ends an answer to the evaluation of `version_stuck`."""
+
+    version_stuck = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+    async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
+        if key.startswith(f"eval-v{self.version_stuck}-"):
+            self.reached.set()
+            while key not in self._stop:
+                await asyncio.sleep(0.001)
+        async for each in super().generate(key, prompt, sampling, seeds, background=background, problem=problem):
+            yield each
+
+
 def test_what_is_trained_is_the_same_with_and_without_evaluations(tmp_path):
     trainer, _, without = made(tmp_path / "without", evaluates=False)
     run(trainer.run())
     seen = []
-    for seed in range(6):
+    for seed in range(4):
         path = tmp_path / str(seed)
         trainer, rollouts, actors = made(path, seed=seed)
         run(trainer.run())
@@ -42,20 +82,14 @@ def test_log_probabilities_are_asked_for_in_training_alone(tmp_path):
             asked.setdefault(key.startswith("eval-"), set()).add(sampling.logprobs)
             return super().generate(key, prompt, sampling, seeds, background=background, problem=problem)
 
-    trainer, _, _ = made(tmp_path, rollouts=Asked())
+    trainer, _, actors = made(tmp_path, rollouts=Asked(), staleness=1, total=8)
     run(trainer.run())
     assert asked == {True: {False}, False: {True}}
+    assert list(evaluations(tmp_path)) == [0, 2, 4, 6, 8] and len(actors.batches) == 8, "at staleness 1 too"
 
 
 def test_an_evaluation_runs_while_a_batch_is_collected_and_trained_and_is_over_before_the_sync(tmp_path):
-    class Longer(Slots):
-        async def generate(self, key, prompt, sampling, seeds, *, background=False, problem=None):
-            responses = super().generate(key, prompt, sampling, seeds, background=background, problem=problem)
-            async for each in responses:
-                await turns(50 * key.startswith("eval-"))
-                yield each
-
-    trainer, rollouts, _ = made(tmp_path, rollouts=Longer())
+    trainer, rollouts, _ = made(tmp_path, rollouts=Late())
     sync = trainer._pools.sync_weights
 
     async def syncing(version: int) -> None:
@@ -79,17 +113,6 @@ def test_an_evaluation_runs_while_a_batch_is_collected_and_trained_and_is_over_b
     ]
     assert Counter(overlapped)[True] > 0, "the engines answer while the actors update"
     assert events[-1].startswith("eval-v5-"), "the last policy is evaluated when nothing else is left"
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_pump_and_the_evaluation_share_the_engines(tmp_path, staleness):
-    trainer, _, actors = made(tmp_path, staleness=staleness, total=8)
-    run(trainer.run())
-    assert list(evaluations(tmp_path)) == [0, 2, 4, 6, 8] and len(actors.batches) == 8
-    alone, _, _ = made(tmp_path / "alone", staleness=staleness, total=8)
-    run(alone.run())
-    whole = [{k: v for k, v in line.items()} for line in evaluations(tmp_path).values()]
-    assert whole == list(evaluations(tmp_path / "alone").values())
 
 
 def test_where_roles_share_gpus_it_is_over_before_the_update(tmp_path):
@@ -121,9 +144,8 @@ def test_it_takes_what_is_spare_until_somebody_waits_for_it():
 
     async def body():
         rollouts = Given()
-        cfg = tiny_config()
         sets = [HeldOut(name="", prompts=tuple(make_prompt(n) for n in range(6)), samples=(2,) * 5 + (20,))]
-        evaluation = Evaluation(sets, rollouts, FakeRewards(some_mixed), cfg, version=0)
+        evaluation = Evaluation(sets, rollouts, FakeRewards(some_mixed), tiny_config(), version=0)
         evaluation.wake()
         await turns(30)
         assert not rollouts.seen, "nothing is spare"
@@ -141,3 +163,117 @@ def test_it_takes_what_is_spare_until_somebody_waits_for_it():
     assert rollouts.most == 8, "two for each slot"
     assert [len(group.responses) for group in groups] == [2] * 5 + [20]
     assert len({response.text for response in groups[-1].responses}) == 20, "in parts, each with its own seeds"
+
+
+def test_a_signal_in_an_update_does_not_wait_for_the_evaluation(tmp_path, capsys):
+    trainer, rollouts, actors = made(tmp_path, rollouts=Stuck())
+
+    async def body():
+        running = asyncio.create_task(to_its_end(trainer))
+        await rollouts.reached.wait()
+        while len(actors.batches) < 3:  # the update after the evaluation began
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run(body())
+    assert trainer.version == 3 and not trainer.saver.is_behind(3)
+    assert "the evaluation of step 2 was cut short and has no result" in capsys.readouterr().err
+    assert list(evaluations(tmp_path)) == [0] and [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3]
+    again, _, _ = made(tmp_path)
+    run(again.run())
+    assert list(evaluations(tmp_path)) == [0, 4, 5], "its policy is gone"
+
+
+@pytest.mark.parametrize("left_s", [-1.0, 0.3])
+def test_the_last_evaluation_is_left_by_the_time_limit_and_made_up_for(tmp_path, left_s):
+    """It would go on until the scheduler ends the process. left_s: of the limit when the last step is saved."""
+    limit = TimeLimit(1.0, time.monotonic())
+    trainer, rollouts, actors = made(tmp_path, rollouts=Stuck(), limit=limit)
+    rollouts.version_stuck = 5
+    save = actors.save
+
+    async def late(directory, version):
+        limit._began = time.monotonic() - 3600 + left_s
+        await save(directory, version)
+
+    actors.save = late
+    with pytest.raises(TimeLimitReached, match=r"`trainer.max_hours` \(1\)"):
+        run(to_its_end(trainer))
+    assert rollouts.reached.is_set() and time.monotonic() - limit._began < 3600 + 5
+    assert list(evaluations(tmp_path)) == [0, 2, 4] and trainer.saver._store.steps() == [5]
+    assert owes_evaluation(trainer.saver._store.latest(), tmp_path)
+    again, _, resting = made(tmp_path)
+    run(again.run())
+    assert list(evaluations(tmp_path)) == EVALUATED and not resting.batches
+
+
+def test_engines_that_are_lost_in_an_update_end_the_evaluation_and_not_the_run(tmp_path, capsys):
+    """One that starts again has to wait for the weights of the update, and cannot answer with those before."""
+    trainer, rollouts, actors = made(tmp_path, rollouts=Stuck())
+    update, sync = actors.update, trainer._pools.sync_weights
+
+    async def losing(batch):
+        rollouts.serving = batch.version != 2
+        return await update(batch)
+
+    async def syncing(version):
+        rollouts.serving = True
+        await sync(version)
+
+    actors.update = losing
+    object.__setattr__(trainer._pools, "sync_weights", syncing)
+    run(trainer.run())
+    assert trainer.version == 5 and list(evaluations(tmp_path)) == [0, 4, 5]
+    assert "the evaluation of step 2 was cut short" in capsys.readouterr().err
+
+
+def test_a_failed_evaluation_ends_the_run_and_saves_what_was_trained(tmp_path):
+    class Failing(FakeRewards):
+        async def score(self, prompt, sample, response):
+            if response.policy_versions[0].version == 2 and prompt.id < 5 and trainer.version == 3:
+                raise RuntimeError("the verifier broke")
+            return await super().score(prompt, sample, response)
+
+    trainer, rollouts, _ = made(tmp_path, rollouts=Late())
+    rollouts.turns = 400
+    object.__setattr__(trainer._pools, "rewards", Failing(some_mixed))
+    with pytest.raises(RuntimeError, match="the verifier broke"):
+        run(to_its_end(trainer))
+    assert trainer.version == 3 and not trainer.saver.is_behind(3)
+
+
+def test_answers_of_another_version_are_an_error(tmp_path):
+    trainer, rollouts, _ = made(tmp_path, rollouts=Late())
+
+    async def body():
+        running = asyncio.create_task(trainer.run())
+        while not any(event.startswith("v2-d") for event in rollouts.events):
+            await asyncio.sleep(0)
+        rollouts.version = 7
+        await running
+
+    with pytest.raises(RuntimeError, match="evaluation of policy version 2 were sampled by versions .*7"):
+        run(body())
+
+
+def test_an_evaluation_begins_anew_when_its_weights_may_have_been_wrong(tmp_path):
+    """A batch that the actors refuse is a sign of that."""
+    trainer, rollouts, actors = made(tmp_path, rollouts=Stuck())
+    update, begun = actors.update, []
+
+    async def refusing(batch):
+        if batch.version == 2 and not begun:
+            await rollouts.reached.wait()
+            begun.append(trainer.evaluations._evaluation)
+            rollouts.version_stuck = -1
+            raise BatchRefused("parity", "the engines sample from other probabilities")
+        if batch.version == 2:
+            begun.append(trainer.evaluations._evaluation)
+        return await update(batch)
+
+    actors.update = refusing
+    run(trainer.run())
+    assert list(evaluations(tmp_path)) == EVALUATED and evaluations(tmp_path)[2]["eval/samples"] == 10
+    assert len(begun) == 2 and begun[0] is not begun[1], "what was stuck has not ended by itself"

@@ -3,19 +3,21 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pyarrow.parquet as pq
 import pytest
 
-from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.evaluate import __main__ as command
+from dapo.evaluate.evaluation import Answered
 from dapo.faults.signals import caught
 from dapo.report.console import EXIT_INTERRUPTED
+from tests.support.fakes import make_group
 from tests.support.runs import START_S
 
 VAL = "pkg://dapo.tiny/data/val.parquet"
@@ -23,32 +25,41 @@ VAL = "pkg://dapo.tiny/data/val.parquet"
 LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=128", "reward.overlong_buffer.len=32")
 
 
-@pytest.fixture
-def export(tmp_path):
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
     """A Hugging Face directory as any training leaves it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = resolve_path("pkg://dapo.tiny/base")
-    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "export")
-    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "export")
-    return tmp_path / "export"
+    base, folder = resolve_path("pkg://dapo.tiny/base"), tmp_path_factory.mktemp("model") / "export"
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def line_of(export, *more):
+    return [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, *more]
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path):
     """Two sets, one of which repeats its problems."""
+    from tests.support.cluster import join_cluster
 
     rows = pq.read_table(resolve_path(VAL)).slice(0, 12)
     pq.write_table(rows, tmp_path / "sums.parquet")
     pq.write_table(rows.slice(0, 3).take([0, 1, 2, 2, 1, 0, 0, 1, 2]), tmp_path / "copies.parquet")
     sets = f"data.val_files={{sums: {tmp_path}/sums.parquet, copies: [{tmp_path}/copies.parquet]}}"
-    sampling = ("eval.n=2", "eval.top_p=1.0", *LENGTHS)
-    from tests.support.cluster import join_cluster
-
-    address = join_cluster()
-    small = ("model.dtype=float32", "reward.num_workers=1", address)
-    line = [sys.executable, "-u", "-m", "dapo.evaluate", f"model.path={export}", sets, *sampling, *small]
+    given = (
+        sets,
+        "eval.n=2",
+        "eval.top_p=1.0",
+        *LENGTHS,
+        "model.dtype=float32",
+        "reward.num_workers=1",
+        join_cluster(),
+    )
+    line = [sys.executable, "-u", "-m", "dapo.evaluate", f"model.path={export}", *given]
     done = subprocess.run(
         [*line, f"trainer.output_dir={tmp_path / 'out'}"], capture_output=True, text=True, timeout=START_S
     )
@@ -78,13 +89,12 @@ def test_a_checkpoint_is_evaluated_without_actors(ray_cluster, export, tmp_path)
     assert [bool(accuracy) for accuracy in accuracies] == right
 
 
-@pytest.mark.parametrize("number", caught(), ids=lambda number: number.name)
-def test_each_signal_ends_it_in_order(number, export, tmp_path, monkeypatch, capsys):
-    """A terminal that closes too: engines that outlive it would hold the GPUs."""
+def test_a_signal_ends_it_in_order(export, tmp_path, monkeypatch, capsys):
+    """Engines that outlive it would hold the GPUs."""
     ended = []
 
     async def place(cfg, device):
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.sleep(5)
         finally:
@@ -101,8 +111,7 @@ def test_each_signal_ends_it_in_order(number, export, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr("dapo.run.ray_cluster", cluster)
     monkeypatch.setattr("dapo.run.place", place)
-    given = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, f"trainer.output_dir={tmp_path / 'out'}"]
-    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
+    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *line_of(export, f"trainer.output_dir={tmp_path / 'out'}")])
     before = {each: signal.getsignal(each) for each in caught()}
     try:
         with pytest.raises(SystemExit) as end:
@@ -118,30 +127,24 @@ def test_each_signal_ends_it_in_order(number, export, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["model.path=/nowhere/x"], "`model.path` (/nowhere/x) does not exist", id="model"),
-        pytest.param(["model.path=Qwen/Nope"], "`model.path` (Qwen/Nope): not whole in the hub's cache (", id="cache"),
-        pytest.param(["model.path=nope"], "`model.path` (nope): no such directory in ", id="no directory"),
-        pytest.param(["model.path={export}", "data.val_files=[]"], "`data.val_files` is empty; give", id="no files"),
-        pytest.param(["model.path={export}", "data.val_files=[no.parquet]"], "(no.parquet) does not exist", id="file"),
-        pytest.param(["model.path={export}", "eval.m=3"], "unknown key `eval.m`", id="key"),
-        pytest.param(
-            ["model.path={export}", "data.max_response_length=8192"],
-            "(64 + 8192 = 8256) must be at most",
-            id="positions",
-        ),
-        pytest.param(["model.path={export}", "eval.n=0"], "`eval.n` (0) must be 1 to 1000", id="value"),
-        pytest.param(["model.path={export}", "reward.functions=[{{path: no}}]"], "`reward.functions[0]", id="reward"),
-        pytest.param(["model.path={export}", "trainer.output_dir={export}/config.json"], "config.json", id="folder"),
+        (["model.path=/nowhere/x"], "`model.path` (/nowhere/x) does not exist"),
+        (["model.path=Qwen/Nope"], "`model.path` (Qwen/Nope): not whole in the hub's cache ("),
+        (["data.val_files=[]"], "`data.val_files` is empty; give"),
+        (["data.val_files=[no.parquet]"], "(no.parquet) does not exist"),
+        (["eval.m=3"], "unknown key `eval.m`"),
+        (["data.max_response_length=8192"], "(64 + 8192 = 8256) must be at most"),
+        (["eval.n=0"], "`eval.n` (0) must be 1 to 1000"),
+        (["reward.functions=[{{path: no}}]"], "`reward.functions[0]"),
+        (["trainer.output_dir={export}/config.json"], "config.json"),
+        (["rollout.vllm.load_format=dummy"], "`rollout.vllm.load_format` (dummy) gives engines random weights"),
     ],
 )
 def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, message, export, monkeypatch, capsys):
-    from dapo import run
-
     def started(cfg):
         raise AssertionError("Ray starts")
 
-    monkeypatch.setattr(run, "ray_cluster", started)
-    given = [f"data.val_files=[{VAL}]", *LENGTHS, *(argument.format(export=export) for argument in arguments)]
+    monkeypatch.setattr("dapo.run.ray_cluster", started)
+    given = line_of(export, *(argument.format(export=export) for argument in arguments))
     monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -149,24 +152,7 @@ def test_a_mistake_ends_with_one_message_before_anything_starts(arguments, messa
     assert ended.value.code == 1 and message in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *arguments])
-    command.main()
-    assert "python -m dapo.evaluate" in capsys.readouterr().out
-
-
-def test_a_launcher_reads_where_it_writes(export, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    given = ["--job", "+experiment=dapo_tiny", f"model.path={export}", "trainer.output_dir=a b"]
-    monkeypatch.setattr(sys, "argv", ["dapo.evaluate", *given])
-    command.main()
-    assert capsys.readouterr().out == f"output_dir {tmp_path}/a b\n" and not (tmp_path / "a b").exists()
-
-
 def test_nothing_is_asked_for_actors(export, monkeypatch):
-    from contextlib import nullcontext
-
     from dapo import fleet, run
 
     placed = []
@@ -177,43 +163,26 @@ def test_nothing_is_asked_for_actors(export, monkeypatch):
 
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     monkeypatch.setattr(fleet, "Placement", place)
-    line = [
-        f"model.path={export}",
-        f"data.val_files=[{VAL}]",
-        "trainer.colocate=memory",
-        "trainer.device=cpu",
-        *LENGTHS,
-    ]
+    line = line_of(export, "trainer.colocate=memory", "trainer.device=cpu")
     with pytest.raises(RuntimeError, match="far enough"):
         asyncio.run(run.evaluate(command.configuration(line)))
     assert placed == [(0, "none")]
 
 
-def test_a_model_that_actors_cannot_train_can_be_evaluated(export):
+def test_a_model_that_actors_cannot_train_can_be_evaluated(export, tmp_path):
     """A mixture of experts, and weights that are no safetensors, which an engine reads where it is told to."""
-    config = json.loads((export / "config.json").read_text())
-    (export / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
-    (export / "model.safetensors").rename(export / "pytorch_model.bin")
-    line = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS]
+    experts = shutil.copytree(export, tmp_path / "experts")
+    config = json.loads((experts / "config.json").read_text())
+    (experts / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
+    (experts / "model.safetensors").rename(experts / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no model.safetensors, .* or set `rollout.vllm.load_format=hf`"):
-        command.configuration(line)
-    assert command.configuration([*line, "rollout.vllm.load_format=hf"]).model.path == str(export)
-
-
-def test_random_weights_are_not_evaluated(export):
-    line = [f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, "rollout.vllm.load_format=dummy"]
-    with pytest.raises(ValueError, match=r"`rollout.vllm.load_format` \(dummy\) gives engines random weights"):
-        command.configuration(line)
-    with pytest.raises(ValueError, match=r"\(dummy\) gives engines random weights"):
-        compose(["rollout.vllm.load_format=dummy", "--rollout-only"], "dapo_tiny")
+        command.configuration(line_of(experts))
+    cfg = command.configuration(line_of(experts, "rollout.vllm.load_format=hf"))
+    assert cfg.model.path == str(experts)
 
 
 def test_no_evaluation_overwrites_another(tmp_path, export):
-    from dapo.evaluate.evaluation import Answered
-    from tests.support.fakes import make_group
-
-    given = "data.chat_template_kwargs.enable_thinking=false"
-    cfg = command.configuration([f"model.path={export}", f"data.val_files=[{VAL}]", *LENGTHS, given])
+    cfg = command.configuration(line_of(export, "data.chat_template_kwargs.enable_thinking=false"))
     answered = Answered(version=0, sets={"": (make_group(0, [1.0, 0.0]),)})
     paths = [command.write(tmp_path, cfg, answered) for _ in range(2)]
     assert [path.name for path in paths] == ["evaluation_001.json", "evaluation_002.json"]

@@ -1,22 +1,28 @@
-"""Signals, in processes of their own; and work that a signal does not cut short."""
+"""Signals and terminals that close, in processes of their own; and work that a signal does not cut short."""
 
 import asyncio
+import fcntl
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dapo.faults.signals import SAME_S, SIGNALS, finish
 from dapo.pools import ActorsLost
+from dapo.report.console import EXIT_RESUMABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60
 # Prints where it is; a byte on its input lets the shielded work go on.
-RUN = """
+WORK = """
 import asyncio, signal, sys
 from dapo.faults import signals
 from dapo.faults.signals import Stop, finish
@@ -49,7 +55,7 @@ asyncio.run(body())
 def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     """A run in the middle of its shielded work. Its parameter: the seconds in which signals are one."""
     pipe, same_s = subprocess.PIPE, getattr(request, "param", SAME_S)
-    command = [sys.executable, "-c", RUN, str(same_s)]
+    command = [sys.executable, "-c", WORK, str(same_s)]
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as running:
         assert line(running) == "working"
         yield running
@@ -67,37 +73,26 @@ def go_on(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_lets_the_work_end_and_then_saves(process, number):
-    process.send_signal(number)
-    time.sleep(0.3)
-    assert process.poll() is None
-    go_on(process)
-    assert line(process) == "worked"
-    assert line(process) == f"cancelled by {int(number)}"
-    go_on(process)
-    assert line(process) == "saved" and process.wait(PATIENCE_S) == 0
-
-
-def test_a_burst_is_one_signal(process):
+@pytest.mark.parametrize("burst", [(number,) for number in SIGNALS] + [(15, 15, 2, 15)], ids=str)
+def test_the_first_signal_lets_the_work_end_and_then_saves(process, burst):
     """A scheduler signals the launcher, the launcher its children, and the shell the group: one wish, several times."""
     began = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+    for number in burst:
         process.send_signal(number)
         time.sleep(0.1)
     if time.monotonic() - began > SAME_S / 2:
         pytest.skip("this machine is too slow to send a burst")
     assert process.poll() is None
     go_on(process)
-    assert (line(process), line(process)) == ("worked", "cancelled by 15")
+    assert (line(process), line(process)) == ("worked", f"cancelled by {int(burst[0])}")
     go_on(process)
     assert line(process) == "saved" and process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("process", [0.1], indirect=True, ids=["soon"])
-@pytest.mark.parametrize("working", [True, False], ids=["in the work", "in the save"])
 @pytest.mark.parametrize(
-    ("second", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)], ids=lambda each: str(each)
+    ("working", "second", "code"),
+    [(True, signal.SIGTERM, 143), (False, signal.SIGUSR1, 143), (False, signal.SIGINT, 130)],
 )
 def test_a_later_signal_ends_the_process_at_once(process, second, code, working):
     process.send_signal(signal.SIGTERM)
@@ -115,17 +110,19 @@ def test_a_later_signal_ends_the_process_at_once(process, second, code, working)
     assert line(process) == "", "nothing was finished"
 
 
-def test_finish_ends_its_work_and_raises_what_comes_first():
-    async def body(error: Exception | None, cancels: int) -> list[str]:
-        done = []
+@pytest.mark.parametrize("cancels", [0, 1, 3])
+@pytest.mark.parametrize("error", [None, RuntimeError(), ActorsLost()])
+def test_finish_ends_its_work_and_raises_what_comes_first(error, cancels):
+    done = []
 
-        async def work() -> str:
-            await asyncio.sleep(0.01)
-            done.append("done")
-            if error is not None:
-                raise error
-            return "result"
+    async def work() -> str:
+        await asyncio.sleep(0.01)
+        done.append("done")
+        if error is not None:
+            raise error
+        return "result"
 
+    async def body() -> None:
         task = asyncio.create_task(finish(work()))
         for _ in range(cancels):
             await asyncio.sleep(0)
@@ -133,11 +130,76 @@ def test_finish_ends_its_work_and_raises_what_comes_first():
         try:
             done.append(await task)
         except (asyncio.CancelledError, RuntimeError) as raised:
-            done.append(type(raised).__name__)
-        return done
+            done.append(type(raised))
 
-    assert asyncio.run(body(None, 0)) == ["done", "result"]
-    assert asyncio.run(body(RuntimeError(), 0)) == ["done", "RuntimeError"]
-    for cancels in (1, 3):
-        assert asyncio.run(body(None, cancels)) == ["done", "CancelledError"]
-        assert asyncio.run(body(ActorsLost(), cancels)) == ["done", "CancelledError"]
+    asyncio.run(body())
+    first = asyncio.CancelledError if cancels else "result" if error is None else type(error)
+    assert done == ["done", first]
+
+
+PROGRAM = """
+import asyncio, os, sys, time
+from pathlib import Path
+import dapo.main_ppo
+from dapo.faults.signals import Stop
+from dapo.report.console import say, warn
+from dapo.report.progress import Progress
+
+folder, moment = Path(os.environ["FOLDER"]), os.environ["MOMENT"]
+
+def launch(cfg):
+    if moment == "training":
+        asyncio.run(body())
+    (folder / "ready").touch()
+    time.sleep(100)
+
+async def body():
+    Stop(asyncio.current_task()).install()
+    with Progress(1, 60.0):
+        try:
+            say("ready")
+            (folder / "ready").touch()
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            say("a line")
+            warn("a warning")
+            await asyncio.sleep(0.1)
+            (folder / "saved").touch()
+            raise
+
+dapo.main_ppo.launch = launch
+sys.argv[1:] = ["+experiment=dapo_tiny"]
+dapo.main_ppo.main()
+"""
+
+
+def started(folder: Path, moment: str, streams: int, **how: Any) -> subprocess.Popen[bytes]:
+    own = {"FOLDER": str(folder), "MOMENT": moment, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    command, env = [sys.executable, "-c", PROGRAM], {"PATH": os.environ["PATH"], **own}
+    process = subprocess.Popen(command, stdin=streams, stdout=streams, stderr=streams, env=env, **how)
+    while not (folder / "ready").exists():
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    return process
+
+
+@pytest.mark.parametrize("moment", ["training", "starting"])
+def test_a_terminal_that_closes_ends_a_run_as_sigterm_does(moment, tmp_path):
+    leader, follower = pty.openpty()
+    owns = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+    with started(tmp_path, moment, follower, preexec_fn=owns, start_new_session=True) as process:
+        os.close(follower)
+        os.close(leader)
+        assert process.wait(PATIENCE_S) == EXIT_RESUMABLE
+    assert (tmp_path / "saved").exists() == (moment == "training")
+
+
+@pytest.mark.parametrize("moment", ["training", "starting"])
+def test_under_nohup_a_run_goes_on(moment, tmp_path):
+    ignored = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    with started(tmp_path, moment, subprocess.DEVNULL, preexec_fn=ignored) as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == EXIT_RESUMABLE

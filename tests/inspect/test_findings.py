@@ -1,7 +1,6 @@
 """Why a group was dropped, why a step was slow, which reward function disagrees: against counts by hand."""
 
 import itertools
-import math
 import random
 
 import pytest
@@ -28,30 +27,18 @@ def test_why_a_group_was_trained_on_or_dropped(changes, words):
     assert why(GROUP | changes).startswith(words)
 
 
-USUAL = {
-    **{
-        "step": 1,
-        "seconds": 10.0,
-        "generation": 6.0,
-        "reward": 1.0,
-        "reference": None,
-        "sleep": None,
-        "update": 3.0,
-        "sync": 0.5,
-    },
-    **{"evaluation": None, "driver": 0.1, "drawn": 40, "longest": 900},
-}
+USUAL = {"step": 1, "seconds": 10.0, "generation": 6.0, "reward": 1.0, "update": 3.0, "sync": 0.5, "driver": 0.1}
+USUAL |= {"reference": None, "sleep": None, "evaluation": None, "drawn": 40, "longest": 900}
 
 
 @pytest.mark.parametrize(
     ("changes", "warnings", "words"),
     [
-        ({}, [], ""),
         ({"seconds": 30.0, "generation": 26.0}, [], "generation 26 s (median 6 s)"),
         (
-            {"seconds": 20.0, "generation": 12.0, "update": 7.0, "drawn": 70, "longest": 2048},
+            {"seconds": 20.0, "generation": 12.0, "drawn": 70},
             [],
-            "generation 12 s (median 6 s); 70 groups drawn (median 40); 2048 tokens in the longest answer (median 900)",
+            "generation 12 s (median 6 s); 70 groups drawn (median 40)",
         ),
         ({"seconds": 40.0, "sync": 30.5}, ["engine 1 is lost"], "sync 30.5 s (median 0.5 s); engine 1 is lost"),
         ({"seconds": 12.0, "reference": 2.0}, [], "reference 2 s (median 0 s)"),
@@ -106,15 +93,7 @@ def test_agreement_is_counted_as_by_hand():
 
 
 def test_the_worst_draw_is_the_one_with_most_pairs_in_the_wrong_order():
-    answers = [(1, 1.0, {"f": 1.0}), (1, 0.0, {"f": 0.0})]
+    answers = [(1, 1.0, {"f": 1.0}), (1, 0.0, {"f": 0.0}), (3, 1.0, {"f": 0.0}), (3, 0.0, {"f": 1.0})]
     answers += [(2, 1.0, {"f": 0.0}), (2, 0.0, {"f": 1.0}), (2, 0.0, {"f": 1.0})]
-    answers += [(3, 1.0, {"f": 0.0}), (3, 0.0, {"f": 1.0})]
     [one] = agreements(answers)
     assert (one.worst_draw, one.wrong, one.pairs) == (2, 3, 4)
-
-
-def test_a_function_without_a_pair_comes_last():
-    answers = [(1, 1.0, {"f": 1.0, "g": 1.0}), (1, 1.0, {"f": 1.0}), (2, 1.0, {"g": 2.0}), (2, 0.0, {"g": 0.0})]
-    found = agreements(answers)
-    assert [one.name for one in found] == ["g", "f"]
-    assert math.isnan(found[1].disagreement) and math.isnan(found[1].mean(False))

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -15,15 +14,10 @@ from pathlib import Path
 import pytest
 
 import dapo.inspect
-from dapo.config.schema import LoggingConfig
 from dapo.inspect.__main__ import main
-from dapo.inspect.groups import STEPS, bounded, picked, shortened, spread
-from dapo.inspect.page import COLUMNS, Columns, page
-from dapo.store.reader import Reader
-from dapo.store.samples import SampleStore
-from tests.support.fakes import make_group
+from dapo.inspect.groups import STEPS, bounded, shortened
+from dapo.inspect.page import page
 from tests.support.report.shown_run import make_run
-from tests.support.store.stored import collected_of
 
 HOSTILE = (
     "</script><script>window.owned=1</script></SCRIPT ><!--<script><img src=x onerror=alert(1)>"
@@ -61,16 +55,6 @@ class Parsed(HTMLParser):
         return json.loads(self.inside["application/json"])
 
 
-def written(run: Path, capsys) -> tuple[str, str]:
-    """The page, and what the command said."""
-    main([str(run), "--html", str(run / "page.html")])
-    return (run / "page.html").read_text(encoding="ascii"), capsys.readouterr().out
-
-
-def hash_of(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory) -> Path:
     """Twelve steps whose answers would do something to a page, one of them a line of 1 MB."""
@@ -82,9 +66,16 @@ def hostile(tmp_path_factory) -> Path:
     return make_run(run, 12, n=4, text=text, max_text_bytes=2_000_000)
 
 
+@pytest.fixture(scope="module")
+def hostile_page(hostile) -> str:
+    main([str(hostile), "--html", str(hostile / "page.html")])
+    return (hostile / "page.html").read_text(encoding="ascii")
+
+
 def test_a_page_of_200_steps_is_small(tmp_path, capsys):
     make_run(tmp_path, 200, text=lambda draw, sample: f"{draw} {sample} \u4e16" + "thought " * 640 + "Answer: 7")
-    text, said = written(tmp_path, capsys)
+    main([str(tmp_path), "--html", str(tmp_path / "page.html")])
+    text, said = (tmp_path / "page.html").read_text(encoding="ascii"), capsys.readouterr().out
     assert 2e6 < len(text) < 5e6, "as much of the answers as there is room for"
     found = Parsed(text).data
     assert found["run"]["steps"] == len(found["columns"]) == 200
@@ -100,11 +91,10 @@ def test_a_page_of_200_steps_is_small(tmp_path, capsys):
     assert all(rule in shown for rule in rules), "the terminal says the same"
 
 
-def test_what_a_model_wrote_is_data_and_nothing_else(hostile, capsys):
-    text, _ = written(hostile, capsys)
-    parsed = Parsed(text)
+def test_what_a_model_wrote_is_data_and_nothing_else(hostile_page):
+    parsed = Parsed(hostile_page)
     assert parsed.tags["script"] == 2 and parsed.tags["style"] == 1 and not parsed.tags["img"] and not parsed.tags["b"]
-    assert "<" not in parsed.inside["application/json"] and text.isascii()
+    assert "<" not in parsed.inside["application/json"] and hostile_page.isascii()
     answers = [one for group in parsed.data["groups"] for side in group["sides"] for one in side["answers"]]
     assert any("</script><script>window.owned=1</script>" in one["text"][0] for one in answers)
     [cut] = [one for one in answers if one["text"][1]]
@@ -121,19 +111,18 @@ def test_any_text_comes_back_equal_and_is_inside_the_data():
     assert "window.owned" not in parsed.inside["program"] + parsed.inside["style"]
 
 
-def test_nothing_is_loaded_and_no_other_script_may_run(hostile, capsys):
-    text, _ = written(hostile, capsys)
-    parsed = Parsed(text)
+def test_nothing_is_loaded_and_no_other_script_may_run(hostile_page):
+    parsed = Parsed(hostile_page)
     [policy] = [value or "" for tag, name, value in parsed.attributes if name == "content" and "default-src" in value]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-    assert f"script-src 'sha256-{hash_of(parsed.inside['program'])}'" in policy
-    assert f"style-src 'sha256-{hash_of(parsed.inside['style'])}'" in policy
+    for kind, inside in (("script", "program"), ("style", "style")):
+        digest = base64.b64encode(hashlib.sha256(parsed.inside[inside].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
     for tag, name, value in parsed.attributes:
         assert not name.startswith("on") and name not in ("src", "style", "action"), (tag, name)
         assert name != "href" or (value or "").startswith(("#", "data:,")), value
-    assert set(re.findall(r"\w+://[\w./]+", text.replace(parsed.inside["application/json"], ""))) == {
-        "http://www.w3.org/2000/svg"
-    }, "the name of a namespace, which nothing asks for"
+    addresses = set(re.findall(r"\w+://[\w./]+", hostile_page.replace(parsed.inside["application/json"], "")))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "the name of a namespace, which nothing asks for"
 
 
 def test_the_program_of_the_page_puts_nothing_in_as_markup():
@@ -143,8 +132,8 @@ def test_the_program_of_the_page_puts_nothing_in_as_markup():
         assert not re.search(f"{markup}|{programs}", path.read_text()), path.name
 
 
-def test_what_the_page_holds_of_a_run(hostile, capsys):
-    found = Parsed(written(hostile, capsys)[0]).data
+def test_what_the_page_holds_of_a_run(hostile, hostile_page):
+    found = Parsed(hostile_page).data
     titles = [curve["title"] for curve in found["curves"]]
     for title in ("Accuracy", "Reward", "Response length", "Entropy", "KL divergence", "Importance ratio", "Staleness"):
         assert title in titles
@@ -153,7 +142,6 @@ def test_what_the_page_holds_of_a_run(hostile, capsys):
     shares = {line["label"]: line["values"][5] for line in found["fates"]}
     assert shares == {"mixed, trained on": 0.66667, "all wrong": 0.33333}
     assert [line["label"] for line in found["seconds"]] == ["generation", "reward", "update", "sync", "driver"]
-    assert found["wall"][11] == pytest.approx(60 + 80 + 30 + 4.3, abs=12)
     engines = next(line for line in found["busy"] if line["label"] == "engines")
     assert 0.5 < engines["values"][0] < 1
     assert [sum(column) for column in found["lengths"]["counts"]] == [12] * 12
@@ -171,85 +159,16 @@ def test_what_the_page_holds_of_a_run(hostile, capsys):
     assert found["run"]["name"] == hostile.name
 
 
-@pytest.mark.parametrize(
-    ("sets", "labels"),
-    [
-        pytest.param([""], ["held out"], id="one"),
-        pytest.param(["aime/", "gsm8k/", "gsm8k/source/"], ["aime", "gsm8k", "gsm8k/source"], id="named"),
-    ],
-)
-def test_held_out_sets_have_intervals(sets, labels, tmp_path, capsys):
-    make_run(tmp_path, 20, n=2, text=lambda draw, sample: "short", sets=sets)
-    held_out = Parsed(written(tmp_path, capsys)[0]).data["evaluations"]
-    assert held_out == [{"label": label, "points": [[20, 0.6, 0.55, 0.7]]} for label in labels]
-
-
-def test_groups_of_each_pass_rate_are_counted_apart(tmp_path):
-    store = SampleStore(tmp_path, LoggingConfig(), warn=pytest.fail)
-    rates = [[0.0, 0.0], [0.0, 0.1], [0.1, 0.1], [0.5, 0.6], [0.9, 1.0], [1.0, 1.0], [math.nan, math.nan]]
-    store.step(1, collected_of([make_group(draw, each) for draw, each in enumerate(rates)]))
-    store.close()
-    with Reader(tmp_path) as reader:
-        assert reader.pass_rates(10) == [(1, 0, 1), (1, 1, 1), (1, 2, 1), (1, 6, 1), (1, 10, 1), (1, 11, 1)]
-
-
-def test_a_long_run_has_bounded_columns():
-    columns = Columns(list(range(1, 1002)))
-    assert len(columns.bounds) == 334 <= COLUMNS and columns.bounds[-1] == (1000, 1001)
-    means = columns.means({step: float(step) for step in range(1, 1002)})
-    assert means[0] == 2.0 and means[-1] == 1000.5
-    counts = columns.counts([(1, 0, 5), (3, 1, 2), (4, 9, 1)], 3)
-    assert counts[0] == [5, 2, 0] and counts[1] == [0, 0, 1], "what is beyond the last bin is in it"
-    assert columns.means({}) == [None] * 334
-    assert spread(range(1, 101), 4) == [1, 34, 67, 100] and spread([5], 4) == [5]
-
-
-def test_the_groups_that_a_person_would_look_for_are_picked():
-    usual = {"variance": 0.1, "accuracy": 0.5, "reward": 0.0, "tokens": 90, "longest": 30, "truncated": 0}
-    usual |= {"responses": 4, "scorable": 4}
-    changes = [
-        {"variance": 0.2, "truncated": 1},
-        {"variance": 0.25},
-        {"accuracy": 1.0, "variance": 0.0, "reward": 0.5},
-        {"accuracy": 1.0, "variance": 0.0, "reward": 0.9},
-        {"accuracy": 0.0, "variance": 0.0, "reward": -1.0},
-        {"accuracy": 0.0, "variance": 0.0, "reward": -2.0, "longest": 31},
-        {"accuracy": None, "variance": None, "reward": None, "scorable": 0, "truncated": 3},
-        {"scorable": 3},
-        {},
-    ]
-    rows = [usual | change | {"draw": draw} for draw, change in enumerate(changes)]
-    found = {row["draw"]: kinds for row, kinds in picked(rows)}
-    assert found == {1: ["most split"], 3: ["best"], 5: ["worst", "longest"], 6: ["truncated", "unscorable"]}
-    assert picked([]) == []
-
-
-def test_texts_are_shortened_in_the_middle_again_and_again():
+def test_texts_are_shortened_and_groups_left_out_until_they_fit():
     text = "".join(chr(97 + number % 26) for number in range(1000))
     once = shortened([text, 0, ""], 300)
     assert once == [text[:100], 700, text[-200:]]
     assert shortened(once, 150) == [text[:50], 850, text[-100:]] and shortened(once, 300) == once
     assert shortened(["a\x1bb\n", 0, ""], 300) == ["a\N{REPLACEMENT CHARACTER}b\n", 0, ""]
-
-
-def test_more_groups_than_fit_are_thinned_out():
-    groups = [
-        {"question": ["q" * 5000, 0, ""], "sides": [{"answers": [{"text": ["a" * 5000, 0, ""]}]}], "draw": draw}
-        for draw in range(100)
-    ]
+    answers = {"answers": [{"text": ["a" * 5000, 0, ""]}]}
+    groups = [{"question": ["q" * 5000, 0, ""], "sides": [answers], "draw": draw} for draw in range(100)]
     found = bounded(groups, 20_000)
     assert len(json.dumps(found)) <= 20_000 and [group["draw"] for group in found][:2] == [0, 4]
-
-
-def test_what_cannot_be_shown_is_said(hostile, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(hostile), "--html", str(tmp_path / "page.html"), "events"])
-    assert "`--html` shows everything; leave out `events`" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"`--html` \(.*none/page\.html\) cannot be written"):
-        main([str(hostile), "--html", str(tmp_path / "none/page.html")])
-    make_run(tmp_path, 0, text=lambda draw, sample: "")
-    with pytest.raises(SystemExit, match="has no step yet; wait for the first one"):
-        main([str(tmp_path), "--html", str(tmp_path / "page.html")])
 
 
 def test_the_command_in_a_fresh_process(hostile, tmp_path):

@@ -25,6 +25,8 @@ REPOS = {
     "datasets/BytedTsinghua-SIA/DAPO-Math-17k": {"data/train.parquet": b"rows"},
     "datasets/BytedTsinghua-SIA/AIME-2024": {"data/test.parquet": b"held out"},
 }
+RUN = "+experiment=dapo_qwen32b"
+MODEL = (RUN, "data.train_files=[pkg://dapo.tiny/data/train.parquet]", "data.val_files=[]")
 
 
 class Hub(ThreadingHTTPServer):
@@ -35,10 +37,6 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[tuple[str, int]] = []
         self.cut: int | None = None
         self.swapped: dict[str, bytes] = {}
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,15 +49,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].lstrip("/")
         if path.startswith("api/"):
-            repo, _, rest = re.sub(r"/(revision|tree)/", "\n", path.removeprefix("api/"), count=1).partition("\n")
-            files = REPOS[repo]
-            listed = [self.entry(name, body) for name, body in files.items()]
+            repo = re.split("/revision/|/tree/", path.removeprefix("api/"))[0]
+            listed = [self.entry(name, body) for name, body in REPOS[repo].items()]
             tree = [{"type": "file", "path": one["rfilename"], "oid": one["blobId"], **one} for one in listed]
-            self.answer(
-                json.dumps(
-                    tree if "/tree/" in path else {"id": repo.partition("/")[2], "sha": SHA, "siblings": listed}
-                ).encode()
-            )
+            info = {"id": repo.partition("/")[2], "sha": SHA, "siblings": listed}
+            self.answer(json.dumps(tree if "/tree/" in path else info).encode())
             return
         repo, _, rest = path.partition("/resolve/")
         name = rest.partition("/")[2]
@@ -70,132 +64,96 @@ class Handler(BaseHTTPRequestHandler):
 
     @staticmethod
     def entry(name: str, body: bytes) -> dict:
-        lfs = {
-            "sha256": hashlib.sha256(body).hexdigest(),
-            "size": len(body),
-            "pointerSize": 100,
-            "oid": hashlib.sha256(body).hexdigest(),
-        }
+        digest = hashlib.sha256(body).hexdigest()
         blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
-        return {
-            "rfilename": name,
-            "size": len(body),
-            "blobId": blob,
-            **({"lfs": lfs} if name.endswith("tensors") else {}),
-        }
+        found = {"rfilename": name, "size": len(body), "blobId": blob}
+        lfs = {"sha256": digest, "size": len(body), "pointerSize": 100, "oid": digest}
+        return {**found, "lfs": lfs} if name.endswith("tensors") else found
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+    def answer(self, body: bytes, status: int = 200, length: int | None = None, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def file(self, name: str, body: bytes) -> None:
         start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, "0"])[1])
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body) - start))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", SHA)
+        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X_Repo_Commit": SHA}
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.server.asked.append((name, start))
-        if self.server.cut is not None and body == LARGE:
-            self.wfile.write(body[start : self.server.cut])
-            self.wfile.flush()
-            self.close_connection = True
-            return
-        self.wfile.write(body[start:])
+            headers["Content_Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        if self.command != "HEAD":
+            self.server.asked.append((name, start))
+        cut = self.server.cut if body == LARGE else None
+        self.close_connection = cut is not None
+        self.answer(body[start:cut], 206 if start else 200, len(body) - start, **headers)
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
 def fetch(hub: Hub, tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    base |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(ROOT), **env}
+    base = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HUB_OFFLINE": "0"}
+    base |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [sys.executable, str(ROOT / "launch/fetch.py"), *arguments]
-    return subprocess.run(command, env=base, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (tmp_path / "quick").mkdir(exist_ok=True)
+    (tmp_path / "quick/sitecustomize.py").write_text(
+        "import time\nsleep = time.sleep\ntime.sleep = lambda s: sleep(s / 20)\n"
+    )
+    env = {**base, "PYTHONPATH": f"{tmp_path}/quick:{ROOT}", **env}
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
 
-def test_a_model_and_its_data_come_whole_and_are_named(hub: Hub, tmp_path: Path) -> None:
+def test_models_and_data_come_whole_are_named_and_can_be_checked(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
-    done = fetch(hub, tmp_path, str(folder), "+experiment=dapo_qwen32b")
+    judges = [f"{key}=Qwen/Qwen2.5-32B" for key in ("reward.model.path", "reward.judge.engine.path")]
+    given = [RUN, "reward.functions=[{path: judge, wrong: 0.0}]", *judges]
+    done = fetch(hub, tmp_path, str(folder), *given)
     assert done.returncode == 0, done.stderr
     model = folder / f"Qwen--Qwen2.5-32B@{SHA}"
     assert (model / "model.safetensors").read_bytes() == LARGE and not (model / "pytorch_model.bin").exists()
-    overrides = shlex.split(done.stdout.splitlines()[-1])
-    cfg = compose(["+experiment=dapo_qwen32b", *overrides])
+    *overrides, reward_model, judge = shlex.split(done.stdout.splitlines()[-1])
+    assert [reward_model, judge] == [f"reward.model.path={model}", f"reward.judge.engine.path={model}"]
+    cfg = compose([RUN, *overrides])
     assert cfg.model.path == str(model)
     assert cfg.data.train_files == [f"{folder}/BytedTsinghua-SIA--DAPO-Math-17k@{SHA}"]
     assert cfg.data.val_files == [f"{folder}/BytedTsinghua-SIA--AIME-2024@{SHA}"]
     assert checked_data(f"{cfg.data.val_files[0]}:test", key="data.val_files") == f"{cfg.data.val_files[0]}:test"
     assert subprocess.run("sha256sum --check --quiet *.sha256", shell=True, cwd=folder).returncode == 0
-    # Once more: nothing is downloaded; and without the hub every file can be checked.
     before = len(hub.asked)
-    assert (
-        fetch(hub, tmp_path, str(folder), "+experiment=dapo_qwen32b").stdout.splitlines()[-1]
-        == done.stdout.splitlines()[-1]
-    )
-    assert len(hub.asked) == before
+    assert fetch(hub, tmp_path, str(folder), *given).stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
     (model / "config.json").write_text("{}")
     checked = fetch(hub, tmp_path, "--check", str(folder), HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
     assert checked.returncode == 1 and "config.json is not what was fetched" in checked.stderr
     assert len(hub.asked) == before
 
 
-def test_models_that_judge_come_too(hub: Hub, tmp_path: Path) -> None:
-    names = ["reward.model.path=Qwen/Qwen2.5-32B", "reward.judge.engine.path=Qwen/Qwen2.5-32B"]
-    names.append("reward.functions=[{path: judge, wrong: 0.0}]")
-    own = [
-        "model.path=pkg://dapo.tiny/base",
-        "data.train_files=[pkg://dapo.tiny/data/train.parquet]",
-        "data.val_files=[]",
-    ]
-    done = fetch(hub, tmp_path, str(tmp_path / "shared"), "+experiment=dapo_tiny", *own, *names)
-    assert done.returncode == 0, done.stderr
-    overrides = shlex.split(done.stdout.splitlines()[-1])
-    model = tmp_path / f"shared/Qwen--Qwen2.5-32B@{SHA}"
-    assert overrides[-2:] == [f"reward.model.path={model}", f"reward.judge.engine.path={model}"] and model.is_dir()
-
-
 def test_a_broken_download_goes_on_with_the_file_it_broke_off_in(hub: Hub, tmp_path: Path) -> None:
     hub.cut = 40_000
-    data = "data.train_files=[pkg://dapo.tiny/data/train.parquet]"
-    arguments = (str(tmp_path / "shared"), "+experiment=dapo_qwen32b", data, "data.val_files=[]")
-    broken = fetch(hub, tmp_path, *arguments)
+    broken = fetch(hub, tmp_path, str(tmp_path / "shared"), *MODEL)
     assert broken.returncode == 1 and "the same command goes on from here" in broken.stderr, broken.stderr
     assert not list((tmp_path / "shared").glob("*.sha256"))
     hub.cut, hub.asked = None, []
-    assert fetch(hub, tmp_path, *arguments).returncode == 0
+    assert fetch(hub, tmp_path, str(tmp_path / "shared"), *MODEL).returncode == 0
     assert hub.asked == [("model.safetensors", 0)], "what was whole is not fetched again"
 
 
 def test_a_file_that_is_not_the_hubs_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.swapped["config.json"] = b'{"a": 2}'
-    done = fetch(hub, tmp_path, str(tmp_path / "shared"), "+experiment=dapo_qwen32b")
+    done = fetch(hub, tmp_path, str(tmp_path / "shared"), *MODEL)
     assert done.returncode == 1 and "config.json: git hash" in done.stderr
     assert not list((tmp_path / "shared").glob("*.sha256")) and not list((tmp_path / "shared").rglob("config.json"))
 
 
-@pytest.mark.parametrize("arguments", [["+experiment=dapo_qwen32b"], ["--chek", "+experiment=dapo_qwen32b"], ["-x"]])
-def test_no_folder_is_a_message(arguments: list[str], hub: Hub, tmp_path: Path) -> None:
-    done = fetch(hub, tmp_path, *arguments)
+def test_no_folder_is_a_message(hub: Hub, tmp_path: Path) -> None:
+    done = fetch(hub, tmp_path, "--chek", RUN)
     assert done.returncode == 2 and "name a folder" in done.stderr
-    assert not hub.asked and not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["shared", "--help"]])
-def test_help(arguments: list[str], hub: Hub, tmp_path: Path) -> None:
-    done = fetch(hub, tmp_path, *arguments)
-    assert done.returncode == 0 and "python launch/fetch.py FOLDER" in done.stdout, done.stderr
-    assert not hub.asked and not [*tmp_path.iterdir()]
+    assert not hub.asked and [path.name for path in tmp_path.iterdir()] == ["quick"]

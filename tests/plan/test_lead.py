@@ -1,10 +1,9 @@
-"""How long before a time limit a run is told to save, and what launchers read of it."""
+"""How long before a time limit a run is told to save, and what launchers read of `python -m dapo.plan --job`."""
 
 import sys
 
 import pytest
 
-from dapo.config.compose import experiments
 from dapo.plan.__main__ import main
 from dapo.plan.actor import ActorMemory
 from dapo.plan.lead import Lead
@@ -34,7 +33,7 @@ def test_a_run_without_actors_has_neither_update_nor_weights_to_save():
     assert "CHECKPOINT ON DISK: no weights" in report(cfg, shape)
 
 
-@pytest.mark.parametrize("name", experiments())
+@pytest.mark.parametrize("name", ["dapo_tiny", "dapo_qwen7b_hybrid"])
 def test_a_launcher_reads_lead_directory_and_resume(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan", "--job", f"+experiment={name}", "trainer.output_dir=a b"])
@@ -54,3 +53,11 @@ def test_a_launcher_learns_where_a_run_writes_whose_model_the_planner_does_not_k
     said = capsys.readouterr()
     assert said.out == f"output_dir {tmp_path}/run\nresume auto\n"
     assert ended.value.code == 1 and "nobody/unknown" in said.err
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["+experiment=dapo_tiny", "--help"], ["--job", "-h"]])
+def test_help(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dapo.plan", *arguments])
+    main()
+    said = capsys.readouterr()
+    assert "python -m dapo.plan [--job] [+experiment=NAME]" in said.out and said.err == ""

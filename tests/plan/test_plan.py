@@ -56,11 +56,7 @@ def test_refusal_ends_with_1_and_one_message_and_needs_no_worker():
 def test_state_of_32b_by_hand():
     cfg, shape = planned("actor.offload=none")
     memory = ActorMemory(cfg, shape)
-    assert [t.amount for t in memory.state()] == [
-        4 * 32_763_876_352 / 64,
-        4 * 32_763_876_352 / 64,
-        8 * 32_763_876_352 / 64,
-    ]
+    assert [t.amount for t in memory.state()] == [each * 32_763_876_352 / 64 for each in (4, 4, 8)]
     backward = phase(memory, "backward")
     assert term(backward, "2 layers gathered") == 2 * 2 * 487_605_248
     assert term(backward, "head and final norm") == 2 * (152_064 * 5_120 + 5_120)
@@ -163,10 +159,8 @@ def test_the_engine_by_hand():
     *used, cache = engine.terms()
     assert sum(t.amount for t in used) + cache.amount == pytest.approx(0.8 * 80 * GB)
     assert engine.kv_tokens % 16 == 0 and engine.kv_tokens * 65_536 <= cache.amount < (engine.kv_tokens + 16) * 65_536
-    assert (
-        EngineMemory(changed(cfg, {"rollout.vllm.tensor_parallel_size": 16}), shape).kv_bytes_per_token
-        == 2 * 64 * 128 * 2
-    )
+    wide = EngineMemory(changed(cfg, {"rollout.vllm.tensor_parallel_size": 16}), shape)
+    assert wide.kv_bytes_per_token == 2 * 64 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -222,6 +216,9 @@ def test_engines_and_hosts_that_cannot_fit(overrides, message):
     cfg, shape = planned("actor.offload=host", *overrides)
     (found,) = problems(cfg, shape)
     assert message in found
+    if enough := re.search(r"gpu_memory_utilization=(0.28)", found):
+        cfg, shape = planned(f"rollout.vllm.gpu_memory_utilization={enough[1]}")
+        assert problems(cfg, shape) == [] and EngineMemory(cfg, shape).at_full_length < 2
 
 
 @pytest.mark.parametrize("experiment", ["dapo_qwen7b", "dapo_qwen7b_hybrid", "dapo_qwen0.5b_1gpu"])
@@ -234,14 +231,10 @@ def test_a_cache_of_so_many_bytes_counts_whatever_share_is_given(experiment):
     most = int(re.search(r"(?:at most |bytes=)(\d+)", problem)[1])
     assert problems(changed(cfg, {key: most}), shape) == []
     assert len(problems(changed(cfg, {key: most + 10_000_000}), shape)) == 1
-
-
-def test_a_cache_that_is_too_small_is_named_by_its_own_key():
-    cfg, shape = planned("+rollout.vllm.kv_cache_memory_bytes=1000000", experiment="dapo_qwen7b")
-    [problem] = problems(cfg, shape)
-    least = int(re.search(r"rollout.vllm.kv_cache_memory_bytes=(\d+)", problem)[1])
-    assert problems(changed(cfg, {"rollout.vllm.kv_cache_memory_bytes": least}), shape) == []
-    assert "gpu_memory_utilization" not in problem
+    [problem] = problems(changed(cfg, {key: 1_000_000}), shape)
+    if experiment == "dapo_qwen7b":
+        least = int(re.search(rf"{key}=(\d+)", problem)[1])
+        assert problems(changed(cfg, {key: least}), shape) == [] and "gpu_memory_utilization" not in problem
 
 
 def test_an_argument_without_a_value_has_vllms_default():
@@ -249,45 +242,28 @@ def test_an_argument_without_a_value_has_vllms_default():
     assert EngineMemory(cfg, shape).max_num_seqs == MAX_NUM_SEQS and "KV cache" in report(cfg, shape)
 
 
-def test_the_utilization_it_names_is_enough():
-    cfg, shape = planned("rollout.vllm.gpu_memory_utilization=0.28")
-    assert problems(cfg, shape) == []
-    assert EngineMemory(cfg, shape).at_full_length < 2
-
-
 def test_colocated_roles_share_a_gpu():
     overrides = ("trainer.colocate=memory", "rollout.vllm.gpu_memory_utilization=0.6")
     cfg, shape = planned(*overrides, experiment="dapo_qwen7b")
     found = problems(cfg, shape)[0]
-    assert (
-        "has 32.00 GB" in found
-        and "slots of the weight sync (ipc)" in report(cfg, shape)
-        and "rollout.vllm.gpu_memory_utilization=0.4" in found
-    )
+    assert "has 32.00 GB" in found and "rollout.vllm.gpu_memory_utilization=0.4" in found
+    assert "slots of the weight sync (ipc)" in report(cfg, shape)
     assert problems(changed(cfg, {"rollout.vllm.gpu_memory_utilization": 0.4}), shape) == []
 
 
-def test_a_judge_of_the_run_is_counted():
-    judge = [
-        "reward.functions=[{path: judge}]",
-        "reward.judge.engine.path=a/judge",
-        "reward.judge.engine.num_engines=2",
-    ]
-    cfg, shape = planned(*judge, "+reward.judge.engine.vllm.tensor_parallel_size=4", experiment="dapo_qwen7b")
-    assert ", 2 judges on 8 GPUs; memory" in report(cfg, shape)
-    cfg, shape = planned(*judge, "reward.judge.engine.device=cpu", experiment="dapo_qwen7b")
-    assert ", 2 judges on 0 GPUs; memory" in report(cfg, shape)
+@pytest.mark.parametrize(("override", "gpus"), [("vllm.tensor_parallel_size=4", 8), ("device=cpu", 0)])
+def test_a_judge_of_the_run_is_counted(override, gpus):
+    judge = ("reward.functions=[{path: judge}]", "reward.judge.engine.path=a/judge")
+    engines = ("reward.judge.engine.num_engines=2", f"reward.judge.engine.{override}")
+    assert f", 2 judges on {gpus} GPUs; memory" in report(*planned(*judge, *engines, experiment="dapo_qwen7b"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         pytest.param(["+plan.none=1"], "unknown key `plan.none`", id="key"),
-        pytest.param(["plan.hfu=much"], "`plan.hfu` (much) must be a number", id="type"),
         pytest.param(["plan.hfu=2"], "`plan.hfu` (2.0) must be above 0 and at most 1", id="share"),
         pytest.param(["plan.mean_response_tokens=30000"], "must be at most `data.max_response_length`", id="mean"),
-        pytest.param(["actor.ulysses_sequence_parallel_size=16"], "must divide the 40 attention heads", id="heads"),
-        pytest.param(["rollout.vllm.tensor_parallel_size=3"], "must divide the 40 attention heads", id="engines"),
         pytest.param(["model.path=nobody/nothing"], "no config.json", id="model"),
         pytest.param(["+rollout.vllm.kv_cache_dtype=nvfp4"], "`rollout.vllm.kv_cache_dtype` (nvfp4)", id="cache"),
         pytest.param(["+rollout.vllm.dtype=half"], "`rollout.vllm.dtype` (half)", id="width"),

@@ -1,4 +1,4 @@
-"""Real steps taken again: equal to the bit, at staleness 1, with LoRA, from the beginning; and runs of one half."""
+"""Real steps taken again: equal to the bit, at staleness 1; and runs of one half."""
 
 import subprocess
 import sys
@@ -49,17 +49,6 @@ def test_what_another_setting_would_have_made_of_a_step(run: Path, runs: Runs, t
     assert not found.same and "actor/lr" in found.differing
     assert "batch/reward_mean" in found.metrics and "batch/reward_mean" not in found.differing
     assert found.weights is None, "the run kept no model of step 3"
-
-
-@pytest.mark.long
-def test_lora_from_the_beginning(runs: Runs, tmp_path: Path) -> None:
-    lora = ("trainer.total_steps=2", "checkpoint.every=0", "model.lora.rank=4", "algorithm.kl.reward_coeff=0")
-    folder = runs.small(tmp_path / "run", *lora)
-    given = prepare(folder, 2, None, [])
-    assert given.origin is None and given.first == 1
-    runs.train(given.cfg, until=given.step)
-    found = outcome(folder, given.folder, 2)
-    assert found.same and found.weights
 
 
 def test_one_half_generates_and_the_other_trains_on_it(runs: Runs, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """What a replay needs, said before anything starts; how its outcome reads; batches on disk."""
 
 import asyncio
+import json
 import math
 import os
-import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,26 +19,30 @@ from dapo.measure.clock import PhaseClock
 from dapo.replay.__main__ import main
 from dapo.replay.again import prepare
 from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept, stream_of
-from dapo.replay.outcome import Outcome, outcome, words
+from dapo.replay.outcome import Outcome, words
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
 from dapo.store.samples import SampleStore
+from dapo.types import Group
 from tests.support.fakes import make_group, make_prompt
 from tests.support.store.stored import collected_of
 
 TINY = "dapo_tiny"
 
 
+def put(batches: Batches, step: int, groups: list[Group]) -> None:
+    async def written() -> None:
+        await batches.put(step, groups)
+        await batches.written()
+
+    asyncio.run(written())
+
+
 def kept(folder: Path, *steps: int, keep: int | None = None) -> Path:
     """A directory of batches: in step k, draws 2k and 2k + 1."""
     batches = Batches(folder, keep)
-
-    async def put() -> None:
-        for step in steps:
-            await batches.put(step, [make_group(2 * step + k, [1.0, 0.0]) for k in range(2)])
-        await batches.written()
-
-    asyncio.run(put())
+    for step in steps:
+        put(batches, step, [make_group(2 * step + k, [1.0, 0.0]) for k in range(2)])
     return folder
 
 
@@ -70,12 +74,10 @@ def test_what_is_missing_is_said_before_anything_starts(run: Path, words_given: 
         main(arguments)
 
 
-@pytest.mark.parametrize("out", [[], ["--out", "RUN/replays/mine"]])
-def test_a_run_that_cannot_be_written_to_is_replayed_elsewhere(run: Path, out: list[str]) -> None:
-    """Here because a file is in the way."""
-    (run / "replays").touch()
+def test_a_run_that_cannot_be_written_to_is_replayed_elsewhere(run: Path) -> None:
+    (run / "replays").touch()  # a file is in the way
     with pytest.raises(SystemExit, match=r"^dapo.replay: .*replays/\w+ cannot be made \(.*\); give `--out DIR`"):
-        main([str(run), "--step", "1", *(word.replace("RUN", str(run)) for word in out)])
+        main([str(run), "--step", "1"])
 
 
 def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Path) -> None:
@@ -91,13 +93,6 @@ def test_a_step_is_taken_again_under_the_settings_that_it_was_taken_with(run: Pa
     now = OmegaConf.load(run / CONFIG).actor.optim.lr
     assert [prepare(run, step, None, []).cfg.actor.optim.lr for step in (1, 2, 3)] == [1e-3, 2e-3, now]
     assert prepare(run, 1, None, ["actor.optim.lr=3e-3"]).cfg.actor.optim.lr == 3e-3
-
-
-def test_a_key_that_this_program_does_not_know_is_named(run: Path) -> None:
-    text = (run / CONFIG).read_text()
-    (run / CONFIG).write_text(text.replace("rollout:\n", "rollout:\n  num_waiters: 3\n"))
-    with pytest.raises(SystemExit, match=r"^dapo.replay: .*config.yaml.*num_waiters.*another version"):
-        main([str(run), "--step", "1"])
 
 
 def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> None:
@@ -124,12 +119,7 @@ def test_the_newest_batches_stay_and_come_back_as_they_were(tmp_path: Path) -> N
 def test_groups_that_were_read_are_counted_by_their_accuracies(tmp_path: Path) -> None:
     """Where nothing is filtered, as in GRPO, a batch holds groups of every kind."""
     groups = [make_group(index, given) for index, given in enumerate(([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]))]
-
-    async def put() -> None:
-        batches = Batches(tmp_path / "batches", None)
-        await batches.put(1, groups)
-
-    asyncio.run(put())
+    put(Batches(tmp_path / "batches", None), 1, groups)
     cfg = compose([f"--train-only={tmp_path / 'batches'}", "filter_groups.enable=false"], TINY)
     order = PromptOrder([group.draw.prompt for group in groups], seed=0, shuffle=False)
     stream = stream_of(cfg, order, OversamplingBuffer.of(cfg), None, PhaseClock())
@@ -139,21 +129,16 @@ def test_groups_that_were_read_are_counted_by_their_accuracies(tmp_path: Path) -
 
 @pytest.mark.parametrize("other", ["seed", "shuffle", "prompts"])
 def test_answers_to_other_prompts_are_refused(tmp_path: Path, other: str) -> None:
-    """Which another seed, order or file would pair with the draws of a run of the other half."""
     prompts = [make_prompt(number) for number in range(40)]
     order = PromptOrder(prompts, seed=0, shuffle=True)
-
-    async def put() -> None:
-        batches = Batches(tmp_path, None)
-        await batches.put(1, [replace(make_group(index, [0.0, 1.0]), draw=order.draw(index)) for index in range(4)])
-        await batches.written()
+    groups = [replace(make_group(index, [0.0, 1.0]), draw=order.draw(index)) for index in range(4)]
+    put(Batches(tmp_path, None), 1, groups)
 
     def read(found: PromptOrder) -> list[int]:
         buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12)
         collected = asyncio.run(SavedStream(tmp_path, buffer, found.draw).collect())
         return [group.draw.prompt.id for group in collected.groups]
 
-    asyncio.run(put())
     own = [order.draw(index).prompt.id for index in range(4)]
     assert read(PromptOrder(prompts, seed=0, shuffle=True)) == own
     of_another_day = [replace(prompt, token_ids=prompt.token_ids + 1, text="today") for prompt in prompts]
@@ -181,18 +166,9 @@ def test_a_batch_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pyte
     (tmp_path / "file").write_text("no directory")
     kept(tmp_path / "file", 1, keep=20)
     assert "the batch of step 1 was not kept for `dapo.replay`" in capsys.readouterr().err
-
-
-def test_a_batch_that_no_file_can_hold_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     group = make_group(0, [1.0, 0.0])
     group = replace(group, responses=tuple(replace(each, text="\ud800") for each in group.responses))
-    batches = Batches(tmp_path, 20)
-
-    async def put() -> None:
-        await batches.put(1, [group])
-        await batches.written()
-
-    asyncio.run(put())
+    put(Batches(tmp_path / "batches", 20), 1, [group])
     assert "the batch of step 1 was not kept for `dapo.replay`: UnicodeEncodeError" in capsys.readouterr().err
 
 
@@ -202,31 +178,6 @@ def test_a_run_that_only_generates_ends_before_a_step_whose_batch_cannot_be_writ
     batches = Batches(tmp_path / "file", None)
     with pytest.raises(RuntimeError, match=r"the batch of step 1 cannot be written to .*file .*the same command"):
         asyncio.run(batches.put(1, [make_group(0, [1.0, 0.0])]))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_the_processes_of_a_replay_and_ends_it_with_a_message(
-    run: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopped: list[int] = []
-
-    async def train(cfg: Config, *rest: object, until: int, **options: object) -> None:
-        os.kill(os.getpid(), number)
-        try:
-            await asyncio.sleep(5)
-        except asyncio.CancelledError:
-            stopped.append(until)
-            raise
-
-    monkeypatch.setattr("dapo.run.train", train)
-    before = {each: signal.signal(each, lambda *_: None) for each in caught()}
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main([str(run), "--step", "1"])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    assert ended.value.code == 130 and stopped == [1] and "interrupted; nothing was compared" in capsys.readouterr().err
 
 
 def test_an_outcome_tells_what_differs() -> None:
@@ -242,17 +193,13 @@ def test_an_outcome_tells_what_differs() -> None:
     assert same.same and words(same, 7).endswith("equal to the bit, and all 1 parameters")
 
 
-def test_a_step_without_a_line_of_metrics_is_named(run: Path) -> None:
-    with pytest.raises(ValueError, match=r"metrics.jsonl has no line for an update of step 2"):
-        outcome(run, run, 2)
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["--train-only"], r"`trainer.only` is train, and `data.batches` \(empty\) .*give both, as --train-only="),
         (["data.batches=x"], r"`trainer.only` is both, and `data.batches` \(x\) is for train"),
         (["--train-only=NONE"], r"`data.batches` \(NONE\) holds no batch; give the folder batches/ of a run"),
+        (["--rollout-only", "rollout.vllm.load_format=dummy"], r"\(dummy\) gives engines random weights"),
         (["trainer.only=half"], r"`trainer.only` \(half\) must be one of both, rollout, train"),
     ],
 )
@@ -270,12 +217,41 @@ def test_a_whole_run_is_not_continued_as_half_of_one(run: Path) -> None:
 
 
 def test_flags_are_keys(run: Path) -> None:
-    shutil.copytree(run / "batches", run / "other batches")
     flags = ["--rollout-only", f"--train-only={run / 'batches'}", "trainer.seed=3"]
-    assert half_flags(flags) == [
-        "trainer.only=rollout",
-        *("trainer.only=train", f"data.batches={run / 'batches'}"),
-        "trainer.seed=3",
-    ]
+    keys = ["trainer.only=rollout", "trainer.only=train", f"data.batches={run / 'batches'}", "trainer.seed=3"]
+    assert half_flags(flags) == checked_overrides(flags) == keys
     assert compose(flags[1:], TINY).trainer.only == "train"
-    assert checked_overrides(flags) == half_flags(flags)
+
+
+@pytest.mark.parametrize("taken_over", [False, True], ids=["signal", "another process takes the directory"])
+def test_a_replay_that_is_stopped_ends_its_training_and_says_so(
+    run: Path, taken_over: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[int] = []
+
+    async def train(cfg: Config, *rest: object, until: int, **options: object) -> None:
+        if taken_over:
+            other = {"token": "another", "pid": "7", "host": "elsewhere", "since": "yesterday"}
+            (Path(cfg.trainer.output_dir) / ".lease").write_text(json.dumps(other))
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            stopped.append(until)
+            raise
+
+    monkeypatch.setattr("dapo.state.lease.BEAT_S", 0.1)
+    monkeypatch.setattr("dapo.run.train", train)
+    before = {each: signal.signal(each, lambda *_: None) for each in caught()}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main([str(run), "--step", "1"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert stopped == [1]
+    if taken_over:
+        assert "was taken over by process 7 on elsewhere" in " ".join(str(ended.value).split())
+    else:
+        assert ended.value.code == 130 and "interrupted; nothing was compared" in capsys.readouterr().err

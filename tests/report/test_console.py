@@ -1,4 +1,4 @@
-"""Warnings of a run: printed once an hour, then counted; every one is heard of."""
+"""What a run prints: warnings once an hour, then counted; printing ends no run and sends no controls to a terminal."""
 
 import errno
 import io
@@ -6,21 +6,8 @@ import sys
 
 import pytest
 
-from dapo.report import console
 from dapo.report.console import end, hearing_warnings, plain, say, take_repeated, warn
-
-
-class Clock:
-    now = 10.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(console, "time", made := Clock())
-    return made
+from tests.support.clock import Clock
 
 
 def test_a_warning_that_comes_again_is_counted(clock: Clock, capsys: pytest.CaptureFixture) -> None:
@@ -44,6 +31,10 @@ def test_a_warning_that_comes_again_is_counted(clock: Clock, capsys: pytest.Capt
         clock.now += 1
         warn("engine 3 is lost: no token for 14 s, 85% of 1.5 GiB free")
         assert (take_repeated(), err()) == (0, ["engine 3 is lost: no token for 14 s, 85% of 1.5 GiB free"])
+        for _ in range(2):
+            with pytest.raises(SystemExit):
+                end("no space left")
+        assert err() == ["dapo: no space left"] * 2
     assert len(heard) == 8
     assert err() == ["3 more times: engine 3 is lost: no token for # s, #% of # GiB free"]
     for _ in range(2):
@@ -51,8 +42,7 @@ def test_a_warning_that_comes_again_is_counted(clock: Clock, capsys: pytest.Capt
     assert (len(err()), len(heard), take_repeated()) == (2, 8, 0), "outside of a run every one is printed"
 
 
-def test_what_others_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture) -> None:
-    """And passwords of addresses are not printed."""
+def test_control_characters_and_passwords_are_not_printed(capsys: pytest.CaptureFixture) -> None:
     text = "\x1b]0;owned\x07\x1b[2J\u202eabc\r\x9b31m\tü ✓ \U0001f600 ok"
     with pytest.raises(SystemExit):
         say(text)
@@ -65,17 +55,7 @@ def test_what_others_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixt
     assert plain("a\nb") == "a\nb"
 
 
-def test_the_message_that_ends_a_program_is_printed_in_any_case(clock: Clock, capsys: pytest.CaptureFixture) -> None:
-    with hearing_warnings(lambda line: None):
-        for _ in range(2):
-            with pytest.raises(SystemExit):
-                end("no space left")
-    assert capsys.readouterr().err == "dapo: no space left\n" * 2
-
-
 class Refusing(io.StringIO):
-    """A file on a full disk, or a pipe that nobody reads any more."""
-
     def __init__(self, error: OSError) -> None:
         super().__init__()
         self.error = error
@@ -96,10 +76,3 @@ def test_a_line_that_cannot_be_written_ends_no_run(error: OSError, monkeypatch: 
     with pytest.raises(SystemExit):
         end("no space left")
     assert heard == ["engine 3 is lost"] * 2
-
-
-def test_letters_that_a_terminal_lacks_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    monkeypatch.setattr(sys, "stdout", out)
-    say("step 1/2 \u00b7 trainer.total_steps 1 \u2192 2")
-    assert out.buffer.getvalue().decode("latin-1") == "step 1/2 \u00b7 trainer.total_steps 1 ? 2\n"

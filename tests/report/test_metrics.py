@@ -13,7 +13,7 @@ from dapo.config.schema import Config
 from dapo.report.metrics import sample_text, step_metrics
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.outcome import classify
-from dapo.types import Collected, Cut, Group, Response, Score, VersionSpan
+from dapo.types import Collected, Cut, Group, Score, VersionSpan
 from tests.support.fakes import make_group, make_response
 from tests.support.report.reference import undocumented
 
@@ -88,31 +88,23 @@ LEDGER = {
 }
 
 
-def kept(trained: list[Group], filtering: bool) -> list[Response]:
-    return [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
+def collected_of(drawn: list[Group], trained: list[Group], **more) -> Collected:
+    given = {"fates": ("",) * len(drawn), "outcomes": Counter(map(classify, drawn)), "returned": ()}
+    given |= {"why_returned": "", "unfinished": frozenset()}
+    return Collected(drawn=tuple(drawn), groups=tuple(trained), **given | more)
 
 
-def stale_tokens(trained: list[Group], filtering: bool) -> list[int]:
-    return [
-        VERSION - span.version
-        for r in kept(trained, filtering)
-        for span in r.policy_versions
-        for _ in range(span.start, span.end)
-    ]
-
-
-def crossed(trained: list[Group], filtering: bool) -> list[bool]:
-    return [len({span.version for span in r.policy_versions}) > 1 for r in kept(trained, filtering)]
+def replaced(group: Group, **prompt) -> Group:
+    draw = dataclasses.replace(group.draw, prompt=dataclasses.replace(group.draw.prompt, **prompt))
+    return dataclasses.replace(group, draw=draw)
 
 
 def brute_force(
-    drawn: list[Group],
-    trained: list[Group],
-    advantages: list[float],
-    stale: list[int],
-    crossed: list[bool],
-    lost: list[int],
+    drawn: list[Group], trained: list[Group], advantages: list[float], lost: list[int], filtering: bool
 ) -> dict[str, float]:
+    kept = [r for group in trained for r in group.responses if not (filtering and r.finish_reason == "length")]
+    stale = [VERSION - span.version for r in kept for span in r.policy_versions for _ in range(span.start, span.end)]
+    crossed = [len({span.version for span in r.policy_versions}) > 1 for r in kept]
     lengths, truncated, rewards, accuracies, parts = [], 0, [], [], {}
     for group in drawn:
         for response, score in zip(group.responses, group.scores, strict=True):
@@ -182,41 +174,17 @@ def test_every_metric_equals_brute_force(seed, filtering, penalized):
         trained = [some_group(group.draw.index, random, penalized=True) for group in trained]
     cut_off = some_group(8, random, penalized=False)
     lost = [len(response.token_ids) for response in cut_off.responses]
-    collected = Collected(
-        drawn=tuple(drawn),
-        groups=tuple(trained),
-        fates=("",) * len(drawn),
-        outcomes=Counter(classify(group) for group in drawn),
-        returned=(7, 8, 9),
-        why_returned="",
-        unfinished=frozenset({8}),
-        lost=(Cut(lengths=cut_off.lengths),),
-        lost_tokens=sum(lost),
-    )
+    cuts = {"lost": (Cut(lengths=cut_off.lengths),), "lost_tokens": sum(lost)}
+    collected = collected_of(drawn, trained, returned=(7, 8, 9), unfinished=frozenset({8}), **cuts)
     batch = build_batch(trained, cfg, version=VERSION)
     advantages = [sequence.advantage for minibatch in batch.minibatches for sequence in minibatch]
-    expected = brute_force(
-        drawn, trained, advantages, stale_tokens(trained, filtering), crossed(trained, filtering), lost
-    )
+    expected = brute_force(drawn, trained, advantages, lost, filtering)
     tokens = sum(len(sequence.token_ids) for minibatch in batch.minibatches for sequence in minibatch)
     expected["perf/tokens_per_s_per_gpu"] = tokens / (7.5 * 3)
     metrics = step_metrics(collected, batch, UPDATE, SECONDS, make_buffer().metrics(), gpus=3)
     assert set(metrics) == set(expected)
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
     assert all(type(value) is float for value in metrics.values())
-
-
-def whole_batch(groups) -> Collected:
-    """A step that trains on all that it drew."""
-    return Collected(
-        drawn=groups,
-        groups=groups,
-        fates=("trained",) * len(groups),
-        outcomes=Counter(),
-        returned=(),
-        why_returned="",
-        unfinished=frozenset(),
-    )
 
 
 @pytest.mark.parametrize("unscorable", [False, True])
@@ -228,7 +196,7 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     group = dataclasses.replace(group, responses=responses, scores=scores if unscorable else group.scores)
     cfg = Config()
     cfg.reward.overlong_filtering.enable = True
-    collected = whole_batch((group,))
+    collected = collected_of([group], [group])
     metrics = step_metrics(collected, build_batch([group], cfg, version=0), UPDATE, {}, make_buffer().metrics())
     assert math.isnan(metrics["rollout/accuracy"]) is unscorable
     assert math.isnan(metrics["batch/reward_mean"]) is unscorable
@@ -236,48 +204,26 @@ def test_what_cannot_be_averaged_is_not_a_number(unscorable):
     assert metrics["batch/filtered"] == 1.0 and metrics["rollout/truncated"] == 1.0
 
 
-@pytest.mark.parametrize("prediction", ["", "7"])
-def test_a_sample_shows_what_was_asked_answered_and_read(prediction):
-    group = make_group(4, [1.0, 0.0])
+def test_a_sample_shows_what_was_asked_answered_and_read():
+    group = make_group(4, [1.0])
     response = dataclasses.replace(group.responses[0], text="so ``` it is 7" + "!" * 3000)
-    score = dataclasses.replace(group.scores[0], prediction=prediction)
-    group = dataclasses.replace(group, responses=(response, group.responses[1]), scores=(score, group.scores[1]))
-    others = [make_group(index, [1.0, 0.0]) for index in range(4)]
-    groups = (*others, group)
-    collected = whole_batch(groups)
-    text = sample_text(collected, 9)
+    score = dataclasses.replace(group.scores[0], prediction="7")
+    text = sample_text(collected_of([], [dataclasses.replace(group, responses=(response,), scores=(score,))]), 9)
     assert text.startswith("**prompt**\n```\n4\n```") and text.count("```") == 4 and "!" * 1000 in text
-    assert len(text) < 2300
-    read = " · **read as** 7" if prediction else ""
-    assert text.endswith(f"**accuracy** 1 · **reward** 1 · **truth** 4{read}")
+    assert len(text) < 2300 and text.endswith("**accuracy** 1 · **reward** 1 · **truth** 4 · **read as** 7")
 
 
 def test_each_source_has_metrics_of_its_own_groups():
     random = Random(5)
-    drawn = [some_group(index, random, penalized=False) for index in range(30)]
     names = ["sums", "words"]
-    drawn = [
-        dataclasses.replace(
-            group,
-            draw=dataclasses.replace(
-                group.draw, prompt=dataclasses.replace(group.draw.prompt, entry=names[group.draw.index % 3 == 0])
-            ),
-        )
-        for group in drawn
-    ]
-    usable = tuple(group for group in drawn if classify(group) == "mixed")
+    drawn = [some_group(index, random, penalized=False) for index in range(30)]
+    drawn = [replaced(group, entry=names[group.draw.index % 3 == 0]) for group in drawn]
+    usable = [group for group in drawn if classify(group) == "mixed"]
     fates = tuple("trained" if group in usable else classify(group) for group in drawn)
-    collected = Collected(
-        drawn=tuple(drawn),
-        groups=usable,
-        fates=fates,
-        outcomes=Counter(map(classify, drawn)),
-        returned=(),
-        why_returned="surplus",
-        unfinished=frozenset(),
-    )
+    collected = collected_of(drawn, usable, fates=fates, why_returned="surplus")
     batch = build_batch(usable, Config(), version=VERSION)
     found = step_metrics(collected, batch, UPDATE, SECONDS, {})
+    assert undocumented(found) == []
     for number, name in enumerate(names):
         own = [group for group in drawn if (group.draw.index % 3 == 0) == number]
         accuracies = [accuracy for group in own for accuracy in group.accuracies]
@@ -288,4 +234,3 @@ def test_each_source_has_metrics_of_its_own_groups():
         assert found[f"source/{name}/tokens"] == sum(lengths)
         assert found[f"source/{name}/response_length_mean"] == pytest.approx(statistics.mean(lengths))
         assert found[f"source/{name}/accuracy"] == pytest.approx(statistics.mean(accuracies))
-    assert undocumented(found) == []

@@ -1,4 +1,4 @@
-"""What is said between two step lines, and when: the real trainer and stream, a clock that the test moves."""
+"""What is said between two step lines, and when: the real stream, a clock that the test moves."""
 
 import asyncio
 import re
@@ -13,6 +13,7 @@ from dapo.measure.clock import PhaseClock
 from dapo.report import console
 from dapo.report.progress import GENERATING, Moment, Progress, line_of
 from dapo.report.watchdog import Watchdog, waiting
+from dapo.sampling.traffic import Traffic
 from tests.support.clock import Clock
 from tests.support.driver.loops import some_mixed
 from tests.support.fakes import FakeRewards
@@ -35,47 +36,13 @@ MOMENT = Moment(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "left", "line"),
-    [
-        pytest.param(
-            {},
-            "~30s left",
-            "in step 17/80 · generating for 42s · ~30s left · groups 9/16 usable, 4 to be dropped · "
-            "responses 310 done, 202 running · 5.1k tokens/s · longest 41s",
-            id="a batch",
-        ),
-        pytest.param(
-            {"phase_s": 0.2, "usable": 0, "dropped": 0, "ended": 0, "per_s": 0.0, "running": 64, "longest_s": 0.2},
-            "",
-            "in step 17/80 · generating · groups 0/16 usable, 0 to be dropped · "
-            "responses 0 done, 64 running · longest 0s",
-            id="its begin",
-        ),
-        pytest.param(
-            {"phase": "scoring", "running": 0},
-            "",
-            "in step 17/80 · scoring for 42s · groups 9/16 usable, 4 to be dropped · responses 310 done, 0 running · "
-            "5.1k tokens/s",
-            id="its end",
-        ),
-        pytest.param(
-            {"phase": "updating", "phase_s": 200.0, "running": 0, "evaluation": (16, 340, 2048)},
-            "",
-            "in step 17/80 · updating for 3m · eval of step 16 340/2048 answers",
-            id="nothing is generated but answers of an evaluation",
-        ),
-        pytest.param(
-            {"phase": "updating", "phase_s": 5.0, "usable": 2, "dropped": 0},
-            "",
-            "in step 17/80 · updating for 5s · groups 2/16 usable, 0 to be dropped · responses 310 done, 202 running · "
-            "5.1k tokens/s · longest 41s",
-            id="the next batch is generated meanwhile",
-        ),
-    ],
-)
-def test_a_line(changes: dict, left: str, line: str) -> None:
-    assert line_of(replace(MOMENT, **changes), left) == line
+def test_a_line() -> None:
+    assert line_of(MOMENT, "~30s left") == (
+        "in step 17/80 · generating for 42s · ~30s left · groups 9/16 usable, 4 to be dropped · "
+        "responses 310 done, 202 running · 5.1k tokens/s · longest 41s"
+    )
+    updating = replace(MOMENT, phase="updating", phase_s=200.0, running=0, evaluation=(16, 340, 2048))
+    assert line_of(updating, "") == "in step 17/80 · updating for 3m · eval of step 16 340/2048 answers"
 
 
 class Some(EndlessRollouts):
@@ -158,61 +125,42 @@ def test_without_a_terminal_a_long_step_has_a_line_a_minute(clock: Clock, capsys
 def test_on_a_terminal_every_look_is_shown_and_nothing_is_printed(clock: Clock) -> None:
     lines: list[str] = []
     said: list[str] = []
-    with collecting(clock) as (trainer, next_step):
+    with collecting(clock, version=0) as (trainer, next_step):
         dog = Watchdog(EVERY_S)
         dog._began = clock.now
-        with Progress(8, EVERY_S, say=said.append, live=lambda: shown(lines)) as progress:
+        with Progress(80, EVERY_S, say=said.append, live=lambda: shown(lines)) as progress:
             progress.of(trainer)
-            for _ in range(200):
-                clock.now += 1
+
+            def after(seconds: float, steps: int = 1) -> str:
+                clock.now += seconds
                 progress.look(clock.now)
                 with waiting("something new"):
                     assert dog.due(clock.now) == [], "the line in place breaks every silence"
-            assert all("12 tokens/s" in line for line in lines), "what the engines say, however few have ended"
-            assert len(lines) == 200 and lines[-1].startswith("in step 7/8 · generating for 3m · batch in ~3m")
-            next_step()
-            clock.now += 0.5
-            progress.look(clock.now)
-            assert lines[-1].startswith("in step 8/8 · generating for 3m · ~3m left"), "as long as the one before"
-            clock.now += 300
-            progress.look(clock.now)
-            assert "left" not in lines[-1] and "batch in ~8m" in lines[-1], "longer than expected"
+                for _ in range(steps):
+                    next_step()
+                progress.look(clock.now)
+                return lines[-1]
+
+            assert " left" not in after(1, steps=0), "the first one"
+            assert " left" not in after(50, steps=2), "how long each of them took was not seen"
+            assert "~30s left" in after(30) and "~45s left" in after(60)
+            assert [after(10) for _ in range(5)] and "~10s left" in lines[-1], "of those before, none counts any more"
+            assert lines[-1].startswith("in step 10/80") and all("12 tokens/s" in line for line in lines)
+            assert "batch in ~" in after(300, steps=0) and "left" not in lines[-1], "longer than expected"
             progress.of(trainer)  # the actors were lost
-            clock.now += 1
-            progress.look(clock.now)
-            assert lines[-1].startswith("in step 8/8"), lines[-1]
-        shown_so_far = len(lines)
+            assert after(1, steps=0).startswith("in step 10/80")
+            with trainer.clock("update"):
+                assert "batch in" not in after(1, steps=0), "what waits is of the next one"
+            with trainer.clock("reference"):
+                assert "· asking the reference policy ·" in after(0, steps=0)
+            trainer.stream.buffer.progress = lambda: (4, 4, 1)
+            assert "batch in" not in after(1, steps=0), "it is full"
+        so_far = len(lines)
         progress.look(clock.now)
-        assert len(lines) == shown_so_far and said == []
-
-
-class Changing:
-    """A table that changes while it is read, the first time."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def keys(self) -> list[str]:
-        self.read += 1
-        if self.read == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-        return []
-
-
-def test_a_look_that_another_thread_spoils_is_left_out(clock: Clock) -> None:
-    lines: list[str] = []
-    with collecting(clock) as (trainer, _), Progress(8, EVERY_S, live=lambda: shown(lines)) as progress:
-        trainer.clock = SimpleNamespace(since=Changing())
-        progress.of(trainer)
-        for count in (0, 1):
-            clock.now += 1
-            progress.look(clock.now)
-            assert len(lines) == count
+        assert len(lines) == so_far and said == []
 
 
 def test_a_terminal_that_goes_ends_neither_the_watch_nor_the_run(clock: Clock) -> None:
-    """The person has logged out: the kernel refuses what is written there, and the last line cannot be taken away."""
-
     @contextmanager
     def gone() -> Iterator[Callable[[str], None]]:
         def show(line: str) -> None:
@@ -226,31 +174,17 @@ def test_a_terminal_that_goes_ends_neither_the_watch_nor_the_run(clock: Clock) -
         progress.look(clock.now)
 
 
-def test_a_step_is_expected_to_take_as_long_as_the_last_whole_ones(clock: Clock) -> None:
-    lines: list[str] = []
-    with (
-        collecting(clock, version=0) as (trainer, next_step),
-        Progress(80, EVERY_S, live=lambda: shown(lines)) as progress,
-    ):
-        progress.of(trainer)
-
-        def after(seconds: float, steps: int = 1) -> str:
-            clock.now += seconds
-            progress.look(clock.now)
-            for _ in range(steps):
-                next_step()
-            progress.look(clock.now)
-            return lines[-1]
-
-        assert " left" not in after(1, steps=0), "the first one"
-        assert " left" not in after(50, steps=2), "how long each of them took was not seen"
-        assert "~30s left" in after(30) and "~45s left" in after(60)
-        assert [after(10) for _ in range(5)] and "~10s left" in lines[-1], "of those before, none counts any more"
-        assert lines[-1].startswith("in step 10/80")
-        assert "batch in ~" in after(300, steps=0), "it takes longer"
-        with trainer.clock("update"):
-            assert "batch in" not in after(1, steps=0), "what waits is of the next one"
-        with trainer.clock("reference"):
-            assert "· asking the reference policy ·" in after(0, steps=0)
-        trainer.stream.buffer.progress = lambda: (4, 4, 1)
-        assert "batch in" not in after(1, steps=0), "it is full"
+def test_a_group_that_is_cancelled_runs_no_more(clock: Clock) -> None:
+    traffic = Traffic()
+    traffic.start("a", 2)
+    clock.now += 5
+    traffic.start("b", 4)
+    clock.now += 1
+    traffic.end("b")
+    assert (traffic.running, traffic.ended, traffic.longest_s(clock.now)) == (5, 1, 6.0)
+    for _ in range(2):
+        traffic.end("a")
+    assert (traffic.running, traffic.longest_s(clock.now)) == (3, 1.0), "only its verdicts are waited for"
+    traffic.open()
+    traffic.close("b")
+    assert (traffic.running, traffic.ended, traffic.longest_s(clock.now)) == (0, 0, 0.0)

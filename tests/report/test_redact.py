@@ -29,25 +29,15 @@ GIVEN = (
     f"+logging.wandb.settings_of_mine={{access_token: [{SECRET}4, {SECRET}5]}}",
     f"data.val_files=['https://me:{SECRET}6@host/x.parquet', 'https://host/y.parquet?v=1&X-Amz-Signature={SECRET}7']",
 )
-HELD = 7
 
 
-@pytest.mark.parametrize(
-    "name",
-    "token hf_token HF_TOKEN accessToken password db.passwd client_secret secretName api_key APIKey x-api-key "
-    "credentials private_key aws_secret_access_key Authorization basic_auth".split(),
-)
-def test_a_name_says_secret(name: str) -> None:
-    assert is_secret(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    "max_tokens max_num_batched_tokens tokenizer tokenizer_mode eos_token stop_token per_token key keys author path "
-    "loss_agg_mode".split(),
-)
-def test_a_name_does_not(name: str) -> None:
-    assert not is_secret(name)
+def test_keys_that_hold_secrets_are_known_by_their_names() -> None:
+    secret = """token hf_token HF_TOKEN accessToken password db.passwd client_secret secretName api_key APIKey x-api-key
+        credentials private_key aws_secret_access_key Authorization basic_auth"""
+    other = """max_tokens max_num_batched_tokens tokenizer tokenizer_mode eos_token stop_token per_token key keys author
+        path loss_agg_mode"""
+    assert [name for name in secret.split() if not is_secret(name)] == []
+    assert [name for name in other.split() if is_secret(name)] == []
 
 
 def test_no_key_of_ours_is_hidden() -> None:
@@ -80,20 +70,12 @@ def given(folder: Path, *others: str) -> Config:
     return compose([f"trainer.output_dir={folder}", *GIVEN, *others], "dapo_tiny")
 
 
-def holding(folder: Path) -> list[str]:
-    """The files that hold a secret."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert files
-    return [path.name for path in files if SECRET.encode() in path.read_bytes()]
-
-
 def test_what_is_stored_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """config.yaml, its copy in a checkpoint, the sample store with what it was told, TensorBoard and W&B; and what a
-    person gave is left."""
+    """config.yaml, its copy in a checkpoint, the sample store, TensorBoard and W&B; what a person gave is left."""
     monkeypatch.setattr(sys, "argv", ["dapo", *GIVEN])
     monkeypatch.setenv("JUDGE_API_KEY", f"{SECRET}of-the-judge")
     cfg = given(tmp_path, "+logging.wandb.mode=offline", "+logging.wandb.project=p")
-    assert str(asdict(cfg)).count(SECRET) == HELD
+    assert str(asdict(cfg)).count(SECRET) == 7
     cfg.logging.wandb.pop("settings_of_mine")  # which `wandb.init` does not know
     with claim_output_dir(cfg.trainer.output_dir, "auto", asdict(cfg)) as run:
         save(run, 1)
@@ -104,7 +86,8 @@ def test_what_is_stored_holds_no_secret(tmp_path: Path, monkeypatch: pytest.Monk
         logger.event("warning", f"no https://me:{SECRET}8@host with Bearer {SECRET}of-the-judge")
         logger.log(1, {"actor/loss": 0.5})
         logger.close()
-    assert holding(tmp_path) == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
         [(text,)] = connection.execute("SELECT config FROM runs").fetchall()
     stored: dict[str, Any] = json.loads(text)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,13 @@ from dapo.compare.__main__ import main as compare
 from dapo.evaluate.evaluation import Answered
 from dapo.evaluate.summary import metrics, summaries
 from dapo.results.figures import results
-from dapo.results.runs import Problem, Run, labels, positions, read_run
+from dapo.results.runs import read_run
 from dapo.results.summary import CURVES, SUMMARY, conclude, concluded, text
 from dapo.state.lease import LeaseLost
 from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
-from tests.support.report.reference import NAMES
-from tests.support.results.problems import asked
-from tests.support.results.run_files import step_line, store_starts, write_run
+from tests.support.results.run_files import asked, step_line, store_starts, write_run
 
 
 def restarted(engines: int, workers: int = 0) -> dict[str, float]:
@@ -61,16 +59,8 @@ def test_the_whole_run_counts_with_all_its_starts(run: Path) -> None:
     assert (found.name, found.steps, found.total_steps, found.starts) == ("adds", 6, 8, 2)
     assert (found.tokens_generated, found.tokens_trained, found.goodput) == (600, 450, 0.75)
     assert found.seconds["wall"] == 3600 and found.seconds["steps"] == 60 and found.seconds["generation"] == 36
-    assert found.faults == {
-        "restarted_engines": 3,
-        "restarted_actors": 0,
-        "restarted_reward_workers": 3,
-        "restarted_reward_children": 0,
-        "restarted_function_workers": 0,
-        "restarted_judges": 0,
-        "failed_saves": 1,
-        "killed_starts": 1,
-    }
+    counted = {name: count for name, count in found.faults.items() if count}
+    assert counted == {"restarted_engines": 3, "restarted_reward_workers": 3, "failed_saves": 1, "killed_starts": 1}
     assert (found.gpus, found.gpu_hours) == (4, 0.5 * 6 + 0.5 * 4)
     assert found.latest == {"rollout/response_length_mean": 30.0, "rollout/truncated": None, "actor/entropy": None}
 
@@ -157,23 +147,11 @@ def test_a_set_that_came_later_has_its_gain_since_then(tmp_path: Path) -> None:
     assert gains == {"": None, "old": 0.5, "new": 1.0, "once": None} and "share a problem" not in text(found)
 
 
-def test_a_mean_over_sets_has_no_gain_problem_by_problem() -> None:
-    """A set may have the name that the one without a name has in the store."""
-    lines = [{"step": step, "eval/accuracy": 0.5} for step in (0, 1)]
-    problem = Problem(set="", number=0, text="", ground_truth="")
-    run = Run(name="", config={}, records=lines, problems=({problem: 0.0}, {problem: 1.0}))
-    assert [one.gain for one in results(run).held_out] == [None]
-
-
 def test_what_a_person_is_told(run: Path) -> None:
     told = text(results(read_run(run)))
     assert "summary: 6 of 8 steps in 1h00m, started 2 times" in told
-    assert (
-        "held-out accuracy: 0.250 (0.100 to 0.400) at step 0 -> 0.500 (0.350 to 0.650) at step 6; gain +0.625" in told
-    )
+    assert ": 0.250 (0.100 to 0.400) at step 0 -> 0.500 (0.350 to 0.650) at step 6; gain +0.625" in told
     assert "best 0.750 at step 3" in told and "600 generated, 450 of them trained on (goodput 0.750)" in told
-    evaluating = {"step": 1, "perf/step_s": 10.0, "perf/evaluation_s": 5.0, "perf/generation_s": 5.0, "actor/loss": 0.0}
-    assert "time: generation 50%, evaluation 50% of 10s" in text(results(replace(read_run(run), records=[evaluating])))
     assert "generation 60% of 60s" in told and "5.0 GPU hours (4 GPUs)" in told
     assert "survived: engines restarted 3, reward workers restarted 3, failed saves 1, killed starts 1\n" in told
 
@@ -189,30 +167,18 @@ def test_a_run_without_store_and_evaluations_has_what_its_lines_tell(tmp_path: P
     assert "cost: -" in told
 
 
-def test_every_count_of_what_was_restarted_is_told() -> None:
-    """Also of what only some runs have, as judges of their own."""
-    counted = [name.removeprefix("perf/") for name in NAMES if name.startswith("perf/restarted_")]
-    line = step_line(1, 0.5) | {"actor/entropy": 0.1} | {f"perf/{name}": 2.0 for name in counted}
-    found = results(Run(name="", config={}, records=[line]))
-    assert {name: found.faults.get(name) for name in counted} == dict.fromkeys(counted, 2)
-    assert "judges restarted 2" in text(found)
-
-
-def test_what_was_survived_counts_once_where_the_store_lacks_a_step(tmp_path: Path) -> None:
-    """Its disk was full meanwhile."""
+@pytest.mark.parametrize(
+    ("kept", "starts"),
+    [pytest.param((1, 2, 4, 6), 1, id="lacks a step"), pytest.param((4, 5), None, id="began within the run")],
+)
+def test_a_store_that_is_not_whole(kept: tuple[int, ...], starts: int | None, tmp_path: Path) -> None:
+    """Its disk was full meanwhile; or it was damaged and set aside, so that another one began."""
     lines = [step_line(step, 0.5, **restarted(2 + (step > 4))) for step in range(1, 7)]
     folder = write_run(tmp_path / "run", lines)
-    store_starts(folder, ((1, 2, 4, 6), True, 0)).close()
-    assert results(read_run(folder)).faults["restarted_engines"] == 3
-
-
-def test_a_store_that_began_within_the_run_says_nothing_of_all_its_starts(tmp_path: Path) -> None:
-    """A damaged store, and one of another version, is set aside, and a new one begins."""
-    folder = write_run(tmp_path / "run", [step_line(step, 0.5) for step in range(1, 6)])
-    store_starts(folder, ((4, 5), True, 8)).close()
+    store_starts(folder, (kept, True, 8)).close()
     found = results(read_run(folder))
-    assert found.starts is None and found.gpu_hours is None and "failed_saves" not in found.faults
-    assert found.seconds["wall"] == 50 and "cost: -" in text(found)
+    assert (found.starts, found.faults["restarted_engines"], found.seconds["steps"]) == (starts, 3, 60)
+    assert (found.gpu_hours is None) == ("failed_saves" not in found.faults) == (starts is None)
 
 
 def test_a_run_that_began_from_the_checkpoint_of_another_says_which_steps_it_took(
@@ -233,13 +199,6 @@ def test_a_run_of_no_step_yet_has_results(tmp_path: Path) -> None:
     found = results(read_run(folder))
     assert found.starts == 1 and found.faults["killed_starts"] == 0, "it is running"
     assert found.steps == found.seconds["wall"] == 0 and found.drawn is None and found.tokens_generated is None
-
-
-def test_axes() -> None:
-    records = [evaluated(0, 0.1, 0, 1), step_line(2, 0.5), step_line(1, 0.5), evaluated(2, 0.2, 0, 1)]
-    assert positions(records, "step") == {0: 0, 1: 1, 2: 2}
-    assert positions(records, "tokens") == {0: 0, 1: 100, 2: 200}
-    assert positions(records, "seconds") == {0: 0, 1: 10, 2: 20}
 
 
 @pytest.mark.parametrize("broken", ["nothing", "picture"])
@@ -274,7 +233,3 @@ def test_nothing_is_written_without_a_step_or_into_what_is_another_runs(tmp_path
     (folder / "config.yaml").unlink()
     conclude(folder, lambda: None)
     assert f"{folder / SUMMARY} is not written: ValueError" in capsys.readouterr().err
-
-
-def test_labels_of_the_same_run_twice(tmp_path: Path) -> None:
-    assert labels([tmp_path / "a", tmp_path / "a"]) == [f"{tmp_path.name}/a", str(tmp_path / "a")]

@@ -1,13 +1,12 @@
-"""How a reward function is found, by file, module or short name, and what is said where none is found."""
+"""How a reward function is found, by file or module, and what is said where none is found."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from dapo.config.reward import JudgeConfig, RewardFunctionConfig
-from dapo.rewards.calling.functions import RewardFunctions
-from dapo.rewards.calling.loading import READY, load, with_judge
+from dapo.config.reward import RewardFunctionConfig
+from dapo.rewards.calling.loading import load
 
 
 @pytest.mark.parametrize(
@@ -17,9 +16,6 @@ from dapo.rewards.calling.loading import READY, load, with_judge
         pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError"], id="syntax-error"),
         pytest.param("import no_such_thing", "f", ["path", "ModuleNotFoundError", "no_such_thing"], id="its-import"),
         pytest.param("1 / 0", "f", ["reward.functions[3].path", "ZeroDivisionError"], id="raises-at-import"),
-        pytest.param(
-            "raise ValueError('`reward`')", "f", ["functions[3].path", "cannot be imported"], id="value-error"
-        ),
         pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
         pytest.param("def f(solution_str): pass", "f", ["[3]", "cannot be called", "data_source"], id="signature"),
         pytest.param("def score_it(): pass", "scoreit", ["[3].name", "'scoreit'", "mean score_it?"], id="near-name"),
@@ -54,28 +50,3 @@ def test_a_file_shadows_no_module_and_may_define_dataclasses(tmp_path: Path) -> 
     function = load(RewardFunctionConfig(path=str(file), name="f")).call
     assert function() == 2.0
     assert sys.modules["json"] is json and sys.path == search_path
-
-
-JUDGE = with_judge([RewardFunctionConfig(path="judge")], JudgeConfig())[0].kwargs
-
-
-ARGUMENTS = {"overlong": {"max_response_length": 20, "buffer_length": 4}, "judge": JUDGE}
-
-
-@pytest.mark.parametrize("name", READY)
-def test_ready_functions_have_short_names(name: str) -> None:
-    kwargs = ARGUMENTS.get(name, {})
-    short, dotted = (RewardFunctionConfig(path=path, kwargs=kwargs) for path in (name, f"dapo.rewards.{name}"))
-    assert RewardFunctions([short]).labels == RewardFunctions([dotted]).labels == (name,)
-
-
-@pytest.mark.parametrize("name", [name for name in READY if name != "judge"])  # its answers are another's
-def test_ready_functions_score_their_known_answers(name: str) -> None:
-    kwargs = ARGUMENTS.get(name, {})
-    functions = RewardFunctions([RewardFunctionConfig(path=name, kwargs=kwargs)])
-    canaries = functions.canaries()
-    assert {canary.score for _, canary in canaries} > {
-        max(canary.score for _, canary in canaries)
-    } or name == "overlong"
-    for label, canary in canaries:
-        assert functions.score_alone(label, canary) == canary.score

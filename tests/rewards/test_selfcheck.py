@@ -1,6 +1,7 @@
 """The check of data files before a run: formats, counts, failures and exit status."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +22,67 @@ def row(truth: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, rows: list[Any], name: str = "data.jsonl") -> str:
-    path = folder / name
-    if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return str(path)
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Writes the rows, checks them, and returns the exit status, what was printed and the errors."""
+
+    def checked(rows: list[Any], function: str = "math", name: str = "data.jsonl") -> tuple[int, str, str]:
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        status = main([str(path), "--function", function])
+        return status, *capsys.readouterr()
+
+    return checked
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
 @pytest.mark.parametrize("function", ["math", "math_verify", "gsm8k"])
-def test_numbers_in_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, function: str) -> None:
-    path = written(tmp_path, [row("1,080"), row("1080"), row("18"), row("0.5")], name)
-    assert main([path, "--function", function]) == 0
-    assert "4 of 4 right against themselves, 4 of 4 wrong against another" in capsys.readouterr().out
+def test_numbers_in_the_schema(check: Any, name: str, function: str) -> None:
+    status, output, _ = check([row("1,080"), row("1080"), row("18"), row("0.5")], function, name)
+    assert status == 0 and "4 of 4 right against themselves, 4 of 4 wrong against another" in output
 
 
 @pytest.mark.parametrize("function", ["math", "gsm8k"])
-def test_question_and_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str) -> None:
+def test_question_and_answer(check: Any, function: str) -> None:
     rows = [{"question": "?", "answer": f"9 * 2 = <<9*2=18>>18\n#### {number}"} for number in ("18", "1,080")]
-    assert main([written(tmp_path, rows), "--function", function]) == 0
-    assert "2 of 2 right against themselves, 2 of 2 wrong against another" in capsys.readouterr().out
+    status, output, _ = check(rows, function)
+    assert status == 0 and "2 of 2 right against themselves, 2 of 2 wrong against another" in output
 
 
-def test_a_truth_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, [row("18"), row("None"), row("#### 5")])
-    assert main([path]) == 1
-    output = capsys.readouterr().out
-    assert "row 1: 'None' is not right against itself" in output and "row 0" not in output
+def test_a_truth_that_cannot_be_read_is_named(check: Any) -> None:
+    status, output, _ = check([row("18"), row("None"), row("#### 5")])
+    assert status == 1 and "row 1: 'None' is not right against itself" in output and "row 0" not in output
 
 
-def test_a_verifier_that_accepts_another_truth_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verifier_that_accepts_another_truth_fails(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dapo.rewards.math.compute_score", lambda **values: {"score": 1.0, "acc": True, "pred": ""})
-    assert main([written(tmp_path, [row(str(number)) for number in range(12)])]) == 1
-    output = capsys.readouterr().out
-    assert "12 of 12 right against themselves, 0 of 12 wrong" in output
+    status, output, _ = check([row(str(number)) for number in range(12)])
+    assert status == 1 and "12 of 12 right against themselves, 0 of 12 wrong" in output
     assert "row 0: '0' is right against '1' of row 1" in output and "and 2 more" in output
 
 
-def test_an_equation_that_its_right_side_meets_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, [row("x = 5"), row("$7 = 11a+c$"), row("y \\ge= 3"), row("$f(x) = 2x$"), row("12")])
-    assert main([path]) == 0
-    output = capsys.readouterr().out
-    assert "5 of 5 right against themselves" in output
+def test_an_equation_that_its_right_side_meets_is_warned_of(check: Any) -> None:
+    rows = [row("x = 5"), row("$7 = 11a+c$"), row("y \\ge= 3"), row("$f(x) = 2x$"), row("12")]
+    status, output, _ = check(rows)
+    assert status == 0 and "5 of 5 right against themselves" in output
     assert "warning: row 1: the ground truth '$7 = 11a+c$' holds `=`, and '11a+c' alone is right too" in output
     assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 1", " row 2"]
-    assert main([path, "--function", "math_verify"]) == 0
-    assert "row 1" not in capsys.readouterr().out
+    status, output, _ = check(rows, "math_verify")
+    assert status == 0 and "row 1" not in output
 
 
-def test_one_truth_alone_has_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([written(tmp_path, [row("18"), row("18.0")])]) == 0
-    assert "2 of 2 right against themselves, 0 of 0 wrong" in capsys.readouterr().out
+def test_a_list_of_texts_that_differ_is_warned_of(check: Any) -> None:
+    _, output, _ = check([row('["34", "35"]'), row('["34", "34.0"]'), row('["34"]'), row("12")])
+    assert """warning: row 0: the ground truth str '["34", "35"]' lists several texts that differ""" in output
+    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 0"]
+
+
+def test_one_truth_alone_has_no_other(check: Any) -> None:
+    status, output, _ = check([row("18"), row("18.0")])
+    assert status == 0 and "2 of 2 right against themselves, 0 of 0 wrong" in output
 
 
 def problem(outputs: list[str], extra: Any = None, truth: Any = None) -> dict[str, Any]:
@@ -87,27 +94,26 @@ SUM, PRODUCT = "print(sum(map(int, input().split())))", "import math\nprint(math
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
-def test_reference_programs_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_reference_programs_are_run(check: Any, name: str) -> None:
     rows = [
         problem(["3", "7"], {"solution": f"So:\n```python\n{SUM}\n```"}),
         problem(["2", "12"], {"solution": PRODUCT}),
         problem(["-1", "-1"]),
     ]
-    assert main([written(tmp_path, rows, name), "--function", "code"]) == 0
-    output = capsys.readouterr().out
-    assert "3 of 3 ground truths can be read; 2 of 2 reference solutions right on their own tests, 2 of 2" in output
+    status, output, _ = check(rows, "code", name)
+    told = "3 of 3 ground truths can be read; 2 of 2 reference solutions right on their own tests, 2 of 2"
+    assert status == 0 and told in output
 
 
-def test_programs_and_tests_that_are_wrong_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_and_tests_that_are_wrong_are_named(check: Any) -> None:
     rows = [
         {**problem(["3", "7"]), "solutions": json.dumps([SUM, "not this one"])},
         {**problem(["3", "7 "]), "answer": PRODUCT},  # the first solution passes these tests too
         problem([], truth="42"),
         problem([], truth=json.dumps({"inputs": ["1"], "outputs": []})),
     ]
-    assert main([written(tmp_path, rows), "--function", "code"]) == 1
-    output = capsys.readouterr().out
-    assert "2 of 4 ground truths can be read; 1 of 2 reference solutions right" in output
+    status, output, _ = check(rows, "code")
+    assert status == 1 and "2 of 4 ground truths can be read; 1 of 2 reference solutions right" in output
     assert "row 0: the reference solution is right on the tests of row 1 too" in output
     assert "row 1: the reference solution is not right on its own tests: 0 of 2 tests, then another output" in output
     assert "row 2: the ground truth is no problem for `code`" in output
@@ -122,19 +128,17 @@ def test_programs_and_tests_that_are_wrong_are_named(tmp_path: Path, capsys: pyt
         pytest.param([], "has no rows", id="empty"),
     ],
 )
-def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], named: str) -> None:
-    assert main([written(tmp_path, rows)]) == 2
-    assert named in capsys.readouterr().err
+def test_bad_files(check: Any, rows: list[Any], named: str) -> None:
+    status, _, errors = check(rows)
+    assert status == 2 and named in errors
 
 
 @pytest.mark.parametrize(
     ("file", "function", "rows"),
     [
-        pytest.param("gsm8k-train.jsonl", "gsm8k", 7473, id="gsm8k-train"),
-        pytest.param("gsm8k-test.jsonl", "gsm8k", 1319, id="gsm8k-test"),
-        pytest.param("gsm8k-test.jsonl", "math", 1319, id="gsm8k-by-the-rule"),
-        pytest.param("aime-2024.parquet", "math", 960, id="aime"),
-        pytest.param("aime-2024.parquet", "math_verify", 960, id="aime-symbolic"),
+        ("gsm8k-train.jsonl", "gsm8k", 7473),
+        ("gsm8k-test.jsonl", "math", 1319),
+        ("aime-2024.parquet", "math_verify", 960),
     ],
 )
 def test_public_references(capsys: pytest.CaptureFixture[str], file: str, function: str, rows: int) -> None:
@@ -142,11 +146,3 @@ def test_public_references(capsys: pytest.CaptureFixture[str], file: str, functi
         pytest.skip("needs the public data beside the checkout")
     assert main([str(SHARED / file), "--function", function]) == 0
     assert f"{rows} of {rows} right against themselves, {rows} of {rows} wrong" in capsys.readouterr().out
-
-
-def test_a_list_of_texts_that_differ_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, [row('["34", "35"]'), row('["34", "34.0"]'), row('["34"]'), row("12")])
-    main([path])
-    output = capsys.readouterr().out
-    assert """warning: row 0: the ground truth str '["34", "35"]' lists several texts that differ""" in output
-    assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 0"]

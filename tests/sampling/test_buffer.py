@@ -1,14 +1,15 @@
-"""The oversampling buffer against scripted rewards, random orders of completion, staleness and stops."""
+"""The oversampling buffer by example, and the error of a spent budget: rates, histogram, remedy."""
 
 import math
-import random
+import re
+from dataclasses import replace
 
 import pytest
 
-from dapo.sampling.budget import BudgetExhausted
+from dapo.sampling.budget import FAILED, REMEDIES, Budget, BudgetExhausted
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
-from dapo.types import Collected
+from dapo.sampling.draws import TRAINED
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE, classify
 from tests.support.fakes import make_group
 
 NAN = math.nan
@@ -22,20 +23,6 @@ def finish(buffer: OversamplingBuffer, index: int, accuracies: list[float]) -> N
     group = make_group(index, accuracies)
     buffer.generated(index, group.num_tokens)
     buffer.add(group)
-
-
-def run_step(buffer: OversamplingBuffer, verdicts, order: random.Random, version: int = 0) -> Collected:
-    """Drives one step; draws complete in random order. verdicts: accuracies by draw index."""
-    buffer.serving(version)
-    buffer.open()
-    running: list[int] = []
-    while not buffer.full:
-        running += buffer.take()
-        index = running.pop(order.randrange(len(running)))
-        finish(buffer, index, verdicts(index))
-    collected = buffer.close()
-    buffer.trained()
-    return collected
 
 
 @pytest.mark.parametrize(
@@ -64,43 +51,6 @@ def test_a_group_needs_its_share_of_scored_responses():
     assert classify(group, min_scored=3) == UNSCORABLE
 
 
-def test_keeps_the_first_mixed_groups_in_draw_order_whatever_finishes_first():
-    def verdicts(index: int) -> list[float]:
-        return [1.0, 0.0] if index % 3 == 1 else [0.0, 0.0]
-
-    for seed in range(50):
-        collected = run_step(make_buffer(), verdicts, random.Random(seed))
-        assert [group.draw.index for group in collected.groups] == [1, 4, 7, 10]
-        assert [group.draw.index for group in collected.drawn] == list(range(11))
-        assert collected.outcomes == {MIXED: 4, ALL_WRONG: 7}
-        assert list(collected.returned) == list(range(11, 11 + len(collected.returned)))
-
-
-def test_completion_trains_on_what_finishes_first_and_draws_the_rest_again():
-    buffer = make_buffer(batch=2, max_in_flight=4, admission="completion")
-    buffer.open()
-    assert buffer.take() == [0, 1, 2, 3]
-    finish(buffer, 3, [1.0, 0.0])
-    finish(buffer, 1, [1.0, 0.0])
-    collected = buffer.close()
-    buffer.trained()
-    assert [group.draw.index for group in collected.groups] == [1, 3]
-    assert collected.returned == (0, 2)
-    buffer.serving(1)
-    buffer.open()
-    assert buffer.take()[:2] == [0, 2]
-
-
-def test_consecutive_steps_skip_no_draw():
-    rng = random.Random(1)
-    kinds = {index: [1.0, 0.0] if rng.random() < 0.4 else [1.0, 1.0] for index in range(2000)}
-    buffer = make_buffer()
-    drawn: list[int] = []
-    for step in range(20):
-        drawn += [g.draw.index for g in run_step(buffer, kinds.__getitem__, random.Random(step), step).drawn]
-    assert drawn == list(range(len(drawn)))
-
-
 def test_in_flight_never_exceeds_its_bound_and_refills_at_once():
     buffer = make_buffer(batch=8, max_in_flight=10)
     buffer.open()
@@ -119,79 +69,6 @@ def test_without_filter_every_scorable_group_is_trained_on_and_nothing_is_oversa
     for index, accuracies in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]):
         finish(buffer, index, accuracies)
     assert [group.draw.index for group in buffer.close().groups] == [0, 1, 2, 3]
-
-
-def draw_until_the_budget_ends(buffer: OversamplingBuffer, verdicts) -> int:
-    buffer.open()
-    taken = 0
-    while not buffer.full:
-        for index in buffer.take():
-            taken += 1
-            finish(buffer, index, verdicts(index))
-    return taken
-
-
-def test_budget_ends_with_the_rates_and_what_to_change():
-    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
-    with pytest.raises(BudgetExhausted, match="12 draws for one update, and 0 of the 4") as error:
-        draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0] if index % 4 else [0.0, 0.0])
-    message = str(error.value)
-    assert "mixed 0%, all correct 75%, all wrong 25%, unscorable 0%, stale 0%" in message
-    assert "pass rate: 0: 3, 0..0.25: 0, 0.25..0.5: 0, 0.5..0.75: 0, 0.75..1: 0, 1: 9" in message
-    assert "too easy" in message and "filter_groups.max_num_gen_batches" in message
-
-
-def test_a_partial_batch_is_trained_on_where_asked_for_but_an_empty_one_is_an_error():
-    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12, on_budget="train_partial")
-    assert draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0]) == 12
-    collected = buffer.close()
-    buffer.trained()
-    assert [group.draw.index for group in collected.groups] == [2, 11] and len(collected.drawn) == 12
-    with pytest.raises(BudgetExhausted):
-        draw_until_the_budget_ends(buffer, lambda index: [1.0, 1.0])
-
-
-def test_accepted_groups_survive_a_stop():
-    buffer = make_buffer(batch=4, max_in_flight=6, max_draws=12)
-    with pytest.raises(BudgetExhausted):
-        draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index in (2, 11) else [1.0, 1.0])
-    again = make_buffer(batch=3, max_in_flight=6)
-    again.restore(buffer.state(), buffer.held(), version=0)
-    again.open()
-    running = again.take()
-    assert running and running[0] == 12, "nothing is drawn twice"
-    finish(again, 12, [1.0, 0.0])
-    assert [group.draw.index for group in again.close().groups] == [2, 11, 12]
-
-
-def test_a_gap_in_the_draw_order_is_closed_after_a_stop():
-    """What is held beyond the gap would fill the batch, but its turn comes after the draw that was in flight."""
-    buffer = make_buffer(batch=2, max_in_flight=4, max_draws=4)
-    buffer.open()
-    assert buffer.take() == [0, 1, 2, 3]
-    for index in (1, 2, 3):
-        finish(buffer, index, [1.0, 0.0])
-    again = make_buffer(batch=2, max_in_flight=4, max_draws=4)
-    again.restore(buffer.state(), buffer.held(), version=0)
-    again.open()
-    assert again.take() == [0] and not again.full
-    finish(again, 0, [1.0, 1.0])
-    assert [group.draw.index for group in again.close().groups] == [1, 2]
-
-
-def test_a_batch_is_kept_until_it_was_trained_on():
-    buffer = make_buffer(batch=2, max_in_flight=4)
-    buffer.open()
-    for index in buffer.take():
-        finish(buffer, index, [1.0, 0.0] if index else [0.0, 0.0])
-    collected = buffer.close()
-    assert buffer.draws.counts["trained"] == 0
-    again = make_buffer(batch=2, max_in_flight=4)
-    again.restore(buffer.state(), buffer.held(), version=0)
-    again.open()
-    assert again.full and [g.draw.index for g in again.close().groups] == [g.draw.index for g in collected.groups]
-    again.trained()
-    assert again.draws.counts["trained"] == 2 and again.held() == []
 
 
 def test_nothing_is_generated_for_updates_after_the_last():
@@ -232,8 +109,136 @@ def test_without_filter_a_group_without_signal_is_trained_on():
     assert len(buffer.close().groups) == 2
 
 
-def test_a_budget_that_overlong_filtering_spent_says_so():
-    buffer = make_buffer(batch=2, max_in_flight=4, max_draws=4, has_signal=lambda group: False)
-    with pytest.raises(BudgetExhausted, match="mixed 75%, all correct 25%") as error:
-        draw_until_the_budget_ends(buffer, lambda index: [1.0, 0.0] if index else [1.0, 1.0])
-    assert "data.max_response_length" in str(error.value) and "too easy" not in str(error.value)
+BINS = ["0", "0..0.25", "0.25..0.5", "0.5..0.75", "0.75..1", "1"]
+
+
+def budget_of(*groups: list[float], drawn: int = 0, **options) -> Budget:
+    budget = Budget(**{"max_draws": 99, "gen_batch": 1, "train_partial": False, **options})
+    budget.drawn = drawn or len(groups)
+    for index, accuracies in enumerate(groups):
+        group = make_group(index, accuracies)
+        budget.add(group, classify(group), classify(group))
+    return budget
+
+
+def message_of(budget: Budget, *, usable: int, wanted: int) -> str:
+    with pytest.raises(BudgetExhausted) as error:
+        budget.end(usable=usable, wanted=wanted)
+    return str(error.value)
+
+
+def histogram(message: str) -> dict[str, int]:
+    found = re.search(r"groups by pass rate: (.*)\n", message)
+    assert found, message
+    return {name: int(count) for name, count in (part.split(": ") for part in found[1].split(", "))}
+
+
+def share(message: str, name: str) -> int:
+    found = re.search(rf"\b{name} (\d+)%", message)
+    assert found, message
+    return int(found[1])
+
+
+def right(count: int, of: int = 16) -> list[float]:
+    return [1.0] * count + [0.0] * (of - count)
+
+
+def test_each_pass_rate_has_its_bin():
+    groups = [right(0), right(1), right(4), right(8), right(15), right(16), [0.95] * 16]
+    groups += [[NAN] * 14 + [1.0, 0.0], [NAN] * 4]  # NaN counts neither way, and a group without verdicts nowhere
+    found = histogram(message_of(budget_of(*groups), usable=0, wanted=16))
+    assert found == dict(zip(BINS, [1, 1, 1, 2, 2, 1], strict=True))
+
+
+def test_the_rates_are_shares_of_the_scored_groups():
+    groups = [right(16)] * 5 + [right(0)] * 2 + [right(8)] * 2 + [[NAN] * 4]
+    budget = budget_of(*groups, drawn=20)
+    budget.stale = 5
+    message = message_of(budget, usable=2, wanted=8)
+    assert message.startswith("20 draws ") and " 2 of the 8 usable groups " in message
+    rates = {name: share(message, name.replace("_", " ")) for name in (MIXED, ALL_CORRECT, ALL_WRONG, UNSCORABLE)}
+    assert rates == {MIXED: 20, ALL_CORRECT: 50, ALL_WRONG: 20, UNSCORABLE: 10}
+    assert sum(histogram(message).values()) == 9
+    assert share(message, "stale") == 25, "of the draws"
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        pytest.param([right(16)] * 3 + [right(0)] * 2, ALL_CORRECT, id="too easy"),
+        pytest.param([right(16)] * 2 + [right(0)] * 3, ALL_WRONG, id="too hard"),
+        pytest.param([right(16)] * 2 + [[NAN] * 16] * 3, UNSCORABLE, id="no verdicts"),
+        pytest.param([right(8)] * 9 + [right(0)], ALL_WRONG, id="mostly mixed, and the rest too hard"),
+    ],
+)
+def test_the_remedy_is_that_of_the_largest_share(groups, reason):
+    message = message_of(budget_of(*groups), usable=0, wanted=16)
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [reason]
+    for key in ("filter_groups.max_num_gen_batches", "data.train_batch_size", "filter_groups.on_budget=train_partial"):
+        assert key in message
+
+
+def test_responses_that_the_rollout_function_failed_are_no_fault_of_the_reward_function():
+    """A function that fails for all but the shortest responses does not end the run by itself: it may be too long."""
+    budget = budget_of(right(16), [NAN] * 16)
+    for index in range(3):
+        group = make_group(index, [NAN] * 15 + [1.0])
+        ended = [replace(one, finish_reason="error") for one in group.responses[:15]]
+        group = replace(group, responses=(*ended, *group.responses[15:]))
+        budget.add(group, UNSCORABLE, UNSCORABLE)
+    message = message_of(budget, usable=0, wanted=16)
+    assert share(message, "unscorable") == 80
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [FAILED]
+    assert "`rollout.function` fails" in message
+
+
+def test_groups_that_overlong_filtering_empties_count_as_mixed_and_have_a_remedy_of_their_own():
+    budget = budget_of(right(16), right(16))
+    for index in range(3):
+        budget.add(make_group(index, right(8)), MIXED, OVERLONG)
+    message = message_of(budget, usable=0, wanted=16)
+    assert share(message, "mixed") == 60 and share(message, "all correct") == 40
+    assert [name for name, remedy in REMEDIES.items() if remedy in message] == [OVERLONG]
+
+
+def test_what_is_left_and_a_partial_batch_is_never_nothing():
+    for max_draws, drawn, left in [(0, 0, math.inf), (0, 10**6, math.inf), (24, 0, 24), (24, 23, 1), (24, 24, 0)]:
+        assert budget_of(max_draws=max_draws, drawn=drawn).left == left
+    budget = budget_of(right(8), right(0), train_partial=True)
+    assert budget.end(usable=1, wanted=4) == 1
+    assert " 0 of the 4 usable " in message_of(budget, usable=0, wanted=4)
+
+
+def test_each_update_starts_with_an_empty_tally():
+    budget = budget_of(right(16), right(0), drawn=9, max_draws=10)
+    budget.open(stale=3)
+    assert budget.left == 10
+    message = message_of(budget, usable=0, wanted=4)
+    assert message.startswith("0 draws ") and set(histogram(message).values()) == {0}
+
+
+@pytest.mark.parametrize("train_partial", [False, True])
+@pytest.mark.parametrize(("gen_batch", "groups"), [(50, 1000), (60, 1200)])
+def test_without_a_bound_a_search_that_finds_nothing_ends(gen_batch, groups, train_partial):
+    budget = budget_of(*[right(0)] * (groups - 1), max_draws=0, gen_batch=gen_batch, train_partial=train_partial)
+    assert budget.left == math.inf
+    budget.add(make_group(0, right(16)), ALL_CORRECT, ALL_CORRECT)
+    assert budget.left == 0
+    message = message_of(budget, usable=0, wanted=4)
+    assert f"none among the last {groups}" in message and "max_num_gen_batches" not in message
+    budget.open(stale=0)
+    for index in range(1999):
+        assert budget.left == math.inf
+        usable = index == 999
+        group = make_group(index, right(8 if usable else 0))
+        budget.add(group, MIXED if usable else ALL_WRONG, TRAINED if usable else ALL_WRONG)
+
+
+def test_a_run_without_a_bound_and_without_a_usable_group_ends():
+    buffer = OversamplingBuffer(train_batch_size=4, max_in_flight=12)
+    buffer.open()
+    with pytest.raises(BudgetExhausted, match="none among the last 10"):
+        while True:
+            for index in buffer.take():
+                finish(buffer, index, right(0, 4))
+    assert 1000 <= buffer.draws.drawn < 1012

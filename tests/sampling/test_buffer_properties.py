@@ -1,26 +1,25 @@
 """The oversampling buffer under random schedules: the books balance, every step trains on what is due."""
 
 import random
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
+from dapo.sampling.buffer import DRAW_ORDER
 from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
-from tests.support.fakes import make_group
 from tests.support.sampling.buffer_world import IN_GENERATION, IN_REWARD, TO_RETRY, World
-from tests.support.sampling.verdicts import Verdict, draw_of, verdicts
+from tests.support.sampling.verdicts import Verdict, verdicts
 
-SHARES = st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0])
 SEEDS = st.integers(0, 10**6)
-SELDOM = ["late", "late", "stop", "resize", "refuse"]
-MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 5 + SELDOM
+# A world of a hundred events shrinks for minutes.
+WORLDS = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+FEW = settings(WORLDS, max_examples=settings.default.max_examples // 2)
+SELDOM = ["late", "late", "stop", "resize", "refuse", "crash", "crash", "checkpoint"]
+MOVES = ["score"] * 30 + ["generate"] * 8 + ["close"] * 10 + ["update"] * 7 + SELDOM
 ROOMS = st.sampled_from([None, None, None, 0, 1, 3])
 EVENTS = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30), ROOMS), min_size=40, max_size=120)
 
@@ -37,12 +36,16 @@ def endless(seed: int) -> Iterator[int]:
 
 
 @st.composite
-def some_sizes(draw) -> dict:
+def some_options(draw) -> dict:
+    width = draw(st.sampled_from([1, 2, 3, 4, 6, 10, 20]))
+    batches, on_budget = draw(st.sampled_from([(0, "fail"), (1, "fail"), (1, "train_partial"), (3, "train_partial")]))
     return {
         "train_batch_size": draw(st.integers(1, 6)),
-        "max_in_flight": draw(st.sampled_from([1, 2, 3, 4, 6, 10, 20])),
+        "max_in_flight": width,
         "filter_groups": draw(st.sampled_from([True, True, True, False])),
         "max_staleness": draw(st.integers(0, 3)),
+        "max_draws": batches * width,
+        "on_budget": on_budget,
     }
 
 
@@ -56,45 +59,36 @@ def move(world: World, kind: str, pick: int, room: int | None) -> None:
         world.generate(waiting[pick % len(waiting)])
     elif kind == "close" and world.buffer.collecting and world.buffer.full:
         world.close()
-    elif kind == "update":
-        world.update()
     elif kind == "late" and gone:
         world.late(gone[pick % len(gone)])
     elif kind == "refuse" and world.closed:
         world.refuse()
-    elif kind == "stop":
-        world.stop()
     elif kind == "resize":
         world.stop(train_batch_size=1 + pick % 5, max_staleness=pick % 4)
+    elif kind in ("update", "stop", "crash", "checkpoint"):
+        getattr(world, kind)()
     world.audit()
     world.take(room)
     world.audit()
 
 
 @pytest.mark.parametrize("admission", [DRAW_ORDER, "completion"])
-@pytest.mark.parametrize(
-    ("batches", "on_budget"),
-    [
-        pytest.param(0, "fail", id="no budget"),
-        pytest.param(1, "fail", id="budget"),
-        pytest.param(1, "train_partial", id="partial batches"),
-        pytest.param(3, "train_partial", id="partial batches, wide budget"),
-    ],
-)
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
-@given(sizes=some_sizes(), share=SHARES, seed=SEEDS, events=EVENTS)
-def test_the_books_balance_at_every_event(directory, admission, batches, on_budget, sizes, share, seed, events):
+@WORLDS
+@given(options=some_options(), share=st.sampled_from([0.5, 0.3, 0.8, 1.0, 0.05, 0.0]), seed=SEEDS, events=EVENTS)
+def test_the_books_balance_at_every_event(tmp_path_factory, admission, options, share, seed, events):
     """And no draw is trained twice, too old, out of order or left out, and the buffer never waits for nothing."""
-    budget = {"max_draws": batches * sizes["max_in_flight"], "on_budget": on_budget}
-    world = World(directory, verdicts(seed, share), admission=admission, **sizes, **budget)
+    world = World(tmp_path_factory.mktemp("journal"), verdicts(seed, share), admission=admission, **options)
+    world.checkpoint()
     world.take()
     for event in events:
         move(world, *event)
+    world.crash()
     world.run(endless(seed), until=len(world.steps) + 3, at_most=100)
     used = [index for step in world.steps for index in step]
     assert len(used) == len(set(used))
     if world.in_order:
         assert used == list(range(len(used)))
+    world.close_journal()
 
 
 def due(verdict: Verdict, batch: int, steps: int) -> list[list[int]]:
@@ -111,47 +105,40 @@ def due(verdict: Verdict, batch: int, steps: int) -> list[list[int]]:
     return used[:-1]
 
 
-@settings(deadline=None, max_examples=40)
+@pytest.mark.parametrize("batches", [0, 2])
+@WORLDS
 @given(
     seed=SEEDS,
     share=st.sampled_from([0.2, 0.5, 1.0]),
     batch=st.integers(1, 5),
     width=st.integers(1, 16),
-    stops=st.lists(st.integers(0, 25), max_size=4),
+    ends=st.lists(st.tuples(st.integers(0, 25), st.sampled_from(["crash", "checkpoint", "stop"])), max_size=5),
 )
-def test_at_staleness_0_a_step_depends_on_the_verdicts_alone(directory, seed, share, batch, width, stops):
-    """Whatever finishes first, however many run at once, wherever the run is stopped and continued."""
+def test_at_staleness_0_a_step_depends_on_the_verdicts_alone(
+    tmp_path_factory, batches, seed, share, batch, width, ends
+):
+    """Whatever finishes first, however many run at once, wherever the run ends and goes on. Also where the budget of a
+    step is spent: what was drawn before counts towards it, whether a checkpoint in mid-step or the journal has it."""
     verdict = verdicts(seed % 5, share)
-    world = World(directory, verdict, train_batch_size=batch, max_in_flight=width)
-    for groups in stops:
-        world.run(endless(seed), until=4, at_most=groups)
-        world.stop()
-    world.run(endless(seed + 1), until=4, at_most=1000)
-    assert world.steps == due(verdict, batch, 4)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=SEEDS,
-    share=st.sampled_from([0.1, 0.3, 1.0]),
-    width=st.integers(1, 16),
-    stops=st.lists(st.integers(0, 25), max_size=4),
-)
-def test_a_stop_in_mid_step_gives_the_update_no_second_budget(directory, seed, share, width, stops):
-    """The steps are those of a run that nothing stops, partial ones among them: at staleness 0."""
-    verdict, options = verdicts(seed % 5, share), {"max_draws": 2 * width, "on_budget": "train_partial"}
-    straight = World(directory, verdict, max_in_flight=width, **options)
+    options = {"train_batch_size": batch, "max_in_flight": width, "max_draws": batches * width}
+    options["on_budget"] = "train_partial"
+    folder = tmp_path_factory.mktemp("journal")
+    straight = World(folder / "straight", verdict, **options)
     straight.run(endless(seed), until=4, at_most=1000)
-    world = World(directory, verdict, max_in_flight=width, **options)
-    for groups in stops:
-        world.run(endless(seed), until=4, at_most=groups)
-        world.stop()
+    world = World(folder, verdict, **options)
+    world.checkpoint()
+    for groups, end in ends:
+        world.run(endless(seed + groups), until=4, at_most=groups)
+        getattr(world, end)()
     world.run(endless(seed + 1), until=4, at_most=1000)
     if straight.exhausted == world.exhausted == 0:
         assert world.steps == straight.steps
+    if batches == 0:
+        assert world.steps == due(verdict, batch, 4)
+    world.close_journal()
 
 
-@settings(deadline=None, max_examples=40)
+@FEW
 @given(
     seed=SEEDS,
     share=st.sampled_from([0.3, 1.0]),
@@ -181,7 +168,7 @@ def test_a_batch_that_is_refused_comes_again_and_its_tokens_are_wasted_as_refuse
         assert world.steps == due(verdict, 3, 5)
 
 
-@settings(deadline=None, max_examples=40)
+@FEW
 @given(seed=SEEDS, width=st.integers(3, 12), partial=st.booleans())
 def test_a_budget_ends_a_step_exactly_where_its_draws_hold_no_batch(directory, seed, width, partial):
     verdict = verdicts(seed, 0.3)
@@ -233,39 +220,3 @@ def test_what_goes_back_at_the_end_of_a_step_is_no_reason_to_start_more_than_is_
         world.update()
     world.buffer.rate.restore([1e6, 1e6])
     assert world.take() == [3, 4, 5]
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize(("takes", "update"), [pytest.param(40, 10, id="long"), pytest.param(10, 25, id="short")])
-def test_with_an_exact_rate_and_steady_timing_hardly_any_group_becomes_stale(staleness, rate, takes, update):
-    """Every draw takes equally long; engines have room for all. Measured: 0 to 0.6 % of the draws."""
-    buffer = OversamplingBuffer(train_batch_size=64, max_in_flight=1000, max_staleness=staleness)
-    rng = random.Random(f"{staleness}/{rate}")
-    mixed, solved = make_group(0, [1.0, 0.0]), make_group(0, [1.0, 1.0])
-    running: deque[tuple[int, int]] = deque()  # (time of its end, draw)
-    started = returned = version = now = opens = 0
-    buffer.open()
-    while version < 40:
-        now += 1
-        if now == opens:
-            assert buffer.in_flight + len(buffer.held()) > 64, "the update was not used to generate"
-            buffer.trained()
-            buffer.serving(version)
-            buffer.open()
-        buffer.rate.restore([rate * 1e12, 1e12])
-        batch = buffer.take(room=20)
-        started += len(batch)
-        running.extend((now + takes, index) for index in batch)
-        while running and running[0][0] <= now:
-            index = running.popleft()[1]
-            group = replace(mixed if rng.random() < rate else solved, draw=draw_of(index))
-            buffer.generated(index, group.num_tokens)
-            buffer.add(group)
-        if buffer.collecting and buffer.full:
-            gone = buffer.close().returned
-            returned += len(gone)
-            running = deque((end, index) for end, index in running if index not in gone)
-            version += 1
-            opens = now + update
-    assert returned <= 0.01 * started, f"{returned} of {started}"

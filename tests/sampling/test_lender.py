@@ -1,11 +1,14 @@
-"""When the actors' GPUs change hands, on stand-ins: what is tried, what is measured, what an update waits for."""
+"""When the actors' GPUs change hands, on stand-ins, and when that pays."""
 
 import asyncio
+import heapq
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dapo.sampling.lender import Lender
-from dapo.sampling.lending import Slots
+from dapo.sampling.lending import Lending, Slots
 
 
 class World:
@@ -48,20 +51,12 @@ class World:
 def test_the_first_time_is_a_trial_and_then_the_measured_seconds_decide():
     async def run():
         world = World()
-        assert await world.step(0) == {
-            "perf/lending/wakes": 0.0,
-            "perf/lending/awake_s": 0.0,
-            "perf/lending/forecast_s": 0.0,
-        }
+        nothing = {f"perf/lending/{name}": 0.0 for name in ("wakes", "awake_s", "forecast_s")}
+        assert await world.step(0) == nothing
         first = await world.step(1, seconds=7.0)
         assert world.events == ["update", "wake", "serve", "sleep", "update"]
-        assert first == {
-            "perf/lending/wakes": 1.0,
-            "perf/lending/awake_s": 7.0,
-            "perf/lending/forecast_s": 0.0,
-            "perf/lending/wake_s": 4.0,
-            "perf/lending/sleep_s": 2.0,
-        }
+        spent = {"wakes": 1.0, "awake_s": 7.0, "wake_s": 4.0, "sleep_s": 2.0}
+        assert first == nothing | {f"perf/lending/{name}": value for name, value in spent.items()}
         world.events.clear()
         # 8 that wait take 8 s of the ten slots; with ten more from 4 s on, 4 + 2: 2 s less, and 2 s to sleep
         assert (await world.step(8))["perf/lending/wakes"] == 0 and world.events == ["update"]
@@ -119,3 +114,37 @@ def test_a_run_that_ends_waits_for_the_wake_and_leaves_the_gpus_to_whom_has_them
         assert world.events == ["wake"]
 
     asyncio.run(run())
+
+
+SECONDS = st.floats(0.0, 300.0)
+LENDINGS = st.builds(Lending, own=st.integers(1, 2000), lent=st.integers(0, 2000), wake_s=SECONDS, sleep_s=SECONDS)
+
+
+@given(lending=LENDINGS, waiting=st.floats(0.0, 10_000.0), response=st.floats(0.1, 500.0))
+def test_the_gain_is_never_more_than_the_others_could_take_nor_less_than_the_sleep(lending, waiting, response):
+    alone = waiting * response / lending.own
+    gain = lending.gain_s(waiting, response)
+    share = lending.lent / (lending.own + lending.lent)
+    assert -lending.sleep_s - 1e-6 <= gain <= max(0.0, alone - lending.wake_s) * share - lending.sleep_s + 1e-6
+
+
+def finished(waiting: int, slots: list[float], response: float) -> float:
+    """When the last of so many responses starts its slot's next free moment. slots: when each is free at first."""
+    heapq.heapify(slots)
+    for _ in range(waiting):
+        heapq.heapreplace(slots, slots[0] + response)
+    return slots[0]
+
+
+@pytest.mark.parametrize("waiting", [0, 100, 1000, 5000])
+@pytest.mark.parametrize(("own", "lent"), [(64, 64), (128, 32), (16, 200)])
+@pytest.mark.parametrize("wake", [0.0, 40.0])
+def test_against_a_queue_worked_off_slot_by_slot(waiting, own, lent, wake):
+    """The next response waits by the gain less long, to within two responses' time: slots free up one by one."""
+    response, sleep = 20.0, 7.0
+    stagger = [response * slot / own for slot in range(own)]
+    late = [max(wake, response * slot / lent) for slot in range(lent)]
+    apart = finished(waiting, list(stagger), response)
+    together = finished(waiting, stagger + late, response)
+    gain = Lending(own=own, lent=lent, wake_s=wake, sleep_s=sleep).gain_s(waiting, response)
+    assert abs(gain - (apart - together - sleep)) <= 2 * response

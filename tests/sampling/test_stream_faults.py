@@ -41,7 +41,6 @@ from tests.support.faulty_pools import (
     ],
 )
 def test_a_failing_pool_ends_the_run_and_the_next_one_misses_no_draw(staleness, rollouts, rewards):
-    """The test waits for what the failure left behind; see the next one."""
     stream = make_stream(rollouts(), rewards(), staleness=staleness)
     used: list[list[int]] = []
 
@@ -151,7 +150,7 @@ def test_a_collect_that_is_cancelled_at_any_turn_loses_no_draw(staleness):
         await stream.close()
         return first + rest
 
-    for seed in range(4):
+    for seed in range(2):
         for after in range(1, 45):
             used = run(cancelled(seed, after))
             assert used == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17]]
@@ -168,6 +167,7 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
         rollouts = NarrowRollouts(max_turns=9)
         stream = make_stream(rollouts, staleness=staleness, max_draws=24)
         used = await steps(stream, range(2))
+        assert rollouts.most == NarrowRollouts.capacity, "filled, and never overfilled"
         metrics = await evaluated(rollouts, rewards, held_out, 2)  # while the pump runs ahead, or rests
         used += await steps(stream, range(2, 5))
         await stream.close()
@@ -176,18 +176,6 @@ def test_evaluation_and_the_pump_share_the_engines(staleness):
     used, metrics = run(together())
     assert used == [list(range(4 * step, 4 * step + 4)) for step in range(5)]
     assert metrics == run(evaluated(NarrowRollouts(), rewards, held_out, 2))
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_engines_are_filled_and_never_overfilled(staleness):
-    stream = make_stream(rollouts := NarrowRollouts(max_turns=9), staleness=staleness)
-
-    async def some_steps() -> None:
-        await steps(stream, range(5), update_turns=20)
-        await stream.close()
-
-    run(some_steps())
-    assert rollouts.most == NarrowRollouts.capacity
 
 
 def test_a_failure_while_nobody_collects_is_told_by_the_next_collect():

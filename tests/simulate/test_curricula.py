@@ -1,15 +1,10 @@
 """What curricula save on paper."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 from dapo.config.sampling import CURRICULA
 from dapo.simulate.books import Scenario
 from dapo.simulate.curricula import COLUMNS, Population, outcome
 from dapo.simulate.fleet import Workload
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.simulate.test_command import simulated
 
 
 def test_a_curriculum_saves_tokens_where_prompts_come_again() -> None:
@@ -19,15 +14,10 @@ def test_a_curriculum_saves_tokens_where_prompts_come_again() -> None:
     assert {one.mixed for one in found.values()} == {32 * 30}
     assert found["retire"].tokens < 0.95 * found["uniform"].tokens
     assert found["weighted"].tokens < 0.95 * found["uniform"].tokens
-    assert outcome("uniform", scenario, few) == found["uniform"]
     # Without a second visit nothing is known of any prompt.
     assert len({outcome(name, scenario, many).tokens for name in CURRICULA}) == 1
 
 
 def test_the_smallest_table() -> None:
-    size = ["--batch", "4", "--n", "2", "--steps", "3", "--prompts", "20"]
-    command = [sys.executable, "-m", "dapo.simulate", "--table", "curricula", *size]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    head, _, *rows = done.stdout.splitlines()
+    head, _, *rows = simulated("--table curricula --batch 4 --n 2 --steps 3 --prompts 20")
     assert [row.split("|")[1].strip() for row in rows] == list(CURRICULA) and head.count("|") == len(COLUMNS) + 1

@@ -9,9 +9,7 @@ import pytest
 
 from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
-from dapo.simulate.bound import forced
-from dapo.simulate.fleet import Draws, Fleet, Workload
-from dapo.simulate.rules import knowing, shy
+from dapo.simulate.fleet import Fleet, Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
 
 
@@ -36,54 +34,31 @@ def later(times: tuple[float, ...]) -> float:
     return sum(times[1:])
 
 
-@pytest.mark.parametrize("slots", [32, 64])
-@pytest.mark.parametrize("rate", [0.28, 0.5, 0.9])
-def test_streaming_is_as_fast_as_an_oracle_and_wastes_little(rate, slots):
-    result = streamed(make_scenario(rate, slots))
+@pytest.mark.parametrize(
+    ("rate", "slots", "drift"), [(0.28, 32, 0.0), (0.5, 64, 0.0), (0.9, 32, 0.0), (0.5, 32, 0.05), (0.5, 32, -0.02)]
+)
+def test_streaming_is_as_fast_as_an_oracle_and_wastes_little(rate, slots, drift):
+    result = streamed(make_scenario(rate, slots, steps=6 if drift else 4, rate_drift=drift))
     assert later(result.generation) <= 1.05 * later(result.oracle)
     assert result.generation[0] <= 1.3 * result.oracle[0]
     assert result.wasted <= 0.05
 
 
-@pytest.mark.parametrize("drift", [0.05, -0.02])
-def test_it_follows_a_rate_that_drifts(drift):
-    result = streaming(make_scenario(0.5, steps=6, rate_drift=drift))
-    assert later(result.generation) <= 1.05 * later(result.oracle)
-    assert result.wasted <= 0.05
-
-
-@pytest.mark.parametrize("slots", [32, 64])
-def test_it_beats_a_barrier_and_a_refill(slots):
-    scenario = make_scenario(slots=slots)
+def test_it_beats_a_barrier_and_a_refill():
+    scenario = make_scenario(slots=64)
     own = later(streamed(scenario).generation)
     assert own <= 0.75 * later(barrier(scenario).generation)
     assert own <= 0.5 * later(refill_in_rounds(scenario).generation)
-    # At 32 slots the plain refill takes 1.6 to 2 times as long, from seed to seed.
-    assert own <= (0.5 if slots == 64 else 0.65) * later(refill(scenario).generation)
+    assert own <= 0.5 * later(refill(scenario).generation)
 
 
-@pytest.mark.parametrize(
-    ("rate", "slots", "drift"),
-    [
-        *[(rate, slots, 0.0) for rate in (0.28, 0.5, 0.9) for slots in (32, 64)],
-        *[(0.5, 32, drift) for drift in (0.02, -0.02)],
-    ],
-)
-def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, slots, drift):
-    result = streaming(make_scenario(rate, slots, steps=6, rate_drift=drift, sync=150), max_staleness=1)
+@pytest.mark.parametrize(("rate", "drift"), [(0.5, 0.02), (0.5, -0.02), (0.9, 0.0)])
+def test_staleness_keeps_the_engines_busy_and_wastes_next_to_nothing(rate, drift):
+    result = streaming(make_scenario(rate, steps=6, rate_drift=drift, sync=150), max_staleness=1)
     assert result.idle <= 0.05 and result.wasted <= 0.01
     assert 0 < result.staleness <= 1
     trained = [index for step in result.trained for index in step]
     assert trained == sorted(set(trained))
-
-
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_generation_overlaps_the_update(max_staleness):
-    generation = later(streamed(make_scenario()).generation) / 3
-    scenario = make_scenario(steps=8, update=0.43 * generation, sync=0.005 * generation)
-    result = streaming(scenario, max_staleness=max_staleness)
-    assert result.idle <= 0.05 and result.wasted <= 0.01
-    assert later(streamed(scenario).steps) >= 1.3 * later(result.steps)
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -147,78 +122,11 @@ def test_an_aborted_draw_frees_its_slots_for_those_that_wait():
     assert fleet.now == 2 + 4
 
 
-def test_a_draw_that_starts_again_at_a_later_version_gives_other_responses():
-    draws = Draws(Workload(seed=3))
-    assert draws.attempt(7, 0) == Draws(Workload(seed=3)).attempt(7, 0)
-    assert draws.attempt(7, 0) != draws.attempt(7, 1) != draws.attempt(8, 1)
-    mixed = [draws.attempt(index, 0).is_mixed for index in range(4000)]
-    assert abs(np.mean(mixed) - 0.5) < 0.03
-
-
-def test_lent_engines_take_work_only_while_they_are_awake_and_what_they_ran_goes_on_elsewhere():
-    fleet = Fleet(engines=1, slots=2, lent=1)
-    fleet.submit(0, (10, 10))
-    fleet.submit(1, (4, 30))
-    assert (fleet.capacity, fleet.queued) == (2, 2)
-    fleet.wake()
-    fleet.submit(2, (6, 20))
-    assert fleet.capacity == 4
-    while fleet.now < 6:
-        fleet.step()
-    fleet.sleep()
-    assert (fleet.capacity, fleet.queued, fleet.in_flight) == (2, 3, 5)
-    ends = {}
-    while fleet.in_flight:
-        ended = fleet.step()
-        ends[ended.draw, ended.sample] = fleet.now
-    # Draw 2 has made 6 of 20 tokens when it goes on at 10, before the next of draw 1.
-    assert ends == {(0, 0): 10, (0, 1): 10, (1, 0): 14, (2, 1): 24, (1, 1): 44}
-    assert fleet.lent_busy == 6 + 6 and fleet.busy + fleet.lent_busy == 10 + 10 + 4 + 30 + 6 + 20
-
-
-def test_a_response_that_was_put_down_counts_once_when_its_draw_goes_back():
-    fleet = Fleet(engines=1, slots=1, lent=1)
-    fleet.submit(0, (100,))
-    fleet.wake()
-    fleet.submit(1, (50,))
-    fleet.advance(20.0)
-    fleet.sleep()
-    assert fleet.abort([1]) == 20 and fleet.in_flight == 1
-    assert fleet.step().draw == 0 and fleet.now == 100 and fleet.busy + fleet.lent_busy == 100 + 20
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_lending_makes_steps_shorter_and_trains_on_draws_in_order(max_staleness):
+def test_lending_makes_steps_shorter_and_trains_on_draws_in_order():
     scenario = make_scenario(0.28, slots=32, steps=4, update=3000.0, sync=150)
     slots = scenario.engines * scenario.slots
-    apart = streaming(scenario, max_staleness=max_staleness)
-    lending = Lending(own=slots, lent=slots, wake_s=300.0, sleep_s=300.0)
-    result = streaming(scenario, max_staleness=max_staleness, lending=lending)
+    apart = streaming(scenario)
+    result = streaming(scenario, lending=Lending(own=slots, lent=slots, wake_s=300.0, sleep_s=300.0))
     assert later(result.steps) <= 0.8 * later(apart.steps)
     assert result.lent > 0 and result.wasted <= 0.05
-    trained = [index for step in result.trained for index in step]
-    assert trained == sorted(set(trained))
-    if max_staleness == 0:
-        assert result.trained == apart.trained, "on-policy: a run depends on its seed alone"
-
-
-def test_what_costs_more_than_it_gains_is_not_lent():
-    scenario = make_scenario(0.5, slots=64, steps=3, update=3000.0)
-    slots = scenario.engines * scenario.slots
-    lending = Lending(own=slots, lent=slots, wake_s=1e6, sleep_s=1e6)
-    result = streaming(scenario, max_staleness=1, lending=lending)
-    assert result.lent == 0 and result.steps == streamed(scenario, 1).steps
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.9])
-def test_staleness_1_idles_as_little_as_its_bound_forces(rate):
-    """Long answers and updates against short generation; whole groups alone, and two standard deviations, cost more.
-    By little: the fleet is twice that of the other tests."""
-    generation = later(streamed(make_scenario(rate, 64, engines=16)).generation) / 3
-    scenario = make_scenario(rate, 64, steps=8, update=0.43 * generation, sync=150, engines=16)
-    step, _ = forced(scenario, 1)
-    result = streaming(scenario, max_staleness=1)
-    least, before = (streaming(scenario, max_staleness=1, rule=rule) for rule in (knowing, shy))
-    assert later(least.steps) / 7 <= 1.05 * step, "the bound can be reached"
-    assert later(result.steps) <= 1.04 * later(least.steps) < later(before.steps)
-    assert result.wasted <= 0.01 and least.wasted == 0
+    assert result.trained == apart.trained, "on-policy: a run depends on its seed alone"

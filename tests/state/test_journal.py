@@ -1,26 +1,38 @@
-"""The journal's files: what was appended is read again, and damage costs the damaged record alone."""
+"""The journal's files and its thread: what was appended is read again, damage costs the damaged record alone, and no
+disk ends a run."""
 
-import errno
 import os
 import random
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from dapo.sampling.draws import BufferState
 from dapo.sampling.journaled import recover
-from dapo.state import durable
-from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, UnreadableJournal, framed, whole_records
+from dapo.state import journal as journal_module
+from dapo.state.journal import HEAD_BYTES, LENGTH_BYTES, MARK, Journal, UnreadableJournal, framed, whole_records
 from tests.support.sampling.verdicts import draw_of
-from tests.support.state.journals import opened, read
+from tests.support.state.claims import fails, names
 
 RECORDS = [bytes([number]) * (3 + 40 * number) for number in range(5)]
-
 KEY = b"key"
 
 
+def opened(directory: Path, warnings: list[str] | None = None, settings: str = "n=4") -> Journal:
+    return Journal(directory / "journal", settings, warn=(warnings if warnings is not None else []).append)
+
+
+def read(directory: Path, version: int = 0) -> tuple[list[bytes], list[str]]:
+    warnings: list[str] = []
+    return opened(directory, warnings).read(version), warnings
+
+
 def written(directory: Path, version: int = 0, records: list[bytes] = RECORDS) -> Path:
-    """The segment of a journal that was closed."""
     journal = opened(directory)
     journal.restart(version, [])
     for record in records:
@@ -29,24 +41,31 @@ def written(directory: Path, version: int = 0, records: list[bytes] = RECORDS) -
     return directory / "journal" / f"after_{version:06d}.log"
 
 
-def places() -> list[int]:
-    """Where each record of `RECORDS` starts."""
-    return [sum(HEAD_BYTES + len(record) for record in RECORDS[:number]) for number in range(len(RECORDS))]
+def wait_for(holds) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
 
 
-def test_what_was_appended_is_read_in_its_order(tmp_path):
-    written(tmp_path)
-    assert read(tmp_path) == (RECORDS, [])
-
-
-def test_without_a_directory_there_are_no_records(tmp_path):
+def test_what_was_appended_while_a_segment_is_open_is_read_in_its_order(tmp_path):
     assert read(tmp_path) == ([], [])
+    journal = opened(tmp_path)
+    journal.append(lambda: b"early")
+    journal.restart(0, [])
+    for record in RECORDS:
+        journal.append(lambda record=record: record)
+    journal.close()
+    journal.append(lambda: b"late")
+    journal.close()
+    assert read(tmp_path) == (RECORDS, [])
 
 
 @pytest.mark.parametrize("cut", [1, 10, 163, HEAD_BYTES + 162])
 def test_a_torn_last_record_costs_that_record_only(tmp_path, cut):
     segment = written(tmp_path)
-    os.truncate(segment, segment.stat().st_size - cut)
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-cut])
     found, warnings = read(tmp_path)
     assert found == RECORDS[:-1] and len(warnings) == 1 and "after_000000.log" in warnings[0]
     again = opened(tmp_path)
@@ -54,17 +73,11 @@ def test_a_torn_last_record_costs_that_record_only(tmp_path, cut):
     again.append(lambda: b"next")
     again.close()
     assert read(tmp_path)[0] == [*RECORDS[:-1], b"next"]
+    segment.write_bytes(whole[:-cut] + framed(b"later", again._key))  # a disk that was full takes writes again
+    assert read(tmp_path)[0] == [*RECORDS[:-1], b"later", b"next"]
 
 
-def test_what_follows_a_torn_record_in_the_same_file_is_read(tmp_path):
-    """A disk that was full takes writes again."""
-    segment = written(tmp_path)
-    torn = segment.read_bytes()[:-30]
-    segment.write_bytes(torn + framed(b"later", opened(tmp_path)._key))
-    assert read(tmp_path)[0] == [*RECORDS[:-1], b"later"]
-
-
-@pytest.mark.parametrize("number", range(len(RECORDS)))
+@pytest.mark.parametrize("number", [0, 2, 4])
 @pytest.mark.parametrize(
     "offset",
     [
@@ -79,7 +92,7 @@ def test_what_follows_a_torn_record_in_the_same_file_is_read(tmp_path):
 def test_a_flipped_bit_costs_one_record(tmp_path, number, offset, bit):
     segment = written(tmp_path)
     data = bytearray(segment.read_bytes())
-    data[places()[number] + offset] ^= bit
+    data[sum(HEAD_BYTES + len(record) for record in RECORDS[:number]) + offset] ^= bit
     segment.write_bytes(data)
     found, warnings = read(tmp_path)
     assert found == RECORDS[:number] + RECORDS[number + 1 :] and len(warnings) == 1
@@ -87,7 +100,6 @@ def test_a_flipped_bit_costs_one_record(tmp_path, number, offset, bit):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_damage_is_never_misread(seed):
-    """Bytes cut out, doubled, overwritten: whatever is returned was written, in the order of the file."""
     rng = random.Random(seed)
     records = [rng.randbytes(rng.randrange(60)) + MARK * rng.randrange(3) for _ in range(12)]
     data = b"".join(framed(record, KEY) for record in records)
@@ -98,49 +110,24 @@ def test_damage_is_never_misread(seed):
     assert lost == len(data[:start] + patch + data[start + size :]) - sum(HEAD_BYTES + len(each) for each in found)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 4096, MARK, MARK * 50, b"text\n"])
-def test_a_file_without_a_record_gives_none(tmp_path, content):
-    written(tmp_path).write_bytes(content)
-    found, warnings = read(tmp_path)
-    assert found == [] and len(warnings) == bool(content)
-
-
 def test_records_of_other_settings_are_not_read(tmp_path):
     written(tmp_path)
     warnings: list[str] = []
     assert opened(tmp_path, warnings, settings="n=8").read(0) == [] and "other settings" in warnings[0]
 
 
-def test_a_segment_that_can_be_read_at_a_later_try_is(tmp_path, monkeypatch):
-    """What is not read is generated again, and `restart` writes over it."""
-    written(tmp_path)
-    failures = [OSError(errno.EIO, "of the disk"), OSError(errno.ESTALE, "of the network")]
-    read_bytes = Path.read_bytes
-
-    def failing(path: Path) -> bytes:
-        if failures:
-            raise failures.pop()
-        return read_bytes(path)
-
-    monkeypatch.setattr(durable, "WAIT_S", 0.0)
-    monkeypatch.setattr(Path, "read_bytes", failing)
-    assert read(tmp_path) == (RECORDS, [])
-
-
-def test_a_segment_that_no_try_can_read_refuses_the_start_and_is_there_afterwards(tmp_path, monkeypatch):
+def test_a_segment_that_cannot_be_read_is_not_written_over(tmp_path):
     segment = written(tmp_path)
     before = segment.read_bytes()
-    read_bytes = Path.read_bytes
-
-    def failing(path: Path) -> bytes:
-        raise OSError(errno.EIO, "of the disk")
-
-    monkeypatch.setattr(durable, "WAIT_S", 0.0)
-    monkeypatch.setattr(Path, "read_bytes", failing)
     state = BufferState(retry=[], draws={}, tokens={}, rate=[1.0, 1.0])
-    with pytest.raises(UnreadableJournal, match=r"after_000000\.log cannot be read .*of the disk.*tried 4 times"):
-        recover(opened(tmp_path), state, 0, draw_of, version=0)
-    assert read_bytes(segment) == before
+    with pytest.MonkeyPatch.context() as patch:
+        fails(patch, Path, "read_bytes", 4)
+        with pytest.raises(UnreadableJournal, match=r"after_000000\.log cannot be read .*of the disk.*tried 4 times"):
+            recover(opened(tmp_path), state, 0, draw_of, version=0)
+    assert segment.read_bytes() == before
+    with pytest.MonkeyPatch.context() as patch:
+        fails(patch, Path, "read_bytes", 3)
+        assert read(tmp_path) == (RECORDS, []), "at a later try"
 
 
 def test_segments_are_read_from_a_version_on(tmp_path):
@@ -171,7 +158,7 @@ def test_restarting_keeps_the_given_records_and_removes_later_segments(tmp_path)
     journal.restart(5, RECORDS[1:3])
     journal.append(lambda: b"next")
     journal.close()
-    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["after_000000.log", "after_000005.log"]
+    assert names(tmp_path / "journal") == ["after_000000.log", "after_000005.log"]
     assert read(tmp_path, 5) == ([*RECORDS[1:3], b"next"], [])
 
 
@@ -189,10 +176,99 @@ def test_a_crash_while_restarting_loses_no_record(tmp_path, monkeypatch, moment)
     assert set(RECORDS[1:3]) <= set(read(tmp_path, 5)[0])
 
 
-def test_pruning_keeps_what_the_kept_checkpoints_need(tmp_path):
-    for version in (0, 5, 10):
-        written(tmp_path, version)
-    opened(tmp_path).prune(5)
-    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["after_000005.log", "after_000010.log"]
-    opened(tmp_path).remove()
-    assert list((tmp_path / "journal").iterdir()) == []
+def test_a_failing_disk_is_told_once_and_tried_again_at_the_next_checkpoint(tmp_path, monkeypatch):
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    append = journal_module._Segment.append
+    full = threading.Event()
+
+    def short(self, record: bytes) -> None:
+        if full.is_set():
+            assert self._file is not None
+            self._file.write(MARK)
+            raise OSError(28, "No space left on device")
+        append(self, record)
+
+    monkeypatch.setattr(journal_module._Segment, "append", short)
+    journal.restart(0, [])
+    journal.append(lambda: b"before")
+    wait_for(lambda: read(tmp_path)[0] == [b"before"])
+    full.set()
+    for _ in range(5):
+        journal.append(lambda: b"lost")
+    wait_for(lambda: bool(warnings))
+    full.clear()
+    journal.append(lambda: b"lost")
+    journal.begin(0)
+    journal.append(lambda: b"same segment")
+    journal.begin(2)
+    journal.append(lambda: b"next segment")
+    journal.close()
+    assert len(warnings) == 1 and "No space left" in warnings[0]
+    assert read(tmp_path)[0] == [b"before", b"same segment", b"next segment"]
+
+
+def test_neither_a_directory_that_cannot_be_made_nor_a_record_that_cannot_be_encoded_ends_a_run(tmp_path):
+    warnings: list[str] = []
+    (tmp_path / "journal").write_text("in the way")
+    journal = opened(tmp_path, warnings)
+    assert journal.read(0) == []
+    journal.restart(0, [])
+    journal.begin(1)
+    journal.append(lambda: b"lost")
+    journal.close()
+    assert len(warnings) == 2 and all("until the next checkpoint" in line for line in warnings)
+    (tmp_path / "journal").unlink()
+    journal.restart(0, [])
+    journal.append(lambda: "no surrogates \ud800".encode())
+    journal.close()
+    assert "surrogates" in warnings[2]
+
+
+def test_a_slow_disk_holds_nobody_up_and_costs_groups_and_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
+    warnings: list[str] = []
+    journal = opened(tmp_path, warnings)
+    journal.restart(0, [])
+    threads: list[str] = []
+    slow = threading.Event()
+
+    def encode() -> bytes:
+        slow.wait(10)
+        threads.append(threading.current_thread().name)
+        return b"record"
+
+    journal.append(encode)
+    wait_for(journal._queue.empty)
+    for _ in range(9):
+        journal.append(encode)
+    assert threads == []
+    slow.set()
+    journal.close()
+    assert read(tmp_path)[0] == [b"record"] * 4 and threads == ["journal"] * 4
+    assert len(warnings) == 1 and "behind" in warnings[0]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from dapo.state.journal import Journal
+journal = Journal(Path(sys.argv[1]) / "journal", "n=4", warn=print)
+journal.restart(0, [])
+for number in range(10**6):
+    journal.append(lambda number=number: b"%d" % number)
+    if number == 200:
+        print("written", flush=True)
+    time.sleep(0.0005)
+"""
+
+
+def test_what_the_thread_wrote_outlives_a_kill(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    found, _ = read(tmp_path)
+    assert found == [b"%d" % number for number in range(len(found))] and len(found) > 200

@@ -1,9 +1,11 @@
 """One run per directory, also between hosts: a live owner is seen, a dead one is not waited for for ever."""
 
+import fcntl
 import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from dapo.state import lease
 from dapo.state.lease import Lease, LeaseHeld, LeaseLost
+from tests.support.state.claims import claim, save
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nobody_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the time after which an owner is dead may be short."""
     monkeypatch.setattr(lease, "STALE_S", 0.6)
 
 
@@ -34,19 +36,16 @@ def path(tmp_path: Path) -> Path:
 
 def written_by(path: Path, *, host: str = "", boot: str = "", pid: int = 0) -> None:
     """The lease of another process; by default of one on this host that is dead."""
-    about = {"host": host or socket.gethostname(), "boot": boot or lease._boot(), "pid": str(pid or dead_pid())}
+    if not pid:
+        ended = subprocess.Popen(["true"])
+        ended.wait(timeout=60)
+        pid = ended.pid
+    about = {"host": host or socket.gethostname(), "boot": boot or lease._boot(), "pid": str(pid)}
     path.write_text(json.dumps(about | {"token": "theirs", "since": "yesterday"}))
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait(timeout=60)
-    return process.pid
 
 
 @pytest.fixture
 def touched(path: Path) -> Iterator[None]:
-    """A live owner elsewhere, whose clock is a day behind."""
     ended = threading.Event()
 
     def touch() -> None:
@@ -80,50 +79,34 @@ def no_watch(self: Lease, owner: dict[str, str]) -> None:
     raise AssertionError(f"waits for {owner}")
 
 
-def test_it_says_who_holds_it_and_goes_with_its_owner(path: Path) -> None:
+def test_it_says_who_holds_it_is_touched_and_goes_with_its_owner(path):
     held = taken(path)
-    about = json.loads(path.read_text())
+    about, first = json.loads(path.read_text()), path.stat().st_mtime_ns
     assert (about["host"], about["pid"]) == (socket.gethostname(), str(os.getpid()))
     assert len(about["token"]) == 32 and about["since"][:2] == "20"
     held.check()
-    held.release()
-    assert list(path.parent.iterdir()) == []
-    held.release()
-
-
-def test_it_is_touched_while_it_is_held_and_not_after(path: Path) -> None:
-    held = taken(path)
-    first = path.stat().st_mtime_ns
     deadline = time.monotonic() + 30
     while path.stat().st_mtime_ns == first:
         assert time.monotonic() < deadline, "no beat"
         time.sleep(0.05)
     held.release()
-    assert not held._thread.is_alive()
+    assert list(path.parent.iterdir()) == [] and not held._thread.is_alive()
+    held.release()
 
 
-@pytest.mark.parametrize("locked", [True, False])
-def test_a_dead_owner_on_this_host_is_not_waited_for(locked: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lease, "_watch", no_watch)
-    written_by(path)
-    taken(path, locked=locked).release()
-
-
-def test_with_the_kernels_lock_the_number_of_a_process_says_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch, nobody_beats: None
-) -> None:
-    """It may be another process by now."""
+def test_a_dead_owner_on_this_host_is_not_waited_for(path, monkeypatch, nobody_beats):
     written_by(path, pid=os.getppid())
-    assert waited(path, locked=False)
-    written_by(path, pid=os.getppid())
+    assert waited(path, locked=False), "it lives, or its number is that of another process by now"
     monkeypatch.setattr(Lease, "_watch", no_watch)
-    taken(path, locked=True).release()
+    written_by(path, pid=os.getppid())
+    taken(path, locked=True).release()  # the kernel's lock is free, so it is another process
+    for locked in (True, False):
+        written_by(path)
+        taken(path, locked=locked).release()
 
 
 @pytest.mark.parametrize("where", [{"host": "elsewhere"}, {"boot": "before-the-restart"}])
-def test_an_owner_elsewhere_is_waited_for_and_one_line_says_so(
-    where: dict[str, str], path: Path, caplog: pytest.LogCaptureFixture, nobody_beats: None
-) -> None:
+def test_an_owner_elsewhere_is_waited_for_and_one_line_says_so(where, path, caplog, nobody_beats):
     written_by(path, **where)
     assert waited(path, locked=True)
     [line] = caplog.messages
@@ -132,36 +115,36 @@ def test_an_owner_elsewhere_is_waited_for_and_one_line_says_so(
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_live_owner_elsewhere_is_seen_whatever_its_clock_says(locked: bool, path: Path, touched: None) -> None:
+def test_a_live_owner_elsewhere_is_seen_whatever_its_clock_says(locked, path, touched):
     written_by(path, host="elsewhere", pid=7)
     with pytest.raises(LeaseHeld, match="process 7 on elsewhere, since yesterday"):
         taken(path, locked=locked)
     assert json.loads(path.read_text())["token"] == "theirs"
 
 
-def test_a_live_owner_here_without_the_kernels_lock_is_seen(path: Path) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_a_live_owner_here_without_the_kernels_lock_is_seen(links, path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "a file system without hard links")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
     held = taken(path, locked=False)
     with pytest.raises(LeaseHeld, match=f"process {os.getpid()} on"):
         taken(path, locked=False)
     held.check()
     held.release()
+    assert list(path.parent.iterdir()) == []
 
 
-def test_an_owner_that_lets_go_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_lets_go_is_not_waited_for(path, monkeypatch):
     written_by(path, host="elsewhere")
-    timer = threading.Timer(0.3, path.unlink)
-    timer.start()
+    threading.Timer(0.3, path.unlink).start()
     monkeypatch.setattr(lease, "STALE_S", 60.0)
     assert not waited(path, locked=True)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "{}"])
-def test_a_file_that_says_nothing_is_waited_for(content: str, path: Path, nobody_beats: None) -> None:
-    path.write_text(content)
-    assert waited(path, locked=True)
-
-
-def test_who_was_taken_over_is_told_and_lets_go(path: Path) -> None:
+def test_who_was_taken_over_is_told_and_lets_go(path):
     held, told = taken(path), threading.Event()
     held.when_lost(told.set)
     other = path.with_name("other")
@@ -178,21 +161,22 @@ def test_who_was_taken_over_is_told_and_lets_go(path: Path) -> None:
     assert json.loads(path.read_text())["token"] == "theirs" and path.stat().st_mtime_ns == before
 
 
-def test_a_check_sees_it_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_sees_it_at_once(path, monkeypatch):
     """A process that was stopped for long must not commit a checkpoint before its next beat."""
     monkeypatch.setattr(lease, "BEAT_S", 3600.0)
     held = taken(path)
+    path.unlink()
     held.check()
+    assert json.loads(path.read_text())["token"] == held._token, "a file that somebody removed is written again"
     written_by(path, host="elsewhere")
     with pytest.raises(LeaseLost):
         held.check()
     held._ended.set()
 
 
-def test_two_who_take_over_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one to write has it, and the other sees that."""
+def test_two_who_take_over_at_once(path, monkeypatch):
     both_waited = threading.Barrier(2)
-    monkeypatch.setattr(lease, "SETTLE_S", 1.0)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.5)
     monkeypatch.setattr(Lease, "_watch", lambda self, owner: both_waited.wait(30))
     written_by(path, host="elsewhere")
     outcomes: list[Lease | LeaseHeld] = []
@@ -208,21 +192,13 @@ def test_two_who_take_over_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) 
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    winners = [one for one in outcomes if isinstance(one, Lease)]
-    assert len(outcomes) == 2 and len(winners) == 1
-    winners[0].check()
-    winners[0].release()
+    [winner] = [one for one in outcomes if isinstance(one, Lease)]
+    assert len(outcomes) == 2
+    winner.check()
+    winner.release()
 
 
-def test_a_file_that_somebody_removed_is_written_again(path: Path) -> None:
-    held = taken(path)
-    path.unlink()
-    held.check()
-    assert json.loads(path.read_text())["token"] == held._token
-    held.release()
-
-
-def test_a_disk_that_fails_ends_no_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_no_run(path, monkeypatch):
     held = taken(path)
 
     def failing(*_: object) -> None:
@@ -235,13 +211,56 @@ def test_a_disk_that_fails_ends_no_run(path: Path, monkeypatch: pytest.MonkeyPat
     held.release()
 
 
-def test_a_file_system_without_hard_links(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
+HOLDER = """
+import os, sys
+from dapo.state.run_dir import claim_output_dir
+held = claim_output_dir(sys.argv[1], "auto", {})
+print("held", flush=True)
+sys.stdin.read()
+"""
 
-    monkeypatch.setattr(os, "link", refuse)
-    held = taken(path, locked=False)
-    with pytest.raises(LeaseHeld):
-        taken(path, locked=False)
-    held.release()
-    assert list(path.parent.iterdir()) == []
+
+def test_the_lock_of_a_process_that_died_is_free(tmp_path):
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by a live run .process {holder.pid} on "):
+            claim(tmp_path)
+        holder.kill()
+        holder.wait(timeout=30)
+    claim(tmp_path).release()
+
+
+@pytest.mark.parametrize("locks", ["of another kernel", "not supported"])
+def test_a_run_is_seen_where_the_kernels_lock_does_not_reach(locks, tmp_path, monkeypatch):
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(lease, "STALE_S", 30.0)
+    if locks == "not supported":
+        monkeypatch.setattr(fcntl, "flock", unsupported)
+    run, host = claim(tmp_path), socket.gethostname()
+    if locks == "of another kernel":
+        run._lock.close()
+        theirs = (tmp_path / ".lease").read_text().replace(f'"host": "{host}"', '"host": "elsewhere"')
+        (tmp_path / ".lease").write_text(theirs)
+        host = "elsewhere"
+    with pytest.raises(ValueError, match=rf"is in use by a live run \(process \d+ on {host}, since .*wait for it"):
+        claim(tmp_path)
+    run.release()
+    claim(tmp_path).release()
+
+
+def test_a_run_that_was_taken_over_commits_nothing(tmp_path):
+    run, told = claim(tmp_path), threading.Event()
+    save(run, 1)
+    run.when_lost(told.set)
+    (tmp_path / ".lease").write_text('{"token": "theirs", "pid": "7", "host": "elsewhere", "since": "now"}')
+    (run.checkpoints / "step_000002.theirs.tmp").mkdir()
+    with pytest.raises(LeaseLost, match="was taken over by process 7 on elsewhere"):
+        save(run, 2)
+    assert told.wait(30)
+    left = sorted(path.name for path in run.checkpoints.iterdir() if path.is_dir())
+    assert left == ["step_000001", "step_000002.theirs.tmp"]
+    run.release()
+    assert (tmp_path / ".lease").exists(), "theirs"

@@ -1,6 +1,5 @@
 """`checkpoint.resume=PATH`: a new run from another one's checkpoint, or back to an earlier one of its own."""
 
-import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from dapo.config.checks import validate
 from dapo.config.compose import compose
 from dapo.main_ppo import launch
 from dapo.state.run_dir import RunDirectory, claim_output_dir
+from tests.support.state.claims import names, write
 
 CONFIG: dict[str, Any] = {"rollout": {"n": 16}, "trainer": {"seed": 0}, "checkpoint": {"keep": 0}}
 
@@ -26,12 +26,8 @@ def claim(
 
 
 def save(run: RunDirectory, *steps: int) -> None:
-    async def write(step: int) -> None:
-        async with run.store.writing(step) as directory:
-            (directory / "weights").write_text(f"of step {step} in {run.path.name}")
-
     for step in steps:
-        asyncio.run(write(step))
+        write(run.store, step, {"weights": f"of step {step} in {run.path.name}"})
 
 
 def weights(run: RunDirectory) -> str:
@@ -50,7 +46,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other" / "checkpoints" / "step_000005"
 
 
-def test_a_new_run_starts_from_another_ones_checkpoint_and_continues_its_own(tmp_path: Path, other: Path) -> None:
+def test_a_new_run_starts_from_another_ones_checkpoint_and_continues_its_own(tmp_path, other):
     claim(tmp_path / "new").release()  # a start that got nowhere
     for _ in range(2):  # killed before its first checkpoint: the same command
         with claim(tmp_path / "new", other) as run:
@@ -62,22 +58,15 @@ def test_a_new_run_starts_from_another_ones_checkpoint_and_continues_its_own(tmp
                 run.check_data("bbbb")
     with claim(tmp_path / "new", other) as run:
         save(run, 6)
+    assert names(other.parent) == ["LATEST", "step_000005", "step_000010"]
+    other.rename(other.with_name("moved"))  # it is not needed any more
     with claim(tmp_path / "new", other) as run:
         assert weights(run) == "of step 6 in new" and "has gone on from there" in run.notices[0]
     with claim(tmp_path / "new") as run:
         assert weights(run) == "of step 6 in new"
-    assert sorted(path.name for path in other.parent.iterdir()) == ["LATEST", "step_000005", "step_000010"]
 
 
-def test_what_the_run_has_become_does_not_need_the_checkpoint_that_it_came_from(tmp_path: Path, other: Path) -> None:
-    with claim(tmp_path / "new", other) as run:
-        save(run, 6)
-    other.rename(other.with_name("moved"))
-    with claim(tmp_path / "new", other) as run:
-        assert weights(run) == "of step 6 in new"
-
-
-def test_a_checkpoint_that_was_moved_alone_knows_its_configuration(tmp_path: Path, other: Path) -> None:
+def test_a_checkpoint_that_was_moved_alone_knows_its_configuration(tmp_path, other):
     alone = other.rename(tmp_path / "step_000005")
     with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
         claim(tmp_path / "new", alone, n=8)
@@ -85,37 +74,20 @@ def test_a_checkpoint_that_was_moved_alone_knows_its_configuration(tmp_path: Pat
         assert weights(run) == "of step 5 in other" and run.accepted == ["rollout.n"]
 
 
-def test_going_back_in_the_own_directory(tmp_path: Path, other: Path) -> None:
-    for _ in range(2):
-        with claim(tmp_path / "other", other) as run:
-            assert weights(run) == "of step 5 in other"
-    with claim(tmp_path / "other", other) as run:
-        save(run, 6)
-    with claim(tmp_path / "other", other) as run:
-        assert weights(run) == "of step 6 in other"
-    with claim(tmp_path / "other") as run:
-        assert weights(run) == "of step 6 in other", "and step 10 of the course that was left does not return"
-    assert (other.with_name("left_000010") / "weights").exists()
-
-
-def test_going_back_by_another_name_of_the_directory(tmp_path: Path, other: Path) -> None:
+@pytest.mark.parametrize("name", ["other", "link"])
+def test_going_back_in_the_own_directory(name, tmp_path, other):
     (tmp_path / "link").symlink_to(tmp_path / "other")
-    with claim(tmp_path / "link", other) as run:
-        assert weights(run) == "of step 5 in other"
-        assert (other.parent / "LATEST").read_text() == "step_000005\n"
-
-
-def test_going_back_is_told(tmp_path: Path, other: Path) -> None:
-    with claim(tmp_path / "other", other) as run:
+    with claim(tmp_path / name, other) as run:
         assert run.notices[0].endswith("going back to step 5; 1 later checkpoints are kept as left_*")
-
-
-def test_a_command_that_is_refused_goes_back_nowhere(tmp_path: Path, other: Path) -> None:
-    """The next one may be to continue after all, with the newest checkpoint."""
-    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
-        claim(tmp_path / "other", other, n=8)
-    with claim(tmp_path / "other") as run:
-        assert weights(run) == "of step 10 in other"
+        assert (other.parent / "LATEST").read_text() == "step_000005\n"
+    with claim(tmp_path / name, other) as run:
+        assert weights(run) == "of step 5 in other"
+        save(run, 6)
+    with claim(tmp_path / name, other) as run:
+        assert weights(run) == f"of step 6 in {name}"
+    with claim(tmp_path / name) as run:
+        assert weights(run) == f"of step 6 in {name}", "step 10 of the course that was left does not return"
+    assert (other.with_name("left_000010") / "weights").exists()
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -123,10 +95,11 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(each): each.read_bytes() for each in path.rglob("*") if each.is_file() and each.name not in own}
 
 
-def test_a_command_that_is_refused_later_changes_nothing(tmp_path: Path, other: Path) -> None:
-    """Its prompts may be others, or workers may be lacking."""
+def test_a_command_that_is_refused_changes_nothing(tmp_path, other):
     before = files(tmp_path)
-    for _ in range(2):  # and is no reason to take the same command for one that has gone back
+    with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
+        claim(tmp_path / "other", other, n=8)
+    for _ in range(2):  # refused later, for its prompts are others, say, or workers are lacking
         with claim(tmp_path / "other", other, n=8, accept=("rollout", "data"), begin=False) as run:
             assert weights(run) == "of step 5 in other" and run.store.completed(6) is None
             run.check_data("bbbb")
@@ -136,15 +109,10 @@ def test_a_command_that_is_refused_later_changes_nothing(tmp_path: Path, other: 
     with claim(tmp_path / "other", begin=False) as run:
         assert weights(run) == "of step 10 in other"
         run.check_data("aaaa")
-    with claim(tmp_path / "other", other) as run:
-        assert weights(run) == "of step 5 in other"
-    assert (other.with_name("left_000010") / "weights").exists()
 
 
 @pytest.mark.parametrize("refusing", ["dapo.doctor.before_run.check_machine", "dapo.run.preflight"])
-def test_what_the_program_refuses_before_workers_start_changes_nothing(
-    refusing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_program_refuses_before_workers_start_changes_nothing(refusing, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise ValueError("no such GPU")
 
@@ -160,48 +128,26 @@ def test_what_the_program_refuses_before_workers_start_changes_nothing(
     assert files(tmp_path) == before
 
 
-def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path, other: Path) -> None:
+@pytest.mark.parametrize("target", ["new", "other", "mine"])
+def test_what_is_refused(target, tmp_path, other):
     with claim(tmp_path / "mine") as run:
         save(run, 3)
-    with pytest.raises(
-        ValueError, match=r"mine\) holds a run and `checkpoint.resume` \(.*\) is a checkpoint of another"
-    ):
-        claim(tmp_path / "mine", other)
-    with claim(tmp_path / "mine") as run:
-        assert weights(run) == "of step 3 in mine"
-
-
-@pytest.mark.parametrize("name", ["step_000099", "run.yaml"])
-def test_what_is_no_checkpoint(name: str, tmp_path: Path, other: Path) -> None:
-    with pytest.raises(ValueError, match=f"`checkpoint.resume` .*{name}. is no checkpoint; give auto, never, or a dir"):
-        claim(tmp_path / "new", other.with_name(name))
-
-
-@pytest.mark.parametrize("target", ["new", "other"])
-def test_a_broken_one_is_refused_and_no_other_is_taken(target: str, tmp_path: Path, other: Path) -> None:
+    if target == "mine":
+        with pytest.raises(ValueError, match=r"mine\) holds a run and `checkpoint.resume` .* a checkpoint of another"):
+            claim(tmp_path / "mine", other)
+        return
+    for name in ("step_000099", "run.yaml"):
+        with pytest.raises(ValueError, match=f"resume` .*{name}. is no checkpoint; give auto, never, or a dir"):
+            claim(tmp_path / target, other.with_name(name))
     (other / "weights").write_text("bad")
     with pytest.raises(ValueError, match="`checkpoint.resume` .*weights has 3 bytes"):
         claim(tmp_path / target, other)
     assert (other.with_name("step_000010") / "weights").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "allowed"),
-    [
-        ("auto", True),
-        ("never", True),
-        ("step_000005", True),
-        ("a/checkpoints/step_000005/", True),
-        ("always", False),
-        ("a/checkpoints", False),
-        ("mystep_000005", False),
-    ],
-)
-def test_a_value_that_can_be_none_is_refused_before_anything_starts(value: str, allowed: bool) -> None:
+@pytest.mark.parametrize("value", ["always", "a/checkpoints", "mystep_000005"])
+def test_a_value_that_can_be_none_is_refused_before_anything_starts(value):
     cfg = compose([], "dapo_tiny")
     cfg.checkpoint.resume = value
-    if allowed:
+    with pytest.raises(ValueError, match=r"`checkpoint.resume` \(.*must be auto, never, or a path whose last part"):
         validate(cfg)
-    else:
-        with pytest.raises(ValueError, match=r"`checkpoint.resume` \(.*must be auto, never, or a path whose last part"):
-            validate(cfg)

@@ -1,21 +1,19 @@
-"""What the store keeps when a run goes back, waits, loses its ranks, bounds texts or evaluates again."""
+"""What the store keeps when a run goes back, bounds texts or evaluates again, and what of it is a row."""
 
-import asyncio
-import sqlite3
-import threading
+import json
+import math
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from dapo.measure.clock import Span
+from dapo.report.console import hearing_warnings, warn
 from dapo.sampling.draws import TRAINED
-from dapo.store.reader import Reader
-from tests.support.driver.loops import make_trainer
+from dapo.store.rows import answer_rows, group_row
+from dapo.store.schema import TABLES
 from tests.support.fakes import make_group
-from tests.support.store.stored import collected_of, with_text
-from tests.support.store.whole_runs import config, kinds, one, rows, store_in
+from tests.support.store.stored import collected_of, one, rows, store_in, with_text
 
 
 @pytest.mark.parametrize(("step", "left"), [(0, []), (3, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])])
@@ -29,42 +27,19 @@ def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, 
             store.spans(each, [Span(lane="update", began=0.0, ended=1.0, level=1.0)])
         store.metrics(each, {"a": 1.0})
         store.evaluation(each, "eval", groups)
-    store.event("warning", "engine 1 is lost")
+    with hearing_warnings(lambda line: store.event("warning", line)):
+        warn("engine 1 is lost")
     store.resume(step)
     store.close()
-    trained = [each for each in left if each]
+    trained = [(each,) for each in left if each]
     for table_name in ("metrics", "evaluations"):
         assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in left]
     for table_name in ("steps", "groups", "returned", "spans"):
-        assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in trained]
-    draws = [(10 * each + number,) for each in trained for number in range(3)]
+        assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == trained
+    draws = [(10 * each + number,) for (each,) in trained for number in range(3)]
     assert rows(tmp_path, "SELECT DISTINCT draw FROM responses ORDER BY draw") == draws
     assert [kind for (kind,) in rows(tmp_path, "SELECT kind FROM events ORDER BY event")] == ["warning", "resume"]
     assert one(tmp_path, "SELECT count(*) FROM runs") == (1,)
-
-
-def test_a_checkpoint_waits_until_its_steps_are_on_disk(tmp_path):
-    store = store_in(tmp_path)
-    trainer, _ = make_trainer(tmp_path, config(total_steps=9), verdict=kinds, samples=store)
-    go = threading.Event()
-
-    async def run() -> None:
-        await trainer._resume()
-        await trainer.step()
-        store._writer.put(lambda connection: go.wait(60))
-        store.metrics(1, {"last": 1.0})
-        saving = asyncio.create_task(trainer.save())
-        for _ in range(30):
-            await asyncio.sleep(0.01)
-        assert not saving.done() and not trainer.saver._store.steps()
-        go.set()
-        await saving
-        assert trainer.saver._store.steps() == [1]
-        assert rows(tmp_path, "SELECT value FROM metrics WHERE name = 'last'") == [(1.0,)]
-        await trainer.stream.close()
-
-    asyncio.run(run())
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -88,18 +63,13 @@ def test_texts_are_bounded_and_everything_else_is_kept(tmp_path, options, kept):
 
 def test_a_reward_that_a_penalty_has_changed_is_the_one_that_is_kept(tmp_path):
     store = store_in(tmp_path)
-    group = make_group(3, [1.0, 0.0])
+    group, dropped = make_group(3, [1.0, 0.0]), make_group(4, [1.0, 1.0])
     penalized = replace(group, scores=tuple(replace(score, reward=score.reward - 0.5) for score in group.scores))
-    dropped = make_group(4, [1.0, 1.0])
     whole = collected_of([group, dropped])
     store.step(1, replace(whole, groups=(penalized,), fates=(TRAINED, "all_correct")))
     store.close()
-    assert rows(tmp_path, "SELECT draw, reward FROM responses ORDER BY draw, sample") == [
-        (3, 0.5),
-        (3, -1.5),
-        (4, 1.0),
-        (4, 1.0),
-    ]
+    found = rows(tmp_path, "SELECT draw, reward FROM responses ORDER BY draw, sample")
+    assert found == [(3, 0.5), (3, -1.5), (4, 1.0), (4, 1.0)]
 
 
 def test_an_evaluation_that_is_done_again_replaces_the_former(tmp_path):
@@ -112,54 +82,77 @@ def test_an_evaluation_that_is_done_again_replaces_the_former(tmp_path):
     assert found == [("aime", 0, 0, 0.0), ("aime", 1, 0, 0.0), ("math", 0, 0, 1.0)]
 
 
-def test_a_start_that_was_killed_keeps_its_time_when_its_steps_are_forgotten(tmp_path):
-    killed = store_in(tmp_path)
-    killed.begin({}, 8)
-    killed.resume(0)
-    for step in range(1, 5):
-        killed.step(step, collected_of([with_text(step, "text")]))
-    killed.close()
-    with closing(sqlite3.connect(tmp_path / "samples.sqlite")) as connection, connection:
-        connection.execute("UPDATE runs SET began = 50, ended = NULL")
-        connection.execute("UPDATE events SET at = 60")
-        connection.execute("UPDATE steps SET at = 100 * step")
-    again = store_in(tmp_path)
-    again.begin({}, 8)
-    again.resume(2)
-    again.close()
-    with Reader(tmp_path) as store:
-        first, second = store.starts()
-    assert (first["began"], first["last"], first["steps"]) == (50, 400, [1, 2]) and second["last"] == second["ended"]
-    query = "SELECT run, step, at, message FROM events WHERE kind = 'forgotten'"
-    assert one(tmp_path, query) == (1, 4, 400, "steps 3 to 4 are trained again")
-
-
 def test_a_held_out_problem_keeps_its_number_when_the_files_change(tmp_path):
     store = store_in(tmp_path)
     for step, texts in enumerate(("abc", "cbdef", "ba")):
         groups = [make_group(row, [1.0]) for row in range(len(texts))]
-        draws = [replace(group.draw, prompt=replace(group.draw.prompt, ground_truth="7")) for group in groups]
-        pairs = zip(groups, draws, texts, strict=True)
-        asked = [replace(g, draw=replace(d, prompt=replace(d.prompt, text=text))) for g, d, text in pairs]
+        prompts = [replace(g.draw.prompt, text=t, ground_truth="7") for g, t in zip(groups, texts, strict=True)]
+        asked = [replace(g, draw=replace(g.draw, prompt=p)) for g, p in zip(groups, prompts, strict=True)]
         store.evaluation(step, "aime", asked)
     store.close()
-    query = "SELECT prompts.text FROM evaluations JOIN prompts USING (prompt) WHERE split = name AND step = ?"
-    assert ["".join(text for (text,) in rows(tmp_path, f"{query} ORDER BY prompt", step)) for step in range(3)] == [
-        "abc",
-        "bcefd",
-        "ab",
-    ]
+    query = (
+        "SELECT group_concat(text, '') FROM (SELECT prompts.text FROM evaluations JOIN prompts USING (prompt) "
+        "WHERE split = name AND step = ? ORDER BY prompt)"
+    )
+    assert [one(tmp_path, query, step)[0] for step in range(3)] == ["abc", "bcefd", "ab"]
     assert one(tmp_path, "SELECT count(*) FROM prompts WHERE split = 'aime'") == (6,)
 
 
-def test_warnings_are_events_while_they_are_heard(tmp_path, capsys):
-    from dapo.report.console import hearing_warnings, warn
-
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        ("", ""),
+        ("a\0b", "a\u2400b"),
+        ("half \ud83d of a pair", "half ? of a pair"),
+        ("'; DROP TABLE responses; --", "'; DROP TABLE responses; --"),
+        ("\u202e\x1b[2J\r\n", "\u202e\x1b[2J\r\n"),
+    ],
+)
+def test_any_text_is_kept_as_a_text(text, stored, tmp_path):
     store = store_in(tmp_path)
-    warn("before")
-    with hearing_warnings(lambda line: store.event("warning", line)):
-        warn("engine 1 is lost")
-    warn("after")
+    group = with_text(1, text)
+    scores = tuple(replace(score, prediction=text) for score in group.scores)
+    prompt = replace(group.draw.prompt, text=text, ground_truth=text, source=text)
+    store.step(1, collected_of([replace(group, scores=scores, draw=replace(group.draw, prompt=prompt))]))
+    store.event("warning", text)
     store.close()
-    assert rows(tmp_path, "SELECT kind, message FROM events") == [("warning", "engine 1 is lost")]
-    assert capsys.readouterr().err == "before\nengine 1 is lost\nafter\n"
+    found = rows(tmp_path, "SELECT text, length(text), prediction, question, ground_truth, source FROM answers")
+    assert found == [(stored, len(stored), stored, stored, stored, stored)] * 2
+    assert rows(tmp_path, "SELECT message FROM events") == [(stored,)]
+
+
+def named(table: str, row: tuple) -> dict:
+    [columns] = [[name for name, _, _ in one.columns] for one in TABLES if one.name == table]
+    return dict(zip(columns, row, strict=True))
+
+
+def answer(group, max_bytes: int = 1000) -> dict:
+    return named("responses", next(answer_rows((group.draw.index,), group, max_bytes)))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 50, 51])
+def test_a_long_text_keeps_its_beginning_and_its_end(limit):
+    text = "äöü" * 10 + "end"  # two bytes a letter
+    row = answer(with_text(1, text), limit)
+    assert row["text_bytes"] == len(text.encode()) == 63
+    start, _, rest = row["text"].partition("\n[... ")
+    cut, _, end = rest.partition(" bytes ...]\n")
+    assert text.startswith(start) and text.endswith(end) and len((start + end).encode()) <= limit
+    assert int(cut) == 63 - 2 * (limit // 2) and (limit < 8 or end.endswith("end"))
+    assert answer(with_text(1, text), 63)["text"] == text
+
+
+def test_what_is_no_number_or_not_there_is_null():
+    group = make_group(1, [math.nan, math.nan])
+    parts = {"a": math.inf, "b": math.nan, "c": 0.5}
+    scores = tuple(replace(score, parts=parts, metrics=parts, reward=-math.inf) for score in group.scores)
+    no_tokens = group.responses[0].token_ids[:0]
+    empty = replace(group.responses[0], policy_versions=(), token_ids=no_tokens, seconds=math.nan)
+    group = replace(group, responses=(empty, empty), scores=scores)
+    row = answer(group)
+    assert (row["accuracy"], row["reward"]) == (None, None)
+    assert json.loads(row["parts"]) == json.loads(row["metrics"]) == {"a": None, "b": None, "c": 0.5}
+    assert (row["tokens"], row["version"], row["policy_versions"], row["seconds"]) == (0, None, "[]", None)
+    whole = named("groups", group_row(4, group, "unscorable"))
+    assert (whole["accuracy"], whole["variance"], whole["reward"], whole["version"]) == (None,) * 4
+    assert (whole["scorable"], whole["tokens"], whole["longest"], whole["step"]) == (0, 0, 0, 4)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import sqlite3
+import threading
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -16,19 +17,32 @@ from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.log import read_metrics
 from dapo.sampling.draws import DROPPED, TRAINED
 from dapo.types import Collected, Group, TrainBatch
-from tests.support.driver.loops import make_trainer
+from tests.support.driver.loops import killed, make_trainer, tiny_config
 from tests.support.fakes import FakeActors, FakeRollouts
-from tests.support.faulty_pools import turns
-from tests.support.store.whole_runs import config, kinds, one, rows, store_in
+from tests.support.store.stored import one, rows, store_in
 
 KEPT = ("steps", "groups", "responses", "returned", "evaluations", "metrics")
 
 TIMED = {"at", "run", "seconds", "engine"}  # columns that differ between two runs; a journal knows no engine
 
 
-class SomeCutOff(FakeRollouts):
-    """Every response of some draws runs into the cap."""
+def kinds(prompt, sample, response) -> float:
+    """Prompts of every outcome, and such as change it from visit to visit."""
+    if prompt.id % 7 == 0:
+        return math.nan
+    if prompt.id % 5 == 0:
+        return float(int(response.text) % 2)
+    return {0: 0.0, 1: 1.0, 2: float(sample % 2)}[prompt.id % 3]
 
+
+def config(**trainer):
+    cfg = tiny_config(**trainer)
+    cfg.reward.overlong_filtering.enable = True
+    cfg.data.gen_batch_size = 24
+    return cfg
+
+
+class SomeCutOff(FakeRollouts):
     async def generate(self, key, prompt, sampling, seeds, **how):
         reason = "length" if int(key.partition("-d")[2] if "-d" in key else 1) % 4 == 0 else "stop"
         async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
@@ -43,13 +57,6 @@ def whole_run(directory: Path, cfg, *, actors: FakeActors | None = None) -> list
     )
     store.begin({"seed": 0})
     used: list[Collected] = []
-    keep_what_is_used(trainer, used)
-    asyncio.run(trainer.run())
-    trainer._logger.close()
-    return used
-
-
-def keep_what_is_used(trainer, used: list[Collected]) -> None:
     report = trainer._report
 
     def noted(collected, *rest):
@@ -57,6 +64,9 @@ def keep_what_is_used(trainer, used: list[Collected]) -> None:
         return report(collected, *rest)
 
     trainer._report = noted
+    asyncio.run(trainer.run())
+    trainer._logger.close()
+    return used
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +177,7 @@ def test_steps_metrics_and_evaluations_are_those_of_the_other_files(run):
     assert one(directory, "SELECT config, ended > began FROM runs") == ('{"seed": 0}', 1)
 
 
-def test_pandas_reads_it_as_it_is(run):
-    pandas = pytest.importorskip("pandas")
-    directory, used = run
-    with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
-        frame = pandas.read_sql("SELECT * FROM answers WHERE step = 17", connection)
-    assert len(frame) == 4 * len(used[16].drawn)
-    assert frame.groupby("fate").size().sum() == len(frame) and frame.accuracy.dtype == float
-
-
 def table(directory: Path, name: str) -> set[tuple]:
-    """All rows, without what differs between two runs that are alike."""
     with closing(sqlite3.connect(directory / "samples.sqlite")) as connection:
         found = connection.execute(f"SELECT * FROM {name}")
         same = [place for place, (column, *_) in enumerate(found.description) if column not in TIMED]
@@ -190,33 +190,32 @@ def table(directory: Path, name: str) -> set[tuple]:
     return set(every)
 
 
-@pytest.mark.parametrize("crash", [(1, 7), (3, 20), (5, 3), (6, 30)])
-def test_a_run_that_goes_on_counts_nothing_twice(tmp_path, run, crash):
-    """The process dies some turns after a step; what was stored of steps after the checkpoint is taken back."""
-    cfg = config(total_steps=8)
-    whole_run(tmp_path / "straight", cfg)
-    store = store_in(tmp_path / "crashed")
-    first, _ = make_trainer(tmp_path / "crashed", cfg, verdict=kinds, rollouts=SomeCutOff(seed=2), samples=store)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("straight")
+    whole_run(directory, config(total_steps=8))
+    return directory
+
+
+@pytest.mark.parametrize("crash", [(1, 7), (5, 3), (6, 30)])
+def test_a_run_that_goes_on_counts_nothing_twice(tmp_path, straight, crash):
+    cfg, directory = config(total_steps=8), tmp_path / "crashed"
+    store = store_in(directory)
+    first, _ = make_trainer(directory, cfg, verdict=kinds, rollouts=SomeCutOff(seed=2), samples=store)
 
     async def until_it_dies() -> None:
-        await first._resume()
-        first.evaluations.begin(first.version)
-        while first.version < crash[0]:
-            await first.step()
-        running = asyncio.create_task(first.step())
-        await turns(crash[1])
-        running.cancel()
+        first.evaluations.begin(0)
+        await killed(first, *crash)
         await first.evaluations.close()
-        first.saver.journal.close()
 
     asyncio.run(until_it_dies())
     store._writer.flush(60)  # a killed process leaves what its thread has written
-    assert one(tmp_path / "crashed", "SELECT max(step) FROM steps")[0] >= crash[0]
-    saved = max((int(path.name[5:]) for path in (tmp_path / "crashed" / "checkpoints").glob("step_*")), default=0)
-    whole_run(tmp_path / "crashed", cfg)
+    assert one(directory, "SELECT max(step) FROM steps")[0] >= crash[0]
+    saved = max((int(path.name[5:]) for path in (directory / "checkpoints").glob("step_*")), default=0)
+    whole_run(directory, cfg)
     for name in KEPT:
-        assert table(tmp_path / "crashed", name) == table(tmp_path / "straight", name), name
-    resumed = rows(tmp_path / "crashed", "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
+        assert table(directory, name) == table(straight, name), name
+    resumed = rows(directory, "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
     assert resumed == [("begins",), (f"goes on from step {saved}" if saved else "begins",)]
 
 
@@ -234,22 +233,42 @@ class Losing(FakeActors):
         return await super().update(batch)
 
 
-def test_lost_ranks_and_a_refused_batch_leave_the_store_as_it_would_be_without(tmp_path):
-    cfg = config(total_steps=7)
-    whole_run(tmp_path / "straight", cfg)
-    actors, store = Losing(), store_in(tmp_path / "lost")
+def test_lost_ranks_and_a_refused_batch_leave_the_store_as_it_would_be_without(tmp_path, straight):
+    actors, store = Losing(), store_in(tmp_path)
 
     def make():
-        trainer, _ = make_trainer(
-            tmp_path / "lost", cfg, verdict=kinds, rollouts=SomeCutOff(seed=3), actors=actors, samples=store
-        )
-        return trainer
+        rollouts, cfg = SomeCutOff(seed=3), config(total_steps=8)
+        return make_trainer(tmp_path, cfg, verdict=kinds, rollouts=rollouts, actors=actors, samples=store)[0]
 
     asyncio.run(run_to_end(make, actors, 2))
     store.close()
     assert actors.restarted == 1 and actors.refused
     for name in KEPT:
         if name != "metrics":  # they count restarts
-            assert table(tmp_path / "lost", name) == table(tmp_path / "straight", name), name
-    resumed = rows(tmp_path / "lost", "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
+            assert table(tmp_path, name) == table(straight, name), name
+    resumed = rows(tmp_path, "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
     assert resumed == [("begins",), ("goes on from step 2",)]
+
+
+def test_a_checkpoint_waits_until_its_steps_are_on_disk(tmp_path):
+    store = store_in(tmp_path)
+    trainer, _ = make_trainer(tmp_path, config(total_steps=9), verdict=kinds, samples=store)
+    go = threading.Event()
+
+    async def run() -> None:
+        await trainer._resume()
+        await trainer.step()
+        store._writer.put(lambda connection: go.wait(60))
+        store.metrics(1, {"last": 1.0})
+        saving = asyncio.create_task(trainer.save())
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+        assert not saving.done() and not trainer.saver._store.steps()
+        go.set()
+        await saving
+        assert trainer.saver._store.steps() == [1]
+        assert rows(tmp_path, "SELECT value FROM metrics WHERE name = 'last'") == [(1.0,)]
+        await trainer.stream.close()
+
+    asyncio.run(run())
+    store.close()

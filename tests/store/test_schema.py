@@ -1,7 +1,6 @@
 """The schema as it is written down is the schema as it is."""
 
 import hashlib
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -42,9 +41,3 @@ DIGESTS = {1: "30a07b80e4d13cdc", 2: "4e54ac536750e5e9", 3: "2b2cc59e5ad06903"}
 def test_another_schema_has_another_version():
     digest = hashlib.sha256("\n".join(statements()).encode()).hexdigest()[:16]
     assert DIGESTS[VERSION] == digest
-
-
-def test_every_meaning_is_said_once():
-    meanings = Counter((one.name, name) for one in (*TABLES, *VIEWS) for name, _, _ in one.columns)
-    assert set(meanings.values()) == {1}
-    assert all(text for one in (*TABLES, *VIEWS) for _, _, text in one.columns)

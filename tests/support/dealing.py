@@ -31,8 +31,6 @@ GROUPS = {
         "tests/workers/test_rollout.py",
         "tests/workers/turns/test_calls.py",
         "tests/workers/engines/test_put_down.py",
-        "tests/workers/engines/test_environment.py",
-        "tests/workers/engines/test_scheduling.py",
         "tests/workers/engines/test_lost_engines.py",  # ends them
     ),
     "ranks that fail": (
@@ -42,8 +40,6 @@ GROUPS = {
     ),
     "ranks": (
         "tests/workers/training/test_parity.py",
-        "tests/workers/training/test_invariance.py",
-        "tests/workers/training/test_update.py",
         "tests/workers/training/test_fsdp.py",
         "tests/workers/training/test_lora.py",
         "tests/workers/test_actor.py",

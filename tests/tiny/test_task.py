@@ -1,18 +1,19 @@
-"""The addition task, its data and its files as shipped."""
+"""The tiny tasks: their problems, solutions and splits, and the data as shipped."""
 
 import random
-from pathlib import Path
+import re
 
 import pyarrow.parquet as pq
 import pytest
 
 from dapo.rewards.math import compute_score
-from dapo.tiny import make_data
+from dapo.tiny import checked_sums, make_data
+from dapo.tiny.checked_sums import carries, checked_solution, draw_checked_sum
 from dapo.tiny.task import (
     DATA_SOURCE,
+    Addends,
     Split,
     distinct_problems,
-    draw_problem,
     is_correct,
     problem_text,
     solution,
@@ -20,94 +21,71 @@ from dapo.tiny.task import (
 )
 from tests.support.addends import addends_of
 
-SHIPPED = make_data.DATA_DIR.parent
-SPLITS: list[Split] = ["base", "rl", "heldout"]
+LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 
-def read(name: str) -> list[dict]:
-    return pq.read_table(make_data.DATA_DIR / name).to_pylist()
+def is_right(source: str, text: str, addends: Addends) -> bool:
+    return bool(compute_score(source, text, str(sum(addends)))["acc"])
 
 
-def test_solution_writes_every_running_sum() -> None:
+def test_a_solution_writes_every_running_sum() -> None:
     assert problem_text((37, 5, 18, 4)) == "37+5+18+4="
     assert solution((37, 5, 18, 4)) == "37+5=42\n42+18=60\n60+4=64\nAnswer: 64"
+    for addends in distinct_problems("rl", 200, seed=6):
+        assert is_right(DATA_SOURCE, solution(addends), addends) and is_correct(solution(addends), addends)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["base", "rl", "heldout"])
 def test_a_problem_belongs_to_one_split_in_every_order(split: Split) -> None:
     rng = random.Random(0)
-    for addends in distinct_problems(split, 200, seed=5):
-        assert split_of(addends) == split
-        assert split_of(tuple(rng.sample(addends, len(addends)))) == split
+    problems = distinct_problems(split, 200, seed=5)
+    assert len(set(map(problem_text, problems))) == 200 and problems != distinct_problems(split, 200, seed=4)
+    for addends in problems:
+        assert split_of(addends) == split_of(tuple(rng.sample(addends, len(addends)))) == split
+        assert addends_of(problem_text(addends)) == addends
 
 
-def test_every_split_gets_its_share() -> None:
-    rng = random.Random(0)
-    found = [split_of((rng.randint(1, 99), rng.randint(1, 99), rng.randint(1, 99))) for _ in range(5000)]
-    shares = [found.count(split) / len(found) for split in SPLITS]
-    assert shares == pytest.approx([0.5, 0.4, 0.1], abs=0.03)
+def test_the_shipped_data_is_what_the_code_makes() -> None:
+    made = make_data.tables()
+    assert {name: len(rows) for name, rows in made.items()} == {
+        **{"train.parquet": 6000, "long_train.parquet": 6000, "checked_train.parquet": 2000},
+        **{name: 512 for name in ("val.parquet", "long_val.parquet", "checked_val.parquet")},
+    }
+    for name, rows in made.items():
+        assert pq.read_table(make_data.DATA_DIR / name).to_pylist() == rows, name
+        problems = [addends_of(row["prompt"][0]["content"]) for row in rows]
+        assert {split_of(addends) for addends in problems} == {"rl" if "train" in name else "heldout"}
+        assert [row["reward_model"]["ground_truth"] for row in rows] == [str(sum(addends)) for addends in problems]
+        assert len(set(problems)) == len(problems)
 
 
-def test_problems_are_distinct_and_repeatable() -> None:
-    problems = distinct_problems("rl", 500, seed=3)
-    assert len(set(map(problem_text, problems))) == 500
-    assert problems == distinct_problems("rl", 500, seed=3)
-    assert problems != distinct_problems("rl", 500, seed=4)
-    assert all(addends_of(problem_text(addends)) == addends for addends in problems)
+def passes(text: str) -> list[list[str]]:
+    *lines, _ = text.split("\n")
+    return [part.split("\n") for part in "\n".join(lines).split("\nCheck\n")]
 
 
-def test_a_solution_without_errors_is_right_for_the_verifier() -> None:
-    for addends in distinct_problems("rl", 200, seed=6):
-        verdict = compute_score(DATA_SOURCE, solution(addends), str(sum(addends)))
-        assert verdict["acc"] and verdict["score"] == 1.0 and is_correct(solution(addends), addends)
-
-
-def test_errors_come_at_their_rate_and_propagate() -> None:
-    rng = random.Random(7)
-    wrong_steps = steps = 0
-    for _ in range(2000):
-        addends = draw_problem(rng, "base")
-        text = solution(addends, rng, error_rate=0.25)
-        *sums, answer = text.splitlines()
-        total = str(addends[0])
-        for line, addend in zip(sums, addends[1:], strict=True):
-            left, right = line.split("=")
-            assert left == f"{total}+{addend}" and int(right) > 0
-            wrong_steps += int(right) != int(total) + addend
-            steps += 1
-            total = right
-        assert answer == f"Answer: {total}"
-        assert is_correct(text, addends) == compute_score(DATA_SOURCE, text, str(sum(addends)))["acc"]
-    assert wrong_steps / steps == pytest.approx(0.25, abs=0.03)
-
-
-def test_response_lengths_vary_around_thirty_characters() -> None:
-    rng = random.Random(8)
-    lengths = [len(solution(draw_problem(rng, "rl"))) + 1 for _ in range(3000)]
-    assert 28 <= sum(lengths) / len(lengths) <= 36
-    assert 14 <= min(lengths) <= 20 and 60 <= max(lengths) <= 75
-
-
-@pytest.mark.parametrize("name", ["train.parquet", "val.parquet", "long_train.parquet", "long_val.parquet"])
-def test_shipped_data_is_what_the_code_makes(name: str) -> None:
-    assert read(name) == make_data.tables()[name]
-
-
-def test_shipped_rows_have_the_schema_and_no_duplicates() -> None:
-    train, val = read("train.parquet"), read("val.parquet")
-    assert (len(train), len(val)) == (6000, 512)
-    for row in [*train, *val]:
-        assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-        ((role, content),) = [(message["role"], message["content"]) for message in row["prompt"]]
-        assert role == "user"
-        assert row["reward_model"] == {"ground_truth": str(sum(addends_of(content))), "style": "rule"}
-        assert row["extra_info"]["split"] == split_of(addends_of(content))
-    texts = [row["prompt"][0]["content"] for row in [*train, *val]]
-    assert len(set(texts)) == len(texts)
-
-
-@pytest.mark.parametrize("folder", ["data", "base", "tool"])
-def test_shipped_files_are_small(folder: str) -> None:
-    files = [path for path in Path(SHIPPED / folder).iterdir() if path.is_file()]
-    assert files
-    assert max(path.stat().st_size for path in files) <= 4_000_000
+def test_a_checked_solution_checks_itself_until_two_passes_agree() -> None:
+    rng, checked = random.Random(1), 0
+    right: dict[bool, list[bool]] = {False: [], True: []}
+    slips: dict[bool, list[bool]] = {False: [], True: []}
+    for _ in range(3000):
+        addends = draw_checked_sum(rng, "base")
+        text = checked_solution(addends, rng, slips=True)
+        written = passes(text)
+        lasts = [part[-1].partition("=")[2] for part in written]
+        assert text.endswith(f"\nAnswer: {lasts[-1]}") and len(written) <= 3
+        if len(written) > 1:
+            assert (len(written) == 2) == (lasts[0] == lasts[1])
+        for part in written:
+            found = [tuple(map(int, each.groups())) for line in part if (each := LINE.fullmatch(line))]
+            assert [addend for _, addend, _ in found] == list(addends[1:])
+            for total, addend, result in found:
+                slips[total % 10 + addend % 10 >= 10].append(total + addend != result)
+        checked += len(written) > 1
+        right[len(written) > 1].append(is_right(checked_sums.DATA_SOURCE, text, addends))
+        assert checked_solution(addends, rng, slips=False).endswith(f"Answer: {sum(addends)}")
+    for carry, rate in ((True, checked_sums.CARRY_SLIP_RATE), (False, checked_sums.OTHER_SLIP_RATE)):
+        assert sum(slips[carry]) / len(slips[carry]) == pytest.approx(rate, abs=0.015)
+    assert checked / 3000 == pytest.approx(checked_sums.CHECK_RATE, abs=0.03)
+    assert sum(right[True]) / len(right[True]) > sum(right[False]) / len(right[False]) + 0.03, "a check helps"
+    assert [carries(each) for each in ((2, 3), (5, 5), (15, 4, 1), (9, 9, 9, 9), (7,))] == [0, 1, 1, 3, 0]

@@ -3,18 +3,13 @@
 import asyncio
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from dapo.config.compose import compose
 from dapo.config.sampling import RolloutFunctionConfig
 from dapo.config.schema import Config
 from dapo.driver.preflight import preflight
-from dapo.run import make_paths_absolute
-from dapo.state.run_dir import claim_output_dir
 from dapo.tiny.tokenizer import END, make_tokenizer
 from dapo.turns import retry, tool_use
 from dapo.turns.loading import file_of_function, load, runs_programs
@@ -52,7 +47,7 @@ def conversation(function, answers: list[str], **kwargs) -> tuple[list[str], Ste
     return asyncio.run(play())
 
 
-def test_retry_goes_on_as_the_chat_template_does() -> None:
+def test_retry_goes_on_as_the_chat_template_does():
     read, end, _ = conversation(retry.rollout, ["It is 4.", "It is 5."], feedback="Sure?")
     assert end == Trajectory(text="It is 5.")
     turns = [("user", "1+4"), ("assistant", "It is 4."), ("user", "Sure?")]
@@ -62,7 +57,7 @@ def test_retry_goes_on_as_the_chat_template_does() -> None:
     assert first + "It is 4." + END + read[1] == whole and read[0] == ""
 
 
-def test_a_turn_that_its_stop_string_ended_is_closed_before_the_next() -> None:
+def test_a_turn_that_its_stop_string_ended_is_closed_before_the_next():
     async def stops(prompt, generate, sampling):
         await generate(stop="?")
         return Trajectory(text=(await generate(generate.after([("user", "Go on.")]))).text)
@@ -71,15 +66,18 @@ def test_a_turn_that_its_stop_string_ended_is_closed_before_the_next() -> None:
     assert read[1] == f"{END}<|user|>Go on.{END}<|assistant|>"
 
 
-def test_tool_use_works_out_what_the_policy_writes() -> None:
+def test_tool_use_works_out_what_the_policy_writes():
     answers = ["I need <calc>17*23</calc>", "and <calc>391+1/0</calc>", "so 391."]
     read, end, asked = conversation(tool_use.rollout, answers)
     assert read == ["", "<result>391</result>", "<result>error: division by zero</result>"]
     assert end == Trajectory(text=f"{answers[0]}{read[1]}{answers[1]}{read[2]}{answers[2]}")
     assert [ask.stop for ask in asked] == [("</calc>",)] * 3
+    read, end, asked = conversation(tool_use.rollout, ["<calc>2*3</calc>", "<calc>6*6</calc>"], max_calls=1)
+    assert read == ["", "<result>6</result>"] and asked[1].stop == ()
+    assert end == Trajectory(text="<calc>2*3</calc><result>6</result><calc>6*6</calc>")
 
 
-def test_tool_use_hears_a_call_whose_last_token_goes_on_behind_it() -> None:
+def test_tool_use_hears_a_call_whose_last_token_goes_on_behind_it():
     """A vocabulary may have a token such as `></`, which completes the stop string and begins something else."""
     read, end, _ = conversation(tool_use.rollout, ["<calc>3+4</calc></answer>", "7"])
     assert read[1] == "<result>7</result>"
@@ -89,7 +87,7 @@ def test_tool_use_hears_a_call_whose_last_token_goes_on_behind_it() -> None:
     assert read[1] == "<result>1</result>"
 
 
-def test_what_was_not_appended_for_want_of_room_is_no_last_token() -> None:
+def test_what_was_not_appended_for_want_of_room_is_no_last_token():
     """Else the end of a turn would stand twice where the next one begins."""
 
     async def play() -> list[int]:
@@ -104,7 +102,7 @@ def test_what_was_not_appended_for_want_of_room_is_no_last_token() -> None:
     assert TOKENIZER.decode(asyncio.run(play())).startswith("<|user|>?")
 
 
-def test_a_later_turn_begins_with_what_the_person_gave_the_chat_template() -> None:
+def test_a_later_turn_begins_with_what_the_person_gave_the_chat_template():
     thinking = make_tokenizer()
     thinking.chat_template += "{% if add_generation_prompt and enable_thinking is false %}(no thought){% endif %}"
     for given, beginning in (({}, ""), ({"enable_thinking": False}, "(no thought)")):
@@ -112,13 +110,7 @@ def test_a_later_turn_begins_with_what_the_person_gave_the_chat_template() -> No
         assert thinking.decode(ids) == f"{END}<|user|>?{END}<|assistant|>{beginning}"
 
 
-def test_tool_use_ends_after_its_last_call() -> None:
-    read, end, asked = conversation(tool_use.rollout, ["<calc>2*3</calc>", "<calc>6*6</calc>"], max_calls=1)
-    assert read == ["", "<result>6</result>"] and asked[1].stop == ()
-    assert end == Trajectory(text="<calc>2*3</calc><result>6</result><calc>6*6</calc>")
-
-
-def test_tool_use_runs_programs_in_the_sandbox_where_it_may() -> None:
+def test_tool_use_runs_programs_in_the_sandbox_where_it_may():
     answers = [
         "First <python>\nfor k in range(3):\n    print(k * k)\n</python>",
         "<python>import socket; print(1); socket.socket()</python>",
@@ -134,13 +126,6 @@ def test_tool_use_runs_programs_in_the_sandbox_where_it_may() -> None:
     assert end == Trajectory(text="<python>print(1)</python>"), "there is no interpreter unless it is asked for"
 
 
-def test_the_sandbox_starts_only_with_what_runs_programs(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text("RUNS_PROGRAMS = True\nasync def rollout(prompt, generate, sampling): ...\n")
-    assert runs_programs(load(RolloutFunctionConfig(path=str(tmp_path / "my.py"))), {})
-    assert [runs_programs(tool_use.rollout, {"python": on}) for on in (True, False)] == [True, False]
-    assert not runs_programs(retry.rollout, {"python": True})
-
-
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
@@ -150,44 +135,37 @@ def test_the_sandbox_starts_only_with_what_runs_programs(tmp_path: Path) -> None
         ("2**-2", "1/4"),
         ("9**9**9", "error: not arithmetic"),
         ("2**200*2**200", "error: too long"),
-        ("7**200**1*7**200*7**200*7**200*7**200*7**200*7**200*7**200", "error: not arithmetic"),
+        ("7**200*1*7**200*7**200*7**200*7**200*7**200*7**200*7**200", "error: not arithmetic"),
+        ("1+" * 150 + "1", "error: too long"),
         ("().__class__", "error: not arithmetic"),
         ("open('x')", "error: not arithmetic"),
-        ("True+1", "error: not arithmetic"),
-        ("1j", "error: not arithmetic"),
         ("1e999", "error: not arithmetic"),
         ("0**-1", "error: division by zero"),
-        ("5%0", "error: division by zero"),
         ("(" * 90, "error: not arithmetic"),
         ("", "error: not arithmetic"),
-        ("1+" * 150 + "1", "error: too long"),
-        ("\0", "error: not arithmetic"),
     ],
 )
-def test_the_calculator_is_exact_and_has_an_answer_to_everything(expression: str, result: str) -> None:
+def test_the_calculator_is_exact_and_has_an_answer_to_everything(expression, result):
     assert calculate(expression) == result
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_readme_runs(tmp_path):
     [code] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "hint.py").write_text(code)
     function = load(RolloutFunctionConfig(path=str(tmp_path / "hint.py"), name="hint"))
     read, end, _ = conversation(function, ["A: 3", "A: 1"])
     assert read[1].startswith("<|user|>") and end == Trajectory(text="A: 1")
-    read, end, _ = conversation(function, ["A: 1"])
-    assert end == Trajectory(text="A: 1")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"token_ids": [10**6]}, "`token_ids` holds 1000000"),
-        ({"token_ids": [-1]}, "`token_ids` holds -1"),
         ({"max_tokens": 0}, "`max_tokens` (0) must be at least 1"),
         ({"stop": ["a", ""]}, "`stop` holds an empty string"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(arguments, says) -> None:
+def test_what_cannot_be_generated_is_refused(arguments, says):
     async def wrong(prompt, generate, sampling):
         await generate(**arguments)
 
@@ -195,7 +173,7 @@ def test_what_cannot_be_generated_is_refused(arguments, says) -> None:
     assert isinstance(end, Failed) and says in end.detail
 
 
-def test_a_text_that_no_file_can_hold_does_not_reach_the_driver() -> None:
+def test_a_text_that_no_file_can_hold_does_not_reach_the_driver():
     """Not one checkpoint could be written with it, and after a restart the same seed would give the same text."""
 
     async def reads_json(prompt, generate, sampling):
@@ -205,7 +183,7 @@ def test_a_text_that_no_file_can_hold_does_not_reach_the_driver() -> None:
     assert end == Trajectory(text="It is ? 7")
 
 
-def test_a_function_that_wants_to_end_its_process_ends_its_own_call() -> None:
+def test_a_function_that_wants_to_end_its_process_ends_its_own_call():
     async def parses(prompt, generate, sampling):
         await generate()
         raise SystemExit(2)
@@ -215,7 +193,7 @@ def test_a_function_that_wants_to_end_its_process_ends_its_own_call() -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["asks again", "returns"])
-def test_a_turn_that_the_function_left_is_no_answer_to_another(goes_on: bool) -> None:
+def test_a_turn_that_the_function_left_is_no_answer_to_another(goes_on):
     """The driver samples it all the same, and trains on it."""
 
     async def impatient(prompt, generate, sampling):
@@ -249,48 +227,29 @@ SOUND = "async def rollout(prompt, generate, sampling, *, size=1):\n    pass\n"
         ("async def rollout(prompt):\n    pass", {}, "cannot be called with prompt, generate, sampling"),
     ],
 )
-def test_a_wrong_function_is_named_before_anything_starts(tmp_path: Path, text: str, settings, says: str) -> None:
+def test_a_wrong_function_is_named_before_anything_starts(tmp_path, text, settings, says):
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(ValueError, match=re.escape("`rollout.function")) as error:
         load(RolloutFunctionConfig(path=str(tmp_path / "my.py"), **settings))
     assert says in str(error.value)
 
 
-def test_ready_ones_and_a_sound_file_load(tmp_path: Path) -> None:
+def test_a_function_says_its_file_and_whether_it_runs_programs(tmp_path):
+    own = RolloutFunctionConfig(path=str(tmp_path / "my.py"))
+    (tmp_path / "my.py").write_text("RUNS_PROGRAMS = True\n" + SOUND)
+    first = file_of_function(own)
+    assert runs_programs(load(own), {}) and not runs_programs(retry.rollout, {"python": True})
+    assert [runs_programs(tool_use.rollout, {"python": on}) for on in (True, False)] == [True, False]
     (tmp_path / "my.py").write_text(SOUND)
-    for path, kwargs in (("one_turn", {}), ("retry", {"attempts": 3}), ("tool_use", {}), (str(tmp_path / "my.py"), {})):
-        assert np.iterable(load(RolloutFunctionConfig(path=path, kwargs=kwargs)).__code__.co_varnames)
+    assert [*first] == ["rollout.function.path"] and first != file_of_function(own)
+    assert file_of_function(RolloutFunctionConfig(path="retry")) == {}
+    assert load(RolloutFunctionConfig(path="retry", kwargs={"attempts": 3})) is retry.rollout
+    with pytest.raises(ValueError, match=r"`rollout.function.kwargs.attempts` \(3\) must be"):
+        load(RolloutFunctionConfig(path="retry", kwargs={"attempts": "3"}))
 
 
-def test_a_file_is_found_from_wherever_a_worker_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my.py").write_text(SOUND)
-    monkeypatch.chdir(tmp_path)
-    cfg = Config()
-    cfg.model.path, cfg.rollout.function.path = str(tmp_path), "my.py"
-    make_paths_absolute(cfg)
-    assert cfg.rollout.function.path == str(tmp_path / "my.py") and load(cfg.rollout.function)
-
-
-def test_a_wrong_function_ends_the_preflight() -> None:
+def test_a_wrong_function_ends_the_preflight():
     cfg = Config()
     cfg.rollout.function.path = "/no/such/file.py"
     with pytest.raises(ValueError, match=r"`rollout.function.path` \('/no/such/file.py'\) cannot be imported"):
         preflight(cfg)
-
-
-def test_a_run_that_goes_on_notices_another_text(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(SOUND)
-    cfg = compose([f"rollout.function.path={tmp_path / 'my.py'}"], "dapo_tiny")
-
-    def start() -> None:
-        with claim_output_dir(str(tmp_path / "run"), "auto", asdict(cfg)) as run:
-            run.check_own(file_of_function(cfg.rollout.function))
-            run.record_inputs(file_of_function(cfg.rollout.function))
-            (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")  # it got somewhere
-
-    start()
-    start()
-    (tmp_path / "my.py").write_text(SOUND + "# another\n")
-    with pytest.raises(ValueError, match=r"`rollout.function.path` is another function \(my.py:rollout, sha256 "):
-        start()
-    assert file_of_function(RolloutFunctionConfig(path="retry")) == {}

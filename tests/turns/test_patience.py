@@ -7,19 +7,16 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 from dapo.sandbox import shared
 from dapo.sandbox.program import Outcome, Program, SandboxError
 from dapo.turns import interpreter
 from dapo.turns.interpreter import run
-from dapo.turns.patience import Stopwatch, queued
 from dapo.turns.protocol import Failed, Queued, Step, Trajectory
 from dapo.turns.session import Session
 from tests.support.engines.functions import TOKENIZER
 from tests.support.fakes import make_prompt
 
-CALLS, PROGRAM_S, TIMEOUT_S = 6, 0.3, 0.8  # one process: the last program begins when the time of its call is up
+CALLS, PROGRAM_S, TIMEOUT_S = 4, 0.3, 0.8  # one process: the last program begins when the time of its call is up
 
 
 def outcome_of(program: Program) -> Outcome:
@@ -49,14 +46,7 @@ def ends(function: Callable[..., Awaitable[Any]], calls: int = 1) -> list[tuple[
     return asyncio.run(play())
 
 
-def test_a_call_that_waits_for_a_place_has_its_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "run", outcome_of)
-    found = ends(asks_the_interpreter, CALLS)
-    assert [step for step, _ in found] == [Trajectory(text="6 * 7")] * CALLS
-    assert max(again for _, again in found) >= 1, "nobody waited: the test shows nothing"
-
-
-def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(shared, "run", lambda program: over.wait(10))
 
@@ -70,11 +60,12 @@ def test_a_program_that_runs_too_long_uses_the_time_up(monkeypatch: pytest.Monke
     assert isinstance(step, Failed) and "did not go on within 0.8 s" in step.detail and again == 0
 
 
-def test_a_sandbox_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that does not is, however long that takes: 6 programs, of which one at a time begins within a second."""
+def test_who_waits_for_a_place_has_its_time_left_however_long_that_takes_unless_the_sandbox_stands_still(monkeypatch):
     monkeypatch.setattr(interpreter, "STANDSTILL_S", 2 * PROGRAM_S)
     monkeypatch.setattr(shared, "run", outcome_of)
-    assert [step for step, _ in ends(asks_the_interpreter, CALLS)] == [Trajectory(text="6 * 7")] * CALLS
+    found = ends(asks_the_interpreter, CALLS)
+    assert [step for step, _ in found] == [Trajectory(text="6 * 7")] * CALLS
+    assert max(again for _, again in found) >= 1, "nobody waited: the test shows nothing"
     over = threading.Event()
     monkeypatch.setattr(shared, "run", lambda program: over.wait(10))
 
@@ -89,7 +80,7 @@ def test_a_sandbox_that_stands_still_is_not_waited_for(monkeypatch: pytest.Monke
     assert isinstance(step, Failed) and "no program began within 0.6 s" in step.detail
 
 
-def test_what_is_cancelled_while_it_waits_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cancelled_while_it_waits_never_runs(monkeypatch):
     ran: list[str] = []
 
     def noted(program: Program) -> Outcome:
@@ -107,19 +98,3 @@ def test_what_is_cancelled_while_it_waits_never_runs(monkeypatch: pytest.MonkeyP
 
     asyncio.run(play())
     assert ran == ["first"]
-
-
-def test_a_stopwatch_counts_what_is_between_waits() -> None:
-    now = [100.0]
-    watch = Stopwatch(lambda: now[0])
-    for seconds, act in ((2, watch.pause), (5, watch.pause), (7, watch.go_on), (1, watch.go_on), (3, lambda: None)):
-        now[0] += seconds
-        act()
-    assert watch.spent() == 5
-    watch.restart()
-    assert watch.spent() == 0
-
-
-def test_outside_of_a_session_nothing_is_counted() -> None:
-    with queued():
-        pass

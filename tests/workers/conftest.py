@@ -1,4 +1,4 @@
-"""Two engines for all test modules that ask for them, and the file of a reward function, once per test module."""
+"""Two engines for all test modules that ask for them, and the file of a reward function."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
-"""The actors on one and two gloo ranks against plain transformers and plain torch."""
+"""What the pool of actors does beside updates: bfloat16, export, order, bounds, deadlines."""
 
 import asyncio
-import dataclasses
-import math
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo.config.schema import Config
 from tests.support.training.plain_reference import (
     CHECKPOINT_S,
     LENGTHS,
     UPDATE_S,
-    VOCABULARY,
-    checksum,
     distance,
     full_gradients,
     full_weights,
@@ -26,16 +21,17 @@ from tests.support.training.plain_reference import (
     make_model,
     make_sequences,
     on_all,
+    plain_gradients,
     plain_logprobs,
-    plain_loss,
+    rank_here,
+    rebuild,
     reference,
     start_pool,
     train_batch,
-    update,
+    update_here,
 )
-from workers.actor import ActorPool, split_batch
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+from workers.actor import split_batch
+from workers.training.files import state
 
 
 @pytest.fixture(scope="module")
@@ -43,195 +39,75 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """A running pool and its configuration."""
-
-    pool: ActorPool
-    cfg: Config
+@pytest.fixture(scope="module")
+def rank(model_dirs: dict[str, Path]) -> Any:
+    with rank_here(make_config(model_dirs["tied"], num_workers=1)) as worker:
+        yield worker
 
 
-@pytest.fixture
-def pools(model_dirs: dict[str, Path]) -> Callable[..., Started]:
-    """pools(model, ranks), in the first state.
-
-    The tied model also checkpoints activations and frees parameters after the forward pass.
-    """
-
-    def get(model: str, ranks: int, dtype: str = "float32") -> Started:
-        cfg = make_config(model_dirs[model], num_workers=ranks, reshard_after_forward=model == "tied")
-        cfg.model.gradient_checkpointing = "full" if model == "tied" else "none"
-        cfg.model.dtype = dtype
-        return Started(start_pool(cfg), cfg)
-
-    return get
-
-
-def test_the_gradient_is_that_of_plain_transformers_where_a_rank_has_no_sequence(
-    pools: Callable[..., Started], model_dirs: dict[str, Path]
-) -> None:
-    """Any other split: test_parity and test_invariance."""
-    sequences = make_sequences(model_dirs["tied"], LENGTHS[:1])
-    plain = reference(model_dirs["tied"])
-    plain_loss(plain, sequences).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    works = split_batch(train_batch(0, sequences), 2, 96)
-    assert [[len(each) for each in work.minibatches[0]] for work in works] == [[1], [0]]
-    for found in on_all(pools("tied", 2).pool, full_gradients, works):
-        assert distance(found, wanted) <= 1e-5
-
-
-def test_bfloat16_is_only_the_compute_type(
-    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bfloat16_is_only_the_compute_type(rank: Any, model_dirs: dict[str, Path], tmp_path: Path) -> None:
     """Master weights, gradients and weight export stay float32; the Hugging Face export is in the compute type."""
     sequences = make_sequences(model_dirs["tied"], LENGTHS)
     plain = reference(model_dirs["tied"])
-    plain_loss(plain, sequences).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-
-    pool = pools("tied", 1, "bfloat16").pool
-    works = split_batch(train_batch(0, sequences), 1, 25)
-    gradients = on_all(pool, full_gradients, works)[0]
-    assert 1e-4 <= distance(gradients, wanted) <= 0.1
-    weights = on_all(pool, full_weights)[0]
+    cfg = make_config(model_dirs["tied"], num_workers=1)
+    cfg.model.dtype = "bfloat16"
+    rebuild(rank, cfg)
+    gradients = full_gradients(rank, split_batch(train_batch(0, sequences), 1, 25)[0])
+    assert 1e-4 <= distance(gradients, plain_gradients(plain, sequences)) <= 0.1
+    weights = full_weights(rank)
     assert {t.dtype for t in (*gradients.values(), *weights.values())} == {torch.float32}
     assert distance(weights, {name: p.detach() for name, p in plain.named_parameters()}) == 0.0
-    asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+    rank.export_hf(str(tmp_path / "hf"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported.model.embed_tokens.weight, weights["model.embed_tokens.weight"].bfloat16())
 
 
-def test_update_is_that_of_plain_torch(pools: Callable[..., Started], model_dirs: dict[str, Path]) -> None:
-    """Two mini-batches: the second's ratio is against the policy before the first step. Clipping and warm-up act."""
-    started = pools("untied", 2)
-    minibatches = tuple(make_sequences(model_dirs["untied"], LENGTHS, seed) for seed in (0, 1))
-    metrics = update(started.pool, train_batch(2, *minibatches))
-
-    plain = reference(model_dirs["untied"])
-    optim = started.cfg.actor.optim
-    lr = optim.lr * 3 / optim.lr_warmup_steps
-    adamw = torch.optim.AdamW(plain.parameters(), lr=lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=0.1)
-    losses, norms = [], []
-    for sequences in minibatches:
-        loss = plain_loss(plain, sequences, [torch.from_numpy(s.rollout_logprobs) for s in sequences])
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), optim.grad_clip)))
-        losses.append(loss.item())
-        adamw.step()
-        adamw.zero_grad()
-
-    assert min(norms) > optim.grad_clip
-    wanted = {name: p.detach() for name, p in plain.named_parameters()}
-    before = {name: p.detach() for name, p in reference(model_dirs["untied"]).named_parameters()}
-    for found in on_all(started.pool, full_weights):
-        moved = {name: found[name] - before[name] for name in before}
-        assert distance(moved, {name: wanted[name] - before[name] for name in before}) <= 1e-3
-    assert metrics["actor/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
-    assert metrics["actor/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
-    assert metrics["actor/lr"] == pytest.approx(lr)
-    assert metrics["actor/response_tokens"] == 2 * sum(response for _, response in LENGTHS)
-    assert 0 <= metrics["parity/mean_abs_logprob_diff"] <= metrics["parity/max_abs_logprob_diff"] <= 1e-4
-    assert metrics["actor/ratio_max"] > 1.0 and metrics["actor/approx_kl"] != 0.0
-    assert 0 < metrics["actor/entropy"] <= math.log(VOCABULARY)
-
-
-def test_first_update_moves_every_parameter(pools: Callable[..., Started], model_dirs: dict[str, Path]) -> None:
-    started = pools("tied", 2)
-    before = on_all(started.pool, full_weights)[0]
-    batch = train_batch(0, make_sequences(model_dirs["tied"], LENGTHS))
-    metrics = update(started.pool, batch)
-    after = on_all(started.pool, full_weights)[0]
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
-    assert metrics["actor/approx_kl"] == 0.0 and metrics["actor/ratio_max"] == 1.0
-
-
-def test_saved_state_continues_bit_for_bit(
-    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
-) -> None:
-    pool = pools("untied", 2).pool
-    batches = [train_batch(v, make_sequences(model_dirs["untied"], LENGTHS, seed=v)) for v in range(2)]
-    asyncio.run(pool.update(batches[0]))
-    asyncio.run(pool.save(str(tmp_path / "state"), 1))
-    saved = checksum(pool)
-    asyncio.run(pool.update(batches[1]))
-    continued = checksum(pool)
-    assert saved != continued
-
-    asyncio.run(pool.load(str(tmp_path / "state"), 1))
-    assert checksum(pool) == saved
-    asyncio.run(pool.update(batches[1]))
-    assert checksum(pool) == continued
-
-    weights = on_all(pool, full_weights)[0]
-    alone = pools("untied", 1).pool
-    asyncio.run(alone.load(str(tmp_path / "state"), 1))
-    assert checksum(alone) == saved
-    asyncio.run(alone.update(batches[1]))
-    assert distance(on_all(alone, full_weights)[0], weights) <= 1e-6
-
-
-def test_three_steps_each_on_two_ranks_one_and_two_are_nine_on_two(
-    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path
-) -> None:
-    """But for the rounding of sums in another order."""
-    batches = []
-    for version in range(9):
-        sequences = make_sequences(model_dirs["untied"], LENGTHS, seed=version)
-        stale = [dataclasses.replace(s, staleness=np.ones_like(s.staleness)) for s in sequences]  # no parity is due
-        batches.append(train_batch(version, tuple(stale)))
-
-    def train(pool: ActorPool, first: int, last: int) -> dict[str, torch.Tensor]:
-        for batch in batches[first:last]:
-            asyncio.run(pool.update(batch))
-        weights: dict[str, torch.Tensor] = on_all(pool, full_weights)[0]
-        return weights
-
-    whole = pools("untied", 2).pool
-    before = {name: w.clone() for name, w in on_all(whole, full_weights)[0].items()}
-    wanted = train(whole, 0, 9)
-    assert distance(wanted, before) > 1e-3, "a thousand times what rounding may leave"
-
-    saved = checksum(pools("untied", 2).pool)
-    for part, ranks in enumerate((2, 1, 2)):
-        pool, done = pools("untied", ranks).pool, 3 * part
-        if part:
-            asyncio.run(pool.load(str(tmp_path / f"{done}"), done))
-        assert checksum(pool) == saved
-        found = train(pool, done, done + 3)
-        saved = checksum(pool)
-        asyncio.run(pool.save(str(tmp_path / f"{done + 3}"), done + 3))
-    assert distance(found, wanted) <= 1e-6
-    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-6
-
-
 @pytest.mark.parametrize("model", ["tied", "untied"])
-def test_export_loads_in_transformers(
-    pools: Callable[..., Started], model_dirs: dict[str, Path], tmp_path: Path, model: str
+def test_export_loads_in_transformers_and_in_the_actors(
+    rank: Any, model_dirs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    pool = pools(model, 2).pool
-    sequences = make_sequences(model_dirs[model], LENGTHS)
-    asyncio.run(pool.update(train_batch(0, sequences)))
-    asyncio.run(pool.export_hf(str(tmp_path / "hf")))
+    source = shutil.copytree(model_dirs[model], tmp_path / "source")
+    # A temperature without `do_sample`: transformers reads it, and would not write it.
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.25}')
+    monkeypatch.setattr(state, "EXPORT_FILE_BYTES", 16 << 10)
+    cfg = make_config(source, num_workers=1, reshard_after_forward=True)
+    cfg.model.gradient_checkpointing = "full"
+    rebuild(rank, cfg)
+    sequences = make_sequences(source, LENGTHS)
+    update_here(rank, train_batch(0, sequences))
+    rank.export_hf(str(tmp_path / "hf"))
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and max(file.stat().st_size for file in files) < 18 << 10
 
-    exported = reference(tmp_path / "hf")
+    exported, plain = reference(tmp_path / "hf"), reference(source)
     assert exported.config.tie_word_embeddings == (model == "tied")
-    assert exported.config._attn_implementation == "sdpa"
-    plain = reference(model_dirs[model])
-    plain.load_state_dict(on_all(pool, full_weights)[0], strict=model == "untied")
+    assert exported.config._attn_implementation == "sdpa" and exported.config.architectures == ["Qwen2ForCausalLM"]
+    assert exported.generation_config.eos_token_id == [1, 2] and exported.generation_config.temperature == 0.25
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    weights = {name: tensor.clone() for name, tensor in full_weights(rank).items()}
+    plain.load_state_dict(weights, strict=model == "untied")
+    assert [name for name, p in plain.named_parameters() if torch.equal(p, before[name])] == []
     for sequence in sequences:
         assert torch.equal(plain_logprobs(exported, sequence), plain_logprobs(plain, sequence))
-    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "hf", model_dirs[model]))
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "hf", source))
     assert ours.get_vocab() == theirs.get_vocab()
+    rebuild(rank, make_config(tmp_path / "hf", num_workers=1))
+    assert distance(full_weights(rank), weights) == 0.0
 
 
-def test_a_sequence_beyond_the_bound_is_refused_by_the_driver(
-    pools: Callable[..., Started], model_dirs: dict[str, Path]
-) -> None:
-    sequences = make_sequences(model_dirs["untied"], [(40, 25)])
-    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(64\) .* 65 tokens"):
-        asyncio.run(pools("untied", 2).pool.update(train_batch(0, sequences)))
+@pytest.mark.ray
+def test_reference_logprobs_come_in_the_order_of_the_sequences(ray_cluster: None, model_dirs: dict[str, Path]) -> None:
+    cfg = make_config(model_dirs["untied"], num_workers=2, max_tokens_per_gpu=48)
+    cfg.algorithm.kl.reward_coeff = 0.1
+    pool = start_pool(cfg)
+    sequences = make_sequences(model_dirs["untied"], LENGTHS * 3, seed=5)
+    found = asyncio.run(pool.reference_logprobs(sequences))
+    for logprobs, sequence in zip(found, sequences, strict=True):
+        assert logprobs.dtype == np.float32
+        np.testing.assert_allclose(logprobs, sequence.rollout_logprobs, atol=2e-5)
+    with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(48\) .* 65 tokens"):
+        asyncio.run(pool.update(train_batch(0, make_sequences(model_dirs["untied"], [(40, 25)]))))
 
 
 def timeouts(worker: Any) -> set[float]:
@@ -244,8 +120,9 @@ def timeouts(worker: Any) -> set[float]:
     return {backend.options._timeout.total_seconds() for backend in backends}
 
 
+@pytest.mark.ray
 def test_every_process_group_has_the_deadline_of_an_update_or_of_a_checkpoint(
-    model_dirs: dict[str, Path], tmp_path: Path
+    ray_cluster: None, model_dirs: dict[str, Path], tmp_path: Path
 ) -> None:
     """Those that FSDP, the optimizer or a checkpoint may have made too."""
     model = model_dirs["untied"]

@@ -5,11 +5,9 @@ import hashlib
 import json
 import os
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -24,6 +22,7 @@ from tests.support.training.plain_reference import (
     make_model,
     make_sequences,
     on_all,
+    stale,
     start_own_pool,
     start_pool,
     train_batch,
@@ -43,20 +42,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sequences(model_dir: Path) -> tuple[TrainSequence, ...]:
-    return make_sequences(model_dir, LENGTHS)
+    return stale(make_sequences(model_dir, LENGTHS))
 
 
 def updated(pool: ActorPool, version: int, sequences: tuple[TrainSequence, ...]) -> Coroutine[Any, Any, Updated]:
-    """An update on tokens of another policy, which the ranks do not compare with their own."""
-    stale = [replace(s, staleness=np.ones_like(s.staleness)) for s in sequences]
-    return pool.update(train_batch(version, tuple(stale)))
-
-
-def pool_of(model_dir: Path, ranks: int, rank: int = 0) -> ActorPool:
-    """Ranks in their first state. rank: of LoRA's adapters."""
-    cfg = make_config(model_dir, num_workers=ranks)
-    cfg.model.lora.rank = rank
-    return start_pool(cfg)
+    return pool.update(train_batch(version, sequences))
 
 
 def save(pool: ActorPool, directory: Path, version: int) -> None:
@@ -75,12 +65,14 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "lora"), [(1, 0), (2, 0), (2, 4)])
+@pytest.mark.parametrize(("ranks", "lora"), [(1, 0), (2, 4)])
 def test_what_is_written_beside_updates_is_what_was_copied(
     model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path, ranks: int, lora: int
 ) -> None:
     """And the updates are what they are without it. On one rank a full tensor is the shard itself."""
-    pool = pool_of(model_dir, ranks, lora)
+    cfg = make_config(model_dir, num_workers=ranks)
+    cfg.model.lora.rank = lora
+    pool = start_pool(cfg)
     asyncio.run(updated(pool, 0, sequences))
     save(pool, tmp_path / "first", 1)
     asyncio.run(updated(pool, 1, sequences))
@@ -99,6 +91,7 @@ def test_what_is_written_beside_updates_is_what_was_copied(
         await asyncio.gather(writing, updated(pool, 2, sequences))
 
     asyncio.run(beside())
+    assert on_all(pool, lambda worker: worker._staged is None) == [True] * ranks, "its memory is free again"
     for worker in ray.get([each.process.remote() for each in pool._ranks.workers], timeout=60):
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) < NICENESS, "the thread that trains gives way too"
         priorities = [os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir(f"/proc/{worker.pid}/task")]
@@ -117,7 +110,7 @@ def test_what_is_written_beside_updates_is_what_was_copied(
 def test_ranks_hash_what_they_write_and_sealing_reads_none_of_it_back(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(pool_of(model_dir, 2), tmp_path, 0)
+    save(start_pool(make_config(model_dir, num_workers=2)), tmp_path, 0)
     lists = {path.name: json.loads(path.read_text()) for path in tmp_path.rglob(manifest.DIGESTS)}
     assert {name: sorted(entries) for name, entries in lists.items() if name.startswith("rank")} == {
         "rank_00000.sha256.json": [".metadata", "__0_0.distcp"],
@@ -131,68 +124,53 @@ def test_ranks_hash_what_they_write_and_sealing_reads_none_of_it_back(
     (tmp_path / "driver.json").write_text("{}")
     read: list[str] = []
     digest = manifest._digest
-    monkeypatch.setattr(manifest, "_digest", lambda path, **how: read.append(path.name) or digest(path, **how))
-    seal(tmp_path)
+    early = tmp_path / "actor" / "__0_0.distcp"  # a bit of it flips before all is sealed
+    flip(early)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "_digest", lambda path, **how: read.append(path.name) or digest(path, **how))
+        seal(tmp_path)
     assert read == ["driver.json"] and not list(tmp_path.rglob(manifest.DIGESTS))
+    for path in (
+        early,
+        *[tmp_path / name for name in ("actor/__1_0.distcp", "actor/.metadata", "hf/model.safetensors")],
+    ):
+        if path != early:
+            verify(tmp_path)
+            flip(path)
+        with pytest.raises(BrokenCheckpoint, match=rf"{path.name} has other content than was written \(sha256 differs"):
+            verify(tmp_path)
+        flip(path)
     verify(tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["before it is sealed", "later"])
-@pytest.mark.parametrize("name", ["actor/__1_0.distcp", "actor/.metadata", "hf/model.safetensors"])
-def test_a_bit_that_flips_after_it_was_written_is_found(
-    model_dir: Path, tmp_path: Path, name: str, moment: str
-) -> None:
-    save(pool_of(model_dir, 2), tmp_path, 0)
-
-    def flip() -> None:
-        data = bytearray((tmp_path / name).read_bytes())
-        data[len(data) // 2] ^= 16
-        (tmp_path / name).write_bytes(data)
-
-    if moment == "later":
-        seal(tmp_path)
-        verify(tmp_path)
-    flip()
-    if moment != "later":
-        seal(tmp_path)
-    with pytest.raises(BrokenCheckpoint, match=rf"{name} has other content than was written \(sha256 differs\)"):
-        verify(tmp_path)
+def flip(path: Path) -> None:
+    """One bit; and back."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
 
 
-def test_ranks_that_cannot_write_beside_updates_go_on(
+def test_ranks_that_cannot_write_beside_updates_go_on_unless_one_dies(
     model_dir: Path, sequences: tuple[TrainSequence, ...], tmp_path: Path
 ) -> None:
-    pool = pool_of(model_dir, 2)
-    (tmp_path / "file").write_text("no directory")
-    for _ in range(2):
-        asyncio.run(pool.stage(0, export=False))
-        with pytest.raises(RemoteError, match=r"FilesError: .*(NotADirectoryError|FileExistsError): "):
-            asyncio.run(pool.write_staged(str(tmp_path / "file" / "actor"), ""))
-    with pytest.raises(RemoteError, match=r"a checkpoint of policy version 1: they are at version 0"):
-        asyncio.run(pool.stage(1, export=False))
-    asyncio.run(updated(pool, 0, sequences))
-    save(pool, tmp_path / "one", 1)
-
-
-def test_nothing_is_kept_in_memory_once_it_is_written(model_dir: Path, tmp_path: Path) -> None:
-    pool = pool_of(model_dir, 2)
-    asyncio.run(pool.stage(0, export=True))
-    assert on_all(pool, lambda worker: worker._staged is None) == [False, False]
-    asyncio.run(pool.write_staged(str(tmp_path / "actor"), str(tmp_path / "hf")))
-    assert on_all(pool, lambda worker: worker._staged is None) == [True, True]
-
-
-def test_a_rank_that_dies_beside_a_save_loses_the_actors(model_dir: Path, tmp_path: Path) -> None:
     pool = start_own_pool(make_config(model_dir, num_workers=2))
     try:
-        asyncio.run(pool.stage(0, export=False))
+        (tmp_path / "file").write_text("no directory")
+        for _ in range(2):
+            asyncio.run(pool.stage(0, export=False))
+            with pytest.raises(RemoteError, match=r"FilesError: .*(NotADirectoryError|FileExistsError): "):
+                asyncio.run(pool.write_staged(str(tmp_path / "file" / "actor"), ""))
+        with pytest.raises(RemoteError, match=r"a checkpoint of policy version 1: they are at version 0"):
+            asyncio.run(pool.stage(1, export=False))
+        asyncio.run(updated(pool, 0, sequences))
+        save(pool, tmp_path / "one", 1)
 
         async def write() -> None:
             writing = asyncio.create_task(pool.write_staged(str(tmp_path / "actor"), ""))
             pool._ranks.workers[1].__ray_call__.remote(lambda worker: __import__("os")._exit(1))
             await writing
 
-        asyncio.run(pool.stage(0, export=False))
+        asyncio.run(pool.stage(1, export=False))
         with pytest.raises(ActorsLost, match="rank 1"):
             asyncio.run(write())
     finally:

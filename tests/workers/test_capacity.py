@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.capacity import EngineSize, FleetCapacity
@@ -50,33 +50,22 @@ def cache_use(fleet: FleetCapacity, draw: Callable[[], Lengths], ticks: int, war
     return float(np.mean(held[warm_up:]))
 
 
-def constant(rng: np.random.Generator) -> Lengths:
-    return 50, 200
+LENGTHS: dict[str, Callable[[np.random.Generator], Lengths]] = {
+    "constant": lambda rng: (50, 200),
+    "uniform": lambda rng: (int(rng.integers(10, 100)), int(rng.integers(1, 400))),
+    "long-tailed": lambda rng: (40, int(np.clip(rng.lognormal(np.log(100), 0.9), 1, 1000))),
+    "long-prompts-have-long-answers": lambda rng: (200, 300) if rng.random() < 0.3 else (10, 20),
+}
 
 
-def uniform(rng: np.random.Generator) -> Lengths:
-    return int(rng.integers(10, 100)), int(rng.integers(1, 400))
-
-
-def long_tailed(rng: np.random.Generator) -> Lengths:
-    return 40, int(np.clip(rng.lognormal(np.log(100), 0.9), 1, 1000))
-
-
-def long_prompts_have_long_answers(rng: np.random.Generator) -> Lengths:
-    return (200, 300) if rng.random() < 0.3 else (10, 20)
-
-
-@pytest.mark.parametrize("lengths", [constant, uniform, long_tailed, long_prompts_have_long_answers])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_the_responses_that_it_names_fill_the_cache(lengths):
     rng = np.random.default_rng(0)
-    kv_tokens = 12_000
-    used = cache_use(FleetCapacity([size(kv_tokens)]), lambda: lengths(rng), ticks=6000, warm_up=2000)
-    assert used == pytest.approx(kv_tokens, rel=0.04)
+    used = cache_use(FleetCapacity([size(12_000)]), lambda: lengths(rng), ticks=6000, warm_up=2000)
+    assert used == pytest.approx(12_000, rel=0.04)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(100, 800, id="longer"), pytest.param(800, 100, id="shorter")]
-)
+@pytest.mark.parametrize(("before", "after"), [(100, 800), (800, 100)])
 def test_follows_lengths_that_drift(before, after):
     fleet = FleetCapacity([size(1_000_000)])
     for response in [before] * 8000 + [after] * 8000:
@@ -88,16 +77,16 @@ def test_before_the_first_response_every_one_fills_the_window():
     assert FleetCapacity([size(10_000, window=1000)]).responses == 20
 
 
-@pytest.mark.parametrize(
-    ("engines", "expected"),
-    [
-        pytest.param([size(0, sequences=64)], 64, id="cache not known"),
-        pytest.param([size(100_000_000, sequences=64)], 64, id="sequences are the bound"),
-        pytest.param([size(10, sequences=64)], 1, id="cache smaller than one response"),
-        pytest.param([size(1210), size(130), size(10), size(0, sequences=7)], 10 + 1 + 1 + 7, id="sum over engines"),
-        pytest.param([], 0, id="no engine yet"),
-    ],
-)
+BOUNDS = {
+    "cache-not-known": ([size(0, sequences=64)], 64),
+    "sequences-are-the-bound": ([size(100_000_000, sequences=64)], 64),
+    "cache-smaller-than-one-response": ([size(10, sequences=64)], 1),
+    "sum-over-engines": ([size(1210), size(130), size(10), size(0, sequences=7)], 10 + 1 + 1 + 7),
+    "no-engine-yet": ([], 0),
+}
+
+
+@pytest.mark.parametrize(("engines", "expected"), BOUNDS.values(), ids=BOUNDS)
 def test_bounds_of_each_engine(engines, expected):
     fleet = FleetCapacity(engines)
     for _ in range(20_000):
@@ -110,7 +99,6 @@ SIZES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     engines=st.lists(SIZES, max_size=4),
     seen=st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 32768)), max_size=50),

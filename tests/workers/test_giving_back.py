@@ -1,5 +1,6 @@
 """What a rank leaves to an engine on the same GPU, and when; no GPU and no rank starts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,6 @@ from dapo.config.schema import Config
 from workers import actor
 from workers.actor import ActorWorker
 from workers.training.standing import Standing
-
-BUCKETS = 3
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def worker(monkeypatch):
         policy_logprobs=lambda batches: events.append("forward") or [[torch.zeros(2)]],
         reference_logprobs=lambda batches: events.append("forward") or [[torch.zeros(2)]],
     )
-    sender = SimpleNamespace(num_buckets=BUCKETS, gather=lambda index: events.append(f"gather {index}"))
+    sender = SimpleNamespace(num_buckets=3, gather=lambda index: events.append(f"gather {index}"))
     found._senders = {"ipc": sender, "broadcast": sender}
     for name in ("take_snapshot", "export_hf", "load_state", "save_state"):
         monkeypatch.setattr(actor.state, name, note(name))
@@ -39,16 +38,16 @@ def worker(monkeypatch):
     return found, events
 
 
-@pytest.mark.parametrize(
-    ("call", "before"),
-    [
-        pytest.param(lambda rank: rank.logprobs((), reference=False), "forward", id="policy"),
-        pytest.param(lambda rank: rank.logprobs((), reference=True), "forward", id="reference"),
-        pytest.param(lambda rank: rank.stage(0, export=True), "take_snapshot", id="copy"),
-        pytest.param(lambda rank: rank.export_hf("there"), "export_hf", id="export"),
-        pytest.param(lambda rank: rank.load("there", 0), "moments to the host", id="load"),
-    ],
-)
+CALLS = {
+    "policy": (lambda rank: rank.logprobs((), reference=False), "forward"),
+    "reference": (lambda rank: rank.logprobs((), reference=True), "forward"),
+    "copy": (lambda rank: rank.stage(0, export=True), "take_snapshot"),
+    "export": (lambda rank: rank.export_hf("there"), "export_hf"),
+    "load": (lambda rank: rank.load("there", 0), "moments to the host"),
+}
+
+
+@pytest.mark.parametrize(("call", "before"), CALLS.values(), ids=CALLS)
 def test_memory_is_given_back_after_what_runs_beside_an_engine_that_is_awake(worker, call, before):
     rank, events = worker
     call(rank)
@@ -69,36 +68,31 @@ def test_also_where_it_fails(worker, monkeypatch):
     assert events == ["release", "release"]
 
 
-def test_memory_is_given_back_after_the_last_bucket_before_the_cache_of_the_engine_wakes(worker):
+@pytest.mark.parametrize(("transport", "after"), [("ipc", ["release"]), ("broadcast", [])])
+def test_memory_is_given_back_after_the_last_bucket_and_not_while_a_broadcast_is_on_its_way(worker, transport, after):
+    """Freeing waits for the GPU, and the engines take a broadcast bucket only when this call has returned."""
     rank, events = worker
-    for index in range(BUCKETS):
-        rank.gather_bucket("ipc", index)
-    assert events == ["gather 0", "gather 1", "gather 2", "release"]
+    for index in range(3):
+        rank.gather_bucket(transport, index)
+    assert events == ["gather 0", "gather 1", "gather 2", *after]
 
 
-def test_memory_is_not_asked_back_of_a_gpu_while_a_broadcast_is_on_its_way(worker):
-    """Freeing waits for the GPU, and the engines take the bucket only when this call has returned."""
-    rank, events = worker
-    for index in range(BUCKETS):
-        rank.gather_bucket("broadcast", index)
-    assert events == ["gather 0", "gather 1", "gather 2"]
-
-
-@pytest.mark.parametrize("preflight", [True, False])
-def test_a_rank_looks_at_its_own_nodes_allocator_before_it_joins_the_others(preflight, monkeypatch):
+def test_a_rank_looks_at_its_own_nodes_allocator_before_it_joins_the_others(monkeypatch):
     """The driver's machine may have another environment than the node of a rank."""
-    cfg = Config()
-    cfg.trainer.colocate, cfg.trainer.preflight = "time", preflight
     joined = []
     monkeypatch.setattr(actor.mesh, "join", lambda *where, **how: joined.append(where))
     monkeypatch.setattr(ActorWorker, "_build", lambda self: None)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if preflight:
-        with pytest.raises(ValueError, match=r"CUDA_ALLOC_CONF \(expandable_segments:True\): .*; leave .* every"):
-            ActorWorker(cfg, "cuda").start(0, 1, "127.0.0.1", 1)
-        assert not joined
-    else:
-        ActorWorker(cfg, "cuda").start(0, 1, "127.0.0.1", 1)
-    ActorWorker(Config(), "cuda").start(0, 1, "127.0.0.1", 1)  # whose engines have GPUs of their own
-    ActorWorker(cfg, "cpu").start(0, 1, "127.0.0.1", 1)
-    assert len(joined) == 2 + (not preflight)
+
+    def start(device="cuda", **trainer):
+        cfg = Config()
+        cfg.trainer = replace(cfg.trainer, **trainer)
+        ActorWorker(cfg, device).start(0, 1, "127.0.0.1", 1)
+
+    with pytest.raises(ValueError, match=r"CUDA_ALLOC_CONF \(expandable_segments:True\): .*; leave .* every"):
+        start(colocate="time")
+    assert not joined
+    start(colocate="time", preflight=False)
+    start()  # its engines have GPUs of their own
+    start("cpu", colocate="time")
+    assert len(joined) == 3

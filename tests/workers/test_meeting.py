@@ -1,11 +1,9 @@
 """Where processes of a group meet: on one address, and nowhere else."""
 
-import threading
-
 import psutil
 import pytest
 
-from workers.meeting import find_store, meet, serve_store
+from workers.meeting import find_store, serve_store
 
 
 def listening() -> list[tuple[str, int]]:
@@ -25,14 +23,3 @@ def test_a_store_listens_on_its_address_alone() -> None:
         serve_store("203.0.113.1", 20)
     del store
     assert listening() == before
-
-
-def test_ranks_meet_whoever_comes_first() -> None:
-    port = serve_store("127.0.0.1", 20).port  # free again
-    found = []
-    other = threading.Thread(target=lambda: found.append(meet(1, "127.0.0.1", port, 20).get("x")))
-    other.start()
-    store = meet(0, "127.0.0.1", port, 20)
-    store.set("x", "y")
-    other.join(20)
-    assert found == [b"y"]

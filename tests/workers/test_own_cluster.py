@@ -32,24 +32,23 @@ def own() -> dict[str, str]:
     return {name: os.environ[name] for name in OURS if name in os.environ}
 
 
-@pytest.mark.parametrize(
-    ("given", "replaced"),
-    [
-        ({}, True),
-        ({MODE: "token"}, True),
-        ({MODE: "disabled"}, False),
-        ({TOKEN: "0" * 64}, False),
-        ({MODE: "token", TOKEN_PATH: "/mine"}, False),
-        ({INTERFACES[0]: "eth1"}, True),
-    ],
-    ids=str,
-)
+GIVEN = [
+    ({}, True),
+    ({MODE: "token"}, True),
+    ({MODE: "disabled"}, False),
+    ({TOKEN: "0" * 64}, False),
+    ({MODE: "token", TOKEN_PATH: "/mine"}, False),
+    ({INTERFACES[0]: "eth1"}, True),
+]
+
+
+@pytest.mark.parametrize(("given", "replaced"), GIVEN, ids=str)
 def test_a_token_of_its_own_unless_the_user_has_said_which(
     given: dict[str, str], replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    seen = []
+    seen, tokens = [], set()
     for _ in range(2):
         with pytest.raises(KeyError), own_token():
             with on_loopback():
@@ -58,13 +57,11 @@ def test_a_token_of_its_own_unless_the_user_has_said_which(
             assert [name for name in INTERFACES if name in os.environ and name not in given] == []
             raise KeyError
         assert own() == given
-    lo = dict.fromkeys(INTERFACES, "lo")
-    if not replaced:
-        assert seen == [lo | given] * 2
-        return
-    tokens = [each.pop(TOKEN) for each in seen]
-    assert tokens[0] != tokens[1] and all(re.fullmatch("[0-9a-f]{64}", each) for each in tokens)
-    assert seen == [lo | {name: value for name, value in given.items() if name != MODE}] * 2
+        if replaced:
+            tokens.add(seen[-1].pop(TOKEN))
+    kept = {name: value for name, value in given.items() if name != MODE or not replaced}
+    assert seen == [dict.fromkeys(INTERFACES, "lo") | kept] * 2
+    assert len(tokens) == 2 * replaced and all(re.fullmatch("[0-9a-f]{64}", each) for each in tokens)
 
 
 def test_a_cluster_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,11 +96,8 @@ def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     cluster.connect("", worker_logs=False)
     assert seen == [("10.0.0.1:6379", {}), ("10.0.0.2:6379", {})]
-    assert {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)} <= {
-        "RAY_ADDRESS",
-        "RAY_USAGE_STATS_ENABLED",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
-    }
+    changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
+    assert changed <= {"RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"}
 
 
 @pytest.mark.parametrize(("memory", "store"), [(6 << 30, (6 << 30) // 5), (128 << 30, 8 << 30)])

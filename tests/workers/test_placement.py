@@ -54,18 +54,16 @@ def bundles_of(options):
     return [each["scheduling_strategy"].placement_group_bundle_index for each in options]
 
 
-def test_neighbouring_ranks_are_on_one_node_also_on_another_one_later(groups):
-    """Ray may deal bundles out to nodes in any order."""
+def test_ranks_that_share_a_sequence_share_a_bundle_and_neighbours_a_node(groups):
+    """Ray may deal bundles out to nodes in any order, and in another one later."""
     placed = Placement(make_config(2, 1, 4), "cuda")
     groups[0].nodes = list("baba")
     assert bundles_of(placed.actors()) == [1, 3, 0, 2]
     groups[0].nodes = list("bcbc")
     assert bundles_of(placed.actors()) == [0, 2, 1, 3]
-
-
-def test_ranks_that_share_a_sequence_share_a_bundle_and_shard_groups_a_node(groups):
-    cfg = make_config(1, 1, 12)
-    cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = 2, 4
+    groups.clear()
+    cfg = make_config(1, 1, 12, 2)
+    cfg.actor.fsdp_size = 4
     placed = Placement(cfg, "cuda")
     assert groups[0].bundles == [{"GPU": 2, "CPU": 2}] * 6
     groups[0].nodes = list("bababa")
@@ -74,34 +72,41 @@ def test_ranks_that_share_a_sequence_share_a_bundle_and_shard_groups_a_node(grou
     assert bundles_of(placed.actors()) == [1, 1, 3, 3, 5, 5, 0, 0, 2, 2, 4, 4]
 
 
-def test_colocated_ranks_that_share_a_sequence_and_lie_apart_are_refused(groups):
+def test_colocated_engines_share_the_bundles_of_ranks_whose_sequences_lie_on_one_node(groups):
     cfg = colocated(4)
     cfg.actor.ulysses_sequence_parallel_size = 2
     placed = Placement(cfg, "cuda")
     assert groups[0].bundles == [{"GPU": 1, "CPU": 2}] * 4
+    assert bundles_of(placed.rollout()) == bundles_of(placed.actors()) == [0, 1, 2, 3]
     groups[0].nodes = list("baab")
     assert bundles_of(placed.actors()) == [1, 2, 0, 3]
+    placed.release_engine(0)
+    assert len(groups) == 1
     groups[0].nodes = list("abbb")
     with pytest.raises(RuntimeError, match=r"ranks 0 to 1 .*`actor.ulysses_sequence_parallel_size` 2.* on 2 nodes"):
         placed.actors()
 
 
-def test_what_the_device_has_no_kernels_for_is_refused(groups):
-    cfg = make_config(1, 1, 1)
-    cfg.rollout.vllm["quantization"] = "fp8_per_tensor"
-    Placement(cfg, "cuda")
-    with pytest.raises(
-        ValueError, match=r"`rollout.vllm.quantization` \(fp8_per_tensor\) .* on a CPU .* take fp8_per_ch"
-    ):
-        Placement(cfg, "cpu")
-    cfg.rollout.vllm["quantization"] = "fp8_per_channel"
-    assert len(Placement(cfg, "cpu").rollout()) == 1
-    cfg.rollout.vllm["pipeline_parallel_size"] = 2
-    with pytest.raises(ValueError, match=r"`rollout.vllm.pipeline_parallel_size` \(2\) must be 1 on a CPU"):
-        Placement(cfg, "cpu")
-    cfg.model.dtype = "float32"
-    with pytest.raises(ValueError, match=r"`model.dtype` \(float32\) .* use bfloat16 or float16"):
-        Placement(cfg, "cuda")
+@pytest.mark.parametrize(
+    ("device", "key", "refused", "taken", "says"),
+    [
+        ("cpu", "quantization", "fp8_per_tensor", "fp8_per_channel", "on a CPU .* take fp8_per_ch"),
+        ("cpu", "pipeline_parallel_size", 2, 1, "must be 1 on a CPU"),
+        ("cuda", "dtype", "float32", "bfloat16", "use bfloat16 or float16"),
+    ],
+)
+def test_what_the_device_has_no_kernels_for_is_refused(groups, device, key, refused, taken, says):
+    def place(value):
+        cfg = make_config(1, 1, 1)
+        if key == "dtype":
+            cfg.model.dtype = value
+        else:
+            cfg.rollout.vllm[key] = value
+        return Placement(cfg, device)
+
+    with pytest.raises(ValueError, match=rf"{key}` \({refused}\) .*{says}"):
+        place(refused)
+    assert len(place(taken).rollout()) == 1
 
 
 def test_labels_go_to_ray_for_each_bundle_and_without_gpus_for_each_process(groups):
@@ -118,16 +123,10 @@ def test_labels_go_to_ray_for_each_bundle_and_without_gpus_for_each_process(grou
             Placement(cfg, device)
 
 
-def test_what_is_asked_is_told_before_it_is_waited_for(groups):
+def test_what_is_asked_is_told_before_it_is_waited_for_or_refused(groups):
     told = []
-    Placement(make_config(1, 1, 20), "cuda", say=told.append, warn=told.append)
-    assert told[0] == "placement: 21 GPUs asked for, 24 of 32 free on 2 nodes of 16 GPUs"
-    assert told[1:] == [
-        "  actor ranks: 20 x 1 GPUs, each on one node: all fit",
-        "  engines: 1 x 1 GPUs, each on one node: all fit",
-    ]
-    told.clear()
     Placement(make_config(5, 1, 20), "cuda", say=told.append, warn=told.append)
+    assert told[0] == "placement: 25 GPUs asked for, 24 of 32 free on 2 nodes of 16 GPUs"
     assert "4 fit now, all once other jobs have ended" in told[2]
     assert "waiting up to 900 s (`actor.start_timeout_s`)" in told[3]
     made = len(groups)
@@ -164,6 +163,13 @@ def test_a_wait_that_is_given_up_ends_at_once(groups, monkeypatch):
         Placement(cfg, "cuda", given_up=lambda: True)
     with pytest.raises(RuntimeError, match="could not place"):
         Placement(make_config(1, 1, 20), "cuda", given_up=lambda: True)
+    groups.clear()
+    placed = Placement(make_config(1, 1, 3), "cuda", warn=lambda line: placed.give_up())
+    groups[0].nodes, groups[0].later = ["a", "", ""], ["a", "", ""]  # a node is gone
+    before = FakeGroup.now
+    with pytest.raises(RuntimeError, match="add a node"):
+        placed.actors()
+    assert FakeGroup.now - before == placement.PLACED_S
 
 
 def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
@@ -176,14 +182,6 @@ def test_an_engine_and_all_ranks_have_a_group_of_their_own(groups):
     placed.release_engine(0)
     assert groups == [second, ranks]
     placed.release_engine(0)
-
-
-def test_colocated_engines_share_the_bundles_of_the_ranks(groups):
-    placed = Placement(colocated(3), "cuda")
-    [ranks] = groups
-    assert bundles_of(placed.rollout()) == bundles_of(placed.actors()) == [0, 1, 2]
-    placed.release_engine(0)
-    assert groups == [ranks]
 
 
 def test_each_process_sees_its_own_gpus_also_where_its_node_lets_ray_show_all(groups, monkeypatch):
@@ -215,6 +213,12 @@ def test_engines_own_the_gpus_of_neighbouring_ranks_also_on_other_nodes_later(gr
     groups[0].nodes = list("bab")
     assert [placed.ranks_of_engine(number) for number in range(3)] == [[2, 3], [0, 1], [4, 5]]
     assert Placement(cfg, "cpu").ranks_of_engine(0) == []
+    groups.clear()
+    cfg = make_config(4, 2, 8, 4)  # ranks that share a sequence, and smaller engines
+    cfg.trainer.colocate, cfg.actor.fsdp_size = "time", 1
+    placed = Placement(cfg, "cuda")
+    assert groups[0].bundles == [{"GPU": 4, "CPU": 8}] * 2 and bundles_of(placed.rollout()) == [0, 0, 1, 1]
+    assert [placed.ranks_of_engine(number) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_engines_that_are_lent_gpus_have_those_of_ranks_beside_engines_with_their_own(groups):
@@ -233,14 +237,6 @@ def test_engines_that_are_lent_gpus_have_those_of_ranks_beside_engines_with_thei
     assert len(Placement(cfg, "cpu").rollout()) == 4
 
 
-def test_ranks_that_share_a_sequence_and_engines_that_are_smaller_share_a_bundle(groups):
-    cfg = make_config(4, 2, 8)
-    cfg.trainer.colocate, cfg.actor.ulysses_sequence_parallel_size, cfg.actor.fsdp_size = "time", 4, 1
-    placed = Placement(cfg, "cuda")
-    assert groups[0].bundles == [{"GPU": 4, "CPU": 8}] * 2 and bundles_of(placed.rollout()) == [0, 0, 1, 1]
-    assert [placed.ranks_of_engine(number) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 @pytest.mark.parametrize("later", [list("abb"), ["a", "", ""]], ids=["a node joins", "none joins"])
 def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
     said = []
@@ -253,15 +249,6 @@ def test_ranks_whose_node_is_gone_wait_for_another_one(groups, later):
             placed.actors()
     [line] = said
     assert "a node is gone, and the others have no 2 GPUs" in line and "900 s (`actor.start_timeout_s`)" in line
-
-
-def test_ranks_whose_node_is_gone_wait_no_longer_than_the_run(groups):
-    """It is saved and would end, but for the thread that waits."""
-    placed = Placement(make_config(1, 1, 3), "cuda", warn=lambda line: placed.give_up())
-    groups[0].nodes, groups[0].later = ["a", "", ""], ["a", "", ""]
-    with pytest.raises(RuntimeError, match="add a node"):
-        placed.actors()
-    assert FakeGroup.now == placement.PLACED_S
 
 
 def test_cpu_roles_reserve_nothing_and_set_thread_counts():

@@ -1,23 +1,23 @@
-"""Every long wait of a run is one that the watchdog can tell of; what is waited for is the test's own."""
+"""Waits for remote calls: what the watchdog tells of them, and which failures say that a worker is lost."""
 
 import asyncio
+import gc
 import re
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RaySystemError
 
 from dapo.config.sampling import RolloutConfig
 from dapo.report.watchdog import Member, Watchdog
-from dapo.state.checkpoint import CheckpointStore
 from tests.support.faulty_pools import turns
 from workers.engines.life import Pulse
 from workers.engines.load import EngineMeter
 from workers.engines.slot import EngineSlot
-from workers.remote import wait
-from workers.scoring.fleet import Fleet
+from workers.remote import RemoteError, WorkerLost, wait
 from workers.training.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("open_waits")
@@ -70,30 +70,6 @@ def test_ranks_that_have_not_answered() -> None:
     assert found == ["waiting # s for 2 of 4 actor ranks (the update from policy version 17): 1, 3"]
 
 
-def test_responses_with_reward_workers() -> None:
-    handle = SimpleNamespace(
-        score=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda items: parts())),
-        check=SimpleNamespace(remote=forever),
-    )
-
-    async def parts():
-        await forever()
-        yield
-
-    fleet = Fleet(
-        lambda index: handle, forever, name="reward worker", count=1, window=64, timeout_s=3600, timeout_key="key"
-    )
-
-    async def scored() -> None:
-        fleet._workers[0].up = True
-        await asyncio.gather(fleet.score("a"), fleet.score("b"), fleet.check())
-
-    assert sorted(during(scored(), until=lambda lines: len(lines) == 2)) == [
-        "waiting # s for reward workers to score the known answers",
-        "waiting # s for reward workers: 2 responses, the oldest # s",
-    ]
-
-
 def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSlot, "_make", lambda self: None)
     slot = EngineSlot(3, {}, RolloutConfig(), count=8)
@@ -115,13 +91,40 @@ def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(slot.member("to pause")) == "engine 3 to pause" and slot.member().count == 8
 
 
-def test_a_checkpoint_that_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    store = CheckpointStore(tmp_path, keep=0, record=lambda directory: found.extend(lines()))
+ERRORS = {
+    "its-process-ended": (ActorDiedError(), True),
+    "its-node-does-not-answer": (ActorUnavailableError("gone", b"a" * 16), True),
+    "its-answer-went-with-its-node": (ObjectLostError("a" * 56, None, ""), True),
+    "ray-failed": (RaySystemError("who knows"), False),
+}
 
-    async def save() -> None:
-        async with store.writing(3) as directory:
-            (directory / "weights").touch()
 
-    asyncio.run(save())
-    assert found == ["waiting # s for the checkpoint of step 3 to be hashed and moved into its place"]
+@pytest.mark.parametrize(("error", "lost"), ERRORS.values(), ids=ERRORS)
+def test_a_worker_is_lost(error: RayError, lost: bool) -> None:
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(RemoteError, match=f"while waiting for engine 3: {type(error).__name__}: ") as raised:
+        asyncio.run(wait([fail()], 60.0, "engine 3", "rollout.timeout_s"))
+    assert isinstance(raised.value, WorkerLost) == lost
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_by_the_event_loop() -> None:
+    """Waits are cancelled and actors killed in one go where a run ends."""
+    told: list[dict[str, Any]] = []
+
+    async def whole() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        ref: asyncio.Future[None] = loop.create_future()
+        waiting = asyncio.create_task(wait([ref], 60.0, "judge 0", ""))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        if not ref.cancelled():  # as Python 3.12 and later do it, at once
+            ref.set_exception(ActorDiedError())
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+    asyncio.run(whole())
+    gc.collect()
+    assert told == []

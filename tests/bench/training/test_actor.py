@@ -1,35 +1,22 @@
 """The benchmark of the actors: its parts run on a CPU and give figures, also the one that is meant for a GPU."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dapo.bench.__main__ import main
 from dapo.bench.setting import tiny_config
-from dapo.bench.training import device as bench_device
-from dapo.bench.training.actor import batch_of, response_lengths
-from dapo.bench.training.device import random_weights
+from dapo.bench.training.actor import batch_of
 from dapo.bench.training.hand_loop import BareRank, HandWrittenRank
 from dapo.config.facts.model_shape import read_shape
 from workers.actor import split_batch
-from workers.training.files.loading import load_parameters, meta_model
 from workers.training.forward.attention import PACKED_ATTENTION
 from workers.training.forward.policy import PackedPolicy, collate
 
 TINY = "pkg://dapo.tiny/base"
-
-
-def test_long_lengths_have_a_tail_and_a_bound() -> None:
-    cfg = tiny_config("data.train_batch_size=64", "rollout.n=16", "data.max_response_length=512")
-    short, long = (response_lengths(shape, cfg, np.random.default_rng(0)) for shape in ("short", "long"))
-    assert len(short) == len(long) == 1024
-    assert 20 <= min(short) and max(short) <= 60
-    assert max(long) == 512 and 80 < sum(long) / len(long) < 130
 
 
 def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
@@ -57,20 +44,6 @@ def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
         torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=1e-6)
 
 
-def test_random_weights_are_a_whole_model(tmp_path: Path) -> None:
-    folder = random_weights(TINY, tmp_path)
-    cfg = tiny_config(f"model.path={folder}")
-    model = meta_model(cfg.model, torch.float32).to_empty(device="cpu")
-    model.tie_weights()
-    load_parameters(model.named_parameters(remove_duplicate=False), str(folder), model.base_model_prefix)
-    assert sum(p.numel() for p in model.parameters()) == read_shape(TINY).parameters
-    assert AutoConfig.from_pretrained(folder).vocab_size == model.lm_head.out_features
-    for name, parameter in model.named_parameters():
-        mean, deviation = (1.0, 0.0) if "norm" in name else (0.0, 0.0 if "bias" in name else 0.02)
-        assert float(parameter.detach().mean()) == pytest.approx(mean, abs=2e-3), name
-        assert float(parameter.detach().std()) == pytest.approx(deviation, rel=0.1), name
-
-
 def test_time_of_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
     main(["logprobs", "--tokens", "64", "--vocabulary", "500", "--hidden", "16", "--repeats", "2"])
     _, names, _, *rows, _ = capsys.readouterr().out.splitlines()
@@ -95,22 +68,6 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path: Path, capsys: pytest.Capture
     assert row["mfu"] == pytest.approx(expected / row["seconds"] / 1e12)
     assert row["peak_bytes"] > 4 * 4 * shape.parameters  # parameters, gradients, two moments
     assert row["grad_norm"] > 0
-
-
-def test_a_row_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(ThreadPoolExecutor):
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(1)
-
-        def submit(self, function, given, cfg, model, tokens, folder):
-            return super().submit(lambda: 1 / 0 if tokens == 8 else {"tokens": tokens})
-
-    monkeypatch.setattr(bench_device, "ProcessPoolExecutor", Broken)
-    output = tmp_path / "rows.jsonl"
-    main(["device", "--models", TINY, "--device", "cpu", "--tokens", "8", "16", "--output", str(output)])
-    first, second = map(json.loads, output.read_text().splitlines())
-    assert first == {"model": TINY, "tokens": 8, "error": "ZeroDivisionError: division by zero"}
-    assert second == {"tokens": 16}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")

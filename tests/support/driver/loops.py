@@ -1,5 +1,7 @@
 """Streams and trainers of a small run on in-process pools, for tests of the loop."""
 
+import asyncio
+
 from dapo.config.schema import Config
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
@@ -8,11 +10,13 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.trainer import Trainer
 from dapo.types import Collected, HeldOut, Sampling
 from tests.support.fakes import FakeActors, FakeRewards, FakeRollouts, make_prompt
-from tests.support.faulty_pools import collect
+from tests.support.faulty_pools import collect, turns
 
 PROMPTS = [make_prompt(number) for number in range(40)]
 
 SETTINGS = Sampling(n=4, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=32)
+
+FULL = OSError(28, "No space left on device")
 
 
 def some_mixed(prompt, sample, response) -> float:
@@ -65,3 +69,34 @@ def make_trainer(
     held_out = HeldOut(name="", prompts=tuple(PROMPTS[:5]), samples=(cfg.eval.n,) * 5)
     trainer = Trainer(cfg, pools, prompts, [held_out], store, logger, say=lambda line: None, limit=limit)
     return trainer, actors
+
+
+def whole(trainer: Trainer) -> None:
+    """Trains to the end."""
+    asyncio.run(trainer.run())
+    trainer.saver.close()
+
+
+async def killed(trainer: Trainer, version: int, count: int) -> set[int]:
+    """The process dies so many turns of the event loop after it has come to a version, and saves nothing. Returns the
+    draws whose groups it had."""
+    await trainer._resume()
+    while trainer.version < version:
+        await trainer.step()
+    running = asyncio.create_task(trainer.step())
+    await turns(count)
+    running.cancel()
+    trainer.saver.journal.close()
+    return {group.draw.index for group, _ in trainer._buffer.held()}
+
+
+def tokens(actors: FakeActors) -> list[list[tuple]]:
+    """What each update trained on."""
+    return [
+        [(sequence.token_ids.tolist(), sequence.advantage) for minibatch in batch.minibatches for sequence in minibatch]
+        for batch in actors.batches
+    ]
+
+
+def seen(trainer: Trainer) -> list[str]:
+    return trainer._pools.rollouts.seen

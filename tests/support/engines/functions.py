@@ -17,15 +17,14 @@ class LocalCall:
         self._functions, self.name, self.session = functions, name, None
 
     async def begin(self, prompt: Prompt, sampling: Sampling) -> Step:
-        functions = self._functions
-        self.session = Session(functions.function, functions.kwargs, prompt, sampling, TOKENIZER)
-        return self._checked(await self.session.step(functions.timeout_s))
+        self.session = Session(self._functions.function, {}, prompt, sampling, TOKENIZER)
+        return await self._checked(self.session.step(self._functions.timeout_s))
 
     async def resume(self, generated: Generated) -> Step:
-        return self._checked(await self.session.resume(generated, self._functions.timeout_s))
+        return await self._checked(self.session.resume(generated, self._functions.timeout_s))
 
-    def _checked(self, step: Step) -> Step:
-        if isinstance(step, Failed):
+    async def _checked(self, work: Awaitable[Step]) -> Step:
+        if isinstance(step := await work, Failed):
             raise TurnLost(step.detail)
         return step
 
@@ -38,11 +37,10 @@ class LocalCall:
 class LocalFunctions:
     """Stands in for `workers.turns.fleet.TurnFleet`. open: calls that have not ended; names: of all there were."""
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float = 30.0, **kwargs: Any) -> None:
-        self.function, self.timeout_s, self.kwargs = function, timeout_s, kwargs
+    def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float = 30.0) -> None:
+        self.function, self.timeout_s = function, timeout_s
         self.open: set[str] = set()
         self.names: list[str] = []
-        self.respawned = 0
 
     async def call(self, name: str) -> LocalCall:
         self.open.add(name)

@@ -8,7 +8,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,9 +28,8 @@ SLOTS = 16
 TOGETHER = 3  # turns of the event loop in which responses that end travel together
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token as it was made. place: in its response. noise: seed of its request, and which of its draws."""
+class Token(NamedTuple):
+    """place: in its response. noise: seed of its request, and which of its draws."""
 
     token: int
     place: int
@@ -87,7 +88,7 @@ class Engine:
             yield future(WorkerLost("killed"))
 
     def _step(self, key: str, cap: int, start: Start, made: list[int]) -> str:
-        """Makes one token, or none; returns why the response ended."""
+        """Makes one token at most; returns why the response ended, "" if it has not."""
         world = self._world
         if self._known[key]:
             return "abort"
@@ -104,11 +105,8 @@ class Engine:
         tokens = [self._world.log[number] for number in made]
         ids = np.array([token.token for token in tokens], dtype=np.int32)
         begins = [k for k in range(len(made)) if k == 0 or tokens[k].version != tokens[k - 1].version]
-        ends = [*begins[1:], len(made)]
-        spans = [
-            VersionSpan(version=tokens[begin].version, start=begin, end=end)
-            for begin, end in zip(begins, ends, strict=False)
-        ]
+        edges = pairwise([*begins, len(made)])
+        spans = [VersionSpan(version=tokens[begin].version, start=begin, end=end) for begin, end in edges]
         return Response(
             token_ids=ids,
             rollout_logprobs=-np.array(made, dtype=np.float32),
@@ -125,7 +123,6 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def future(result: object) -> "asyncio.Future":
-    """One that is done."""
     done = asyncio.get_running_loop().create_future()
     done.set_exception(result) if isinstance(result, Exception) else done.set_result(result)
     return done

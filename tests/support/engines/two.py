@@ -1,20 +1,36 @@
-"""Two real engines of a small random model, which the test files of a process share one after the other."""
+"""Real engines on a CPU: two of a small random model, which the test files of a process share one after the other."""
 
 import asyncio
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from dapo.config.paths import resolve_path
 from dapo.config.plan import PlannedConfig
+from dapo.config.schema import Config
 from dapo.tiny.random_model import make_random_model
-from tests.support.engines.started import started
 from tests.support.local_actors import local_sync
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
 from workers.rollout import RolloutPool
 
 LONG = 960  # a cap that ends hardly any response: they stop at random, after 110 tokens in the mean
-STALL_S = 60
+
+
+@contextmanager
+def started(
+    loop: asyncio.Runner, cfg: Config, warn: Callable[[str], None] = lambda line: None
+) -> Iterator[RolloutPool]:
+    """The pool that a run makes of this configuration, with its engines up, for as long as the block runs."""
+    pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout, warn=warn)
+    loop.run(pool.start(resolve_path(cfg.model.path), engine_args(cfg, "cpu")))
+    try:
+        yield pool
+    finally:
+        loop.run(pool.stop(3.0))
 
 
 def make_config(path: str, engines: int) -> PlannedConfig:
@@ -23,7 +39,7 @@ def make_config(path: str, engines: int) -> PlannedConfig:
     cfg.data.max_prompt_length, cfg.data.max_response_length = 64, LONG
     cfg.rollout.num_engines = engines
     cfg.rollout.vllm = {"max_num_seqs": 64}
-    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, STALL_S
+    cfg.rollout.start_timeout_s, cfg.rollout.timeout_s, cfg.rollout.stall_timeout_s = 300, 120, 60
     return cfg
 
 

@@ -80,24 +80,9 @@ class Machine:
         idle = {self.init, *[each.pid for each in psutil.Process(self.init).children() if each.name() == "sleep"]}
         return [process for process in self.processes() if process.pid not in idle]
 
-    def named(self, name: str) -> list[psutil.Process]:
-        return [process for process in self.processes() if process.name() == name]
-
-    def listeners(self) -> list[tuple[psutil.Process, str, int]]:
-        """Who listens there for TCP connections, on which address (`*`: all) and port."""
-        line = ("nsenter", f"--target={self.init}", "--net", "ss", "-Hltnp")
-        found = []
-        for row in subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines():
-            fields = row.split()
-            address, _, port = fields[3].rpartition(":")
-            address = address.strip("[]").removeprefix("::ffff:")
-            pid = int(fields[5].partition("pid=")[2].partition(",")[0])
-            found.append((psutil.Process(pid), "*" if address in ("0.0.0.0", "::") else address, int(port)))
-        return found
-
     def kill(self, name: str) -> None:
         """Kills the one process of this name."""
-        [process] = self.named(name)
+        [process] = [each for each in self.processes() if each.name() == name]
         process.kill()
 
     def power_off(self) -> None:

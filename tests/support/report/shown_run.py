@@ -25,29 +25,20 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
     return {
         "rollout/accuracy": 0.2 + 0.6 * done + wave,
         "rollout/reward_mean": -0.6 + 1.2 * done + wave,
-        "batch/reward_mean": -0.3 + 0.5 * done - wave,
         "reward/math": -0.5 + 1.2 * done,
         "reward/format": 0.9 - 0.2 * done,
         "rollout/response_length_mean": 900 + 3000 * done + 50 * math.sin(step),
-        "rollout/response_length_max": 8192.0,
         "rollout/truncated": 0.02 + 0.2 * done,
         "buffer/drawn": float(drawn),
         "buffer/trained": drawn / 3,
         "buffer/all_correct": drawn / 2 * done,
         "buffer/all_wrong": drawn / 3 * (1 - done),
-        "buffer/unscorable": 0.0,
         "actor/entropy": 0.8 * math.exp(-2 * done),
         "actor/approx_kl": 0.001 * done,
-        "actor/ref_kl": 0.02 * done,
         "actor/ratio_mean": 1.0 + 0.001 * wave,
-        "actor/clip_fraction_low": 0.001,
-        "actor/clip_fraction_high": 0.003 + 0.002 * done,
-        "actor/grad_norm": 0.2 + wave,
-        "actor/lr": 1e-6 * min(1.0, step / 20),
         "actor/skipped_steps": 0.0,
         "parity/mean_abs_logprob_diff": 0.003 + 0.03 * done,
         "batch/staleness_mean": 0.4 + wave,
-        "batch/staleness_max": 1.0,
         "perf/generation_s": generation,
         "perf/engine/idle": (update + 4.3) / (generation + update + 4.3),
         "perf/reward_s": 20.0,
@@ -55,30 +46,23 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
         "perf/sync_s": 4.0,
         "perf/driver_s": 0.3,
         "perf/step_s": generation + update + 4.3,
-        "perf/generation_tokens_per_s": 9000.0 - 2000 * done,
-        "perf/goodput": 0.5 - 0.2 * done,
-        "ledger/goodput": 0.5 - 0.1 * done,
     }
 
 
 def spans_of(values: Mapping[str, float]) -> list[Span]:
-    """A checkpoint, then one phase after the other; two engines with a long tail, the second one ready early."""
+    """A checkpoint, then one phase after the other; engines and reward workers with ever less to do."""
     generation, update, step = (values[f"perf/{name}_s"] for name in ("generation", "update", "step"))
-    phases = [
+    found = [
         ("save", -3.0, -0.5, 1.0),
         ("generation", 0.0, generation, 1.0),
-        ("reward", generation / 4, generation, 1.0),
         ("update", generation, generation + update, 1.0),
         ("sync", generation + update, step - 0.3, 1.0),
-        ("aside", 1.0, generation + update, 1.0),
     ]
-    for number in range(60):
-        began, ended = (-3.0 + (step + 3) * place / 60 for place in (number, number + 1))
-        if 0 <= began and ended <= generation:
-            left = (1 - began / generation) ** 2
-            phases += [("engine 0", began, ended, 1 + 23 * left), ("reward workers", began, ended, 1 + 4 * left)]
-            phases += [("engine 1", began, ended, 24 * left)] if left > 0.1 else []
-    return [Span(lane=lane, began=began, ended=ended, level=level) for lane, began, ended, level in phases]
+    for number in range(40):
+        began, ended = (generation * place / 40 for place in (number, number + 1))
+        left = (1 - began / generation) ** 2
+        found += [("engine 0", began, ended, 1 + 23 * left), ("reward workers", began, ended, 1 + 4 * left)]
+    return [Span(lane=lane, began=began, ended=ended, level=level) for lane, began, ended, level in found]
 
 
 def make_run(
@@ -120,19 +104,12 @@ def make_run(
 def _group(draw: int, n: int, text: Callable[[int, int], str]) -> Group:
     kind = draw % 3
     accuracies = [0.0 if kind == 1 else float((sample + draw) % 3 == 0) for sample in range(n)]
+    responses = [make_response(20 + (draw * 7 + at * 13) % 100, "stop", text(draw, at)) for at in range(n)]
     if kind == 2:
         accuracies[-1] = math.nan
-    cut = {0} if kind == 2 else set()
-    return replace(
-        make_group(draw, accuracies),
-        responses=tuple(
-            make_response(
-                20 + (draw * 7 + sample * 13) % 100, "length" if sample in cut else "stop", text(draw, sample)
-            )
-            for sample in range(n)
-        ),
-        scores=tuple(
-            replace(make_score(each), parts={"math": 2 * each - 1, "format": float(sample % 2)}, prediction="42")
-            for sample, each in enumerate(accuracies)
-        ),
-    )
+        responses[0] = replace(responses[0], finish_reason="length")
+    scores = [
+        replace(make_score(each), parts={"math": 2 * each - 1, "format": float(at % 2)}, prediction="42")
+        for at, each in enumerate(accuracies)
+    ]
+    return replace(make_group(draw, accuracies), responses=tuple(responses), scores=tuple(scores))

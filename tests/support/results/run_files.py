@@ -1,10 +1,10 @@
-"""Run directories as a run leaves them, made without one (tests only)."""
+"""Run directories as a run leaves them, made without one."""
 
 import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dapo.config.compose import compose
 from dapo.config.schema import LoggingConfig
 from dapo.state.run_dir import HEADER
 from dapo.store.samples import SampleStore
+from dapo.types import Group
 from tests.support.fakes import make_group
 from tests.support.store.stored import collected_of
 
@@ -22,7 +23,7 @@ BEGAN = 1_000_000.0  # Unix time of the first start
 
 
 def step_line(step: int, accuracy: float, **others: float) -> dict[str, Any]:
-    """A line of a step that took 10 s, 6 of them generation, and generated 100 tokens, of which 75 were trained on."""
+    """Of a step of 10 s, 6 of them generation, and of 100 tokens, of which 75 were trained on."""
     return {
         "step": step,
         "rollout/accuracy": accuracy,
@@ -63,3 +64,10 @@ def store_starts(folder: Path, *starts: tuple[Sequence[int], bool, int]) -> Samp
             connection.execute("UPDATE runs SET began = ?, ended = ? WHERE run = ?", times)
             connection.execute("UPDATE steps SET at = ? WHERE run = ?", (began + 1800, number + 1))
     return SampleStore(folder, LoggingConfig(), warn=pytest.fail)
+
+
+def asked(number: int, text: str, truth: str, *accuracies: float, source: str = "test") -> Group:
+    """Answers to the held-out problem in row `number` of its file. source: its data source."""
+    group = make_group(number, accuracies)
+    prompt = replace(group.draw.prompt, text=text, ground_truth=truth, source=source)
+    return replace(group, draw=replace(group.draw, prompt=prompt))

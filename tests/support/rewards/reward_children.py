@@ -1,7 +1,11 @@
-"""Real child processes around a reward function, for tests: started, used and found to be gone (tests only)."""
+"""Real child processes around a reward function: started, used and found to be gone."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from dapo.config.reward import LimitsConfig, RewardFunctionConfig
@@ -39,3 +43,17 @@ def runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@contextmanager
+def busy_processes(per_core=2):
+    """Processes that only compute, each in a session of its own: the kernel may share cores by these."""
+    command = [sys.executable, "-c", "while True: pass"]
+    count = per_core * (os.cpu_count() or 1)
+    spinners = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()

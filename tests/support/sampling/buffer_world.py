@@ -1,9 +1,8 @@
-"""A run around one oversampling buffer, played by a test: engines, verifier, weight updates, stops (tests only).
-
-In: events. The world writes down what it saw, reads the buffer's table of draws only to compare it,
-and asserts at each event what the rules of dynamic sampling say about it.
+"""A run around one oversampling buffer, played by a test: engines, verifier, updates, stops, crashes (tests only). It
+keeps its own books and compares them with the buffer's at each event.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +12,10 @@ from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.buffer import DRAW_ORDER, OversamplingBuffer
 from dapo.sampling.draws import REFUSED, STALE, STOPPED, SURPLUS, TRAINED, State
 from dapo.sampling.driver_state import DriverState
+from dapo.sampling.journaled import note, recover
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED
 from dapo.sampling.saved import read_groups, write_groups
+from dapo.state.journal import Journal
 from dapo.types import Group
 from tests.support.fakes import make_group, make_response
 from tests.support.sampling.verdicts import ACCURACIES, Verdict, draw_of
@@ -23,10 +24,12 @@ IN_GENERATION, IN_REWARD, BUFFERED, TO_RETRY = State.IN_GENERATION, State.IN_REW
 TRAINING = State.TRAINING
 BASE = {"train_batch_size": 3, "max_in_flight": 8}
 PLACES = frozenset(State)
+BOOKS = ("version", "where", "size", "since", "lost", "finished", "steps", "closed")
 
 
 class World:
-    """A run around one buffer; `stop` continues it in another one, from files."""
+    """A run around one buffer; `stop` continues it in another one, from files, and `crash` from the last checkpoint and
+    the journal."""
 
     def __init__(self, directory: Path, verdict: Verdict, **options) -> None:
         self.directory, self.verdict, self.options = directory, verdict, {**BASE, **options}
@@ -40,6 +43,9 @@ class World:
         self.steps: list[list[int]] = []  # draws that each step used up
         self.closed: list[int] = []  # of the last step, while its update is under way
         self.exhausted = 0  # budgets that ended the run
+        self.journal: Journal | None = None  # from the first checkpoint on
+        # Draws scored since the last checkpoint, whose groups count after a crash: (version at the start, tokens).
+        self.journaled: dict[int, tuple[int, int]] = {}
         self.open()
 
     def open(self) -> None:
@@ -115,6 +121,8 @@ class World:
         for accuracy in ACCURACIES[self.outcome(index)]:
             self.buffer.verdict(index, accuracy)
         self.buffer.add(self.group(index))
+        if self.journal is not None and self.since[index] <= self.journal.version:
+            self.journaled[index] = self.since[index], self.size[index]
 
     def group(self, index: int) -> Group:
         group = make_group(index, ACCURACIES[self.outcome(index)])
@@ -217,6 +225,8 @@ class World:
         self.audit()
         self.open()
         self.drawn_now = 0 if self.staleness else counted
+        if self.journal is not None:
+            self.checkpoint()
 
     def forget_the_unscored(self) -> None:
         """What a stop does to the draws: those held are there again, a batch that was not trained on among them."""
@@ -260,3 +270,49 @@ class World:
             if running:
                 self.score(running[next(picks) % len(running)])
             self.audit()
+
+    def checkpoint(self) -> None:
+        """Captures the state; what is scored from now on goes into the journal until the next one."""
+        if self.journal is None:
+            self.journal = Journal(self.directory, "", warn=print)
+            self.journal.restart(self.version, [])
+        if self.journal.version != self.version:
+            self.journal.begin(self.version)
+            self.journaled = {}
+        self.hear()
+        self.saved = copy.deepcopy([getattr(self, name) for name in BOOKS])
+        self.saved_state, self.saved_groups = self.buffer.state(), self.buffer.held()
+        self.saved_counted = self.counted
+
+    def hear(self) -> None:
+        journal = self.journal
+        assert journal is not None
+        self.buffer.on_scored = lambda group, started: note(journal, group, started)
+
+    def crash(self) -> None:
+        """The process dies; another one goes on from the last checkpoint with the groups that finished after it."""
+        self.close_journal()
+        for name, value in zip(BOOKS, copy.deepcopy(self.saved), strict=True):
+            setattr(self, name, value)
+        self.serving = self.version
+        self.journal = Journal(self.directory, "", warn=print)
+        groups = recover(self.journal, self.saved_state, len(self.saved_groups), draw_of, version=self.version)
+        awaited = {None, IN_GENERATION, IN_REWARD, TO_RETRY}
+        self.journaled = due = {i: found for i, found in self.journaled.items() if self.where.get(i) in awaited}
+        assert {group.draw.index: (started, group.num_tokens) for group, started in groups} == due
+        self.buffer = OversamplingBuffer(**self.options)
+        self.buffer.restore(self.saved_state, self.saved_groups, groups, version=self.version)
+        self.send_back(self.at(IN_GENERATION, IN_REWARD), STOPPED)
+        self.where |= dict.fromkeys(range(len(self.where), max(due, default=-1) + 1), TO_RETRY)
+        for index, (started, tokens) in due.items():
+            self.where[index], self.since[index], self.size[index] = BUFFERED, started, tokens
+        self.forget_the_unscored()
+        self.finished.sort(key=lambda index: index in due)  # those of the checkpoint came first
+        self.audit()
+        self.hear()
+        self.open()
+        self.drawn_now = 0 if self.staleness else self.saved_counted + len(due)
+
+    def close_journal(self) -> None:
+        assert self.journal is not None
+        self.journal.close()

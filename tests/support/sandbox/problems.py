@@ -1,4 +1,4 @@
-"""Programming problems in the public formats with 200 solutions whose verdicts are known, made by code.
+"""Programming problems in the public formats, with solutions whose verdicts are known.
 
 A problem is a function of a list of numbers. Its tests begin with an even, an odd, an even and an odd number, and the
 last is longer than the others, so that a solution can fail the ones it shall fail.
@@ -7,39 +7,29 @@ last is longer than the others, so that a solution can fail the ones it shall fa
 import json
 import math
 import random
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-TESTS = 4
-PROBLEMS = (
-    "sum(v)",
-    "max(v) - min(v)",
-    "sorted(v)",
-    "math.gcd(*v)",
-    "sum(v) / len(v)",
-    "len(set(v))",
-    "''.join(map(str, v))[::-1]",
-    "[x * x for x in v]",
-    "sum(x for x in v if x % 2)",
-    "bin(sum(v))[2:]",
+PROBLEMS = (  # and their formats
+    ("sum(v)", "text"),
+    ("max(v) - min(v)", "text"),
+    ("sorted(v)", "text"),
+    ("math.gcd(*v)", "lines"),
+    ("sum(v) / len(v)", "lines"),
+    ("len(set(v))", "method"),
+    ("''.join(map(str, v))[::-1]", "method"),
+    ("[x * x for x in v]", "json"),
+    ("sum(x for x in v if x % 2)", "json"),
+    ("bin(sum(v))[2:]", "listed"),
 )
-FORMATS = ("text", "text", "text", "lines", "lines", "method", "method", "json", "json", "listed")
+THREAD = "import threading as t\n    t.stack_size(1 << 26)\n    one = t.Thread(target=sum, args=(v,))\n    one.start()"
+RECURSION = "import sys; sys.setrecursionlimit(10 ** 5); f = lambda n: n and f(n - 1); f(5000)"
 # What `solve(v)` does before it returns the right value, what the program does at its end, and the share of tests that
 # it passes then.
 BEHAVIOURS = {
     "right": ("pass", "", 1.0),
     "right with noise": ("import sys; print('v', v, file=sys.stderr)", "", 1.0),
-    "right in a thread": (
-        "import threading; threading.stack_size(1 << 26); t = threading.Thread(target=sum, args=(v,)); t.start(); "
-        "t.join()",
-        "",
-        1.0,
-    ),
-    "right after recursion": (
-        "import sys; sys.setrecursionlimit(10 ** 5); f = lambda n: n and f(n - 1); f(5000)",
-        "",
-        1.0,
-    ),
+    "right in a thread": (THREAD, "", 1.0),
+    "right after recursion": (RECURSION, "", 1.0),
     "right with a file": ("open('scratch', 'w').write('x'); assert open('scratch').read() == 'x'", "", 1.0),
     "right with modules": ("import decimal, numpy; numpy.sort(v); decimal.Decimal(1) / 3", "", 1.0),
     "right with names": ("List[int]; defaultdict(list); heapq.heapify(list(v)); deque(v)", "", 1.0),
@@ -55,12 +45,14 @@ BEHAVIOURS = {
     "no syntax": ("return return", "", 0.0),
     "fails at the end": ("pass", "raise SystemExit(1)", 0.0),
 }
-WRAPPED = ("two blocks, the right one last", "two blocks, the right one first")
+WRAPPED = {  # by where the right program stands
+    "the last block is right": ("First:\n```python\n{wrong}\n```\nBetter:\n```python\n{right}", 1.0),
+    "the last block is wrong": (*("```py\n{right}\n```\nor\n```py\n{wrong}\n```\nIt prints:\n```text\n1\n```", 0.0),),
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solution:
-    """Holds a response with its ground truth and the share of tests that it passes."""
+class Solution(NamedTuple):
+    """A response with its ground truth and the share of tests that it passes."""
 
     name: str
     text: str
@@ -69,63 +61,43 @@ class Solution:
 
 
 def solutions(seed: int = 0) -> list[Solution]:
-    """Returns 200 solutions: of each problem, one of each behaviour and of each wrapping."""
+    """Three of each behaviour and of each wrapping, with problems of different formats."""
     rng = random.Random(seed)
     found = []
-    for problem, kind in zip(PROBLEMS, FORMATS, strict=True):
-        truth = json.dumps(ground_truth(problem, kind, rng))
-        programs = {name: (program(problem, kind, *parts[:2]), parts[2]) for name, parts in BEHAVIOURS.items()}
-        right, wrong = programs["right"][0], programs["no syntax"][0]
-        texts = {name: (fenced(source, rng), share) for name, (source, share) in programs.items()}
-        texts[WRAPPED[0]] = (f"First:\n```python\n{wrong}\n```\nBetter:\n```python\n{right}", 1.0)
-        texts[WRAPPED[1]] = (f"```py\n{right}\n```\nor\n```py\n{wrong}\n```\nIt prints:\n```text\n1\n```", 0.0)
-        found += [
-            Solution(name=f"{problem}, {kind}, {name}", text=text, ground_truth=truth, share=share)
-            for name, (text, share) in texts.items()
-        ]
+    for number, name in enumerate((*BEHAVIOURS, *WRAPPED)):
+        for turn in range(3):
+            problem, kind = PROBLEMS[(3 * number + 4 * turn) % len(PROBLEMS)]
+            right, wrong = (program(problem, kind, *BEHAVIOURS[one][:2]) for one in ("right", "no syntax"))
+            if name in WRAPPED:
+                text, share = WRAPPED[name][0].format(right=right, wrong=wrong), WRAPPED[name][1]
+            else:
+                before, after, share = BEHAVIOURS[name]
+                text = fenced(program(problem, kind, before, after), rng)
+            truth = json.dumps(ground_truth(problem, kind, rng))
+            found.append(Solution(f"{problem}, {kind}, {name}", text, truth, share))
     return found
 
 
 def ground_truth(problem: str, kind: str, rng: random.Random) -> dict[str, Any]:
-    """Returns the tests in one of the public formats."""
-    lists = [[2 * rng.randrange(1, 500) + test % 2, *rng.choices(range(1, 1000), k=4)] for test in range(TESTS)]
+    """The tests in one of the public formats."""
+    lists = [[2 * rng.randrange(1, 500) + test % 2, *rng.choices(range(1, 1000), k=4)] for test in range(4)]
     lists[-1] += rng.choices(range(1, 1000), k=3)
-    values = [REFERENCE[problem](v) for v in lists]
-    inputs, outputs = [" ".join(map(str, v)) for v in lists], [shown(value) for value in values]
+    values = [eval(problem, {"math": math, "v": v}) for v in lists]
+    if "/" in problem:
+        values = [value + 1e-9 for value in values]  # as another language may round
+    inputs = [" ".join(map(str, v)) for v in lists]
+    outputs = [" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
     if kind == "text":
         return {"inputs": [f"{line}\n" for line in inputs], "outputs": [f"{line} \n" for line in outputs]}
     if kind == "lines":
         return {"inputs": [[line] for line in inputs], "outputs": [[line] for line in outputs]}
     if kind == "json":
-        return {
-            "fn_name": "solve",
-            "inputs": [json.dumps(v) for v in lists],
-            "outputs": [json.dumps(v) for v in values],
-        }
+        return {"fn_name": "solve", "inputs": list(map(json.dumps, lists)), "outputs": list(map(json.dumps, values))}
     listed = kind == "listed"
     return {"fn_name": "solve", "inputs": [[v] for v in lists], "outputs": [[v] if listed else v for v in values]}
 
 
-REFERENCE = {
-    "sum(v)": sum,
-    "max(v) - min(v)": lambda v: max(v) - min(v),
-    "sorted(v)": sorted,
-    "math.gcd(*v)": lambda v: math.gcd(*v),
-    "sum(v) / len(v)": lambda v: sum(v) / len(v) + 1e-9,  # as another language may round
-    "len(set(v))": lambda v: len(set(v)),
-    "''.join(map(str, v))[::-1]": lambda v: "".join(map(str, v))[::-1],
-    "[x * x for x in v]": lambda v: [x * x for x in v],
-    "sum(x for x in v if x % 2)": lambda v: sum(x for x in v if x % 2),
-    "bin(sum(v))[2:]": lambda v: bin(sum(v))[2:],
-}
-
-
-def shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def program(problem: str, kind: str, before: str, after: str) -> str:
-    """Returns the source of a solution."""
     body = f"def solve(v):\n    {before}\n    return {problem}\n"
     if kind in ("text", "lines"):
         end = "v = solve(list(map(int, input().split())))\nprint(*v if isinstance(v, list) else [v])"
@@ -137,6 +109,5 @@ def program(problem: str, kind: str, before: str, after: str) -> str:
 
 
 def fenced(source: str, rng: random.Random) -> str:
-    """Returns a response around the source."""
     language = rng.choice(["python", "Python", "py", "python3", ""])
     return f"Let us see.\n\n```{language}\n{source}\n```\n" + rng.choice(["", "It is linear.", "`solve` does it."])

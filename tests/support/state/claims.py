@@ -1,9 +1,14 @@
-"""Output directories that a test claims, and some steps in them (tests only)."""
+"""Output directories that a test claims, the checkpoints in them, and reads that fail (tests only)."""
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from dapo.state import durable
+from dapo.state.checkpoint import CheckpointStore
 from dapo.state.run_dir import RunDirectory, claim_output_dir
 
 CONFIG: dict[str, Any] = {
@@ -24,8 +29,32 @@ def claim(path: Path, config: dict[str, Any] = CONFIG, resume: str = "auto") -> 
 
 
 def save(run: RunDirectory, step: int) -> None:
-    async def write() -> None:
-        async with run.store.writing(step) as directory:
-            (directory / "weights").write_text(f"of step {step}")
+    write(run.store, step, {"weights": f"of step {step}"})
 
-    asyncio.run(write())
+
+async def writing(store: CheckpointStore, step: int, files: dict[str, str]) -> None:
+    async with store.writing(step) as directory:
+        for name, text in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text)
+
+
+def write(store: CheckpointStore, step: int, files: dict[str, str]) -> None:
+    asyncio.run(writing(store, step, files))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def fails(patch: pytest.MonkeyPatch, owner: Any, read: str, times: int, *, of=lambda path: True, number=errno.EIO):
+    """Lets so many of these reads fail, without waits between the tries."""
+    whole, failures = getattr(owner, read), [number] * times
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+        if failures and of(path):
+            raise OSError(failures.pop(), "of the disk", str(path))
+        return whole(path, *arguments, **options)
+
+    patch.setattr(durable, "WAIT_S", 0.0)
+    patch.setattr(owner, read, failing)

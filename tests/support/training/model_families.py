@@ -22,47 +22,39 @@ SIZES = {
     "eos_token_id": 1,
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-RECURRENT = "sequences laid end to end would run into each other in layers that are not attention"
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-STACKED = "a mixture of experts, with the names of its files"
-WINDOW = "while `sliding_window` holds a whole sequence"
 
 
 @dataclass(frozen=True)
 class Family:
     """model_type: transformers' name. keys: of config.json, beside `SIZES`. refused: a part of the message before any
-    worker starts; empty where it works. note: what the table says."""
+    worker starts; empty where it works."""
 
     model_type: str
     keys: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
-    note: str = ""
 
 
 FAMILIES = {
     "Llama": Family("llama"),
-    "SmolLM": Family("llama", {"tie_word_embeddings": True}, note="it is Llama with a tied head"),
-    "Mistral": Family("mistral", note=WINDOW),
-    "Qwen2, Qwen2.5": Family("qwen2", note="its windows are off by default (`use_sliding_window`)"),
+    "SmolLM": Family("llama", {"tie_word_embeddings": True}),
+    "Mistral": Family("mistral"),
+    "Qwen2, Qwen2.5": Family("qwen2"),
     "Qwen3": Family("qwen3", {"tie_word_embeddings": True}),
-    "Phi-3": Family("phi3", note=WINDOW),
+    "Phi-3": Family("phi3"),
     "OLMo 2": Family("olmo2"),
-    "Seed-OSS": Family("seed_oss", {"residual_dropout": 0.1}, note="its dropout is off"),
+    "Seed-OSS": Family("seed_oss", {"residual_dropout": 0.1}),
     "GPT-2": Family("gpt2", GPT2),
-    "GPT-NeoX": Family("gpt_neox", note="weights travel and are exported as `embed_out`, as its files call the head"),
-    "Gemma 3 (text)": Family("gemma3_text", {"sliding_window": 64}, note=WINDOW),
-    "Gemma 2": Family(
-        "gemma2", refused="final_logit_softcapping", note="its caps on logits and scores are not computed"
-    ),
-    "Qwen3-MoE": Family("qwen3_moe", EXPERTS, note=STACKED),
-    "Qwen2-MoE": Family("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32}, note=STACKED),
-    "Mixtral": Family(
-        "mixtral", EXPERTS | {"router_jitter_noise": 0.1}, note=f"{STACKED}; the noise of its router is off"
-    ),
-    "OLMoE": Family("olmoe", EXPERTS, note=STACKED),
-    "GLM-4-MoE": Family("glm4_moe", EXPERTS, refused="of the kind glm4_moe", note="its router has a bias of its own"),
-    "Qwen3.5": Family("qwen3_5", {"text_config": SIZES}, refused="has layers of linear_attention", note=RECURRENT),
-    "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, refused="has layers of conv", note=RECURRENT),
+    "GPT-NeoX": Family("gpt_neox"),
+    "Gemma 3 (text)": Family("gemma3_text", {"sliding_window": 64}),
+    "Gemma 2": Family("gemma2", refused="final_logit_softcapping"),
+    "Qwen3-MoE": Family("qwen3_moe", EXPERTS),
+    "Qwen2-MoE": Family("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "Mixtral": Family("mixtral", EXPERTS | {"router_jitter_noise": 0.1}),
+    "OLMoE": Family("olmoe", EXPERTS),
+    "GLM-4-MoE": Family("glm4_moe", EXPERTS, refused="of the kind glm4_moe"),
+    "Qwen3.5": Family("qwen3_5", {"text_config": SIZES}, refused="has layers of linear_attention"),
+    "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, refused="has layers of conv"),
 }
 
 

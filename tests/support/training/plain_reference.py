@@ -6,7 +6,9 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,6 @@ def make_model(directory: Path, *, tied: bool, seed: int = 1) -> Path:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """One that has a word for each token."""
     vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
     tokenizer.save_pretrained(directory)
@@ -93,22 +94,21 @@ def sampled(sequence: TrainSequence) -> torch.Tensor:
     return torch.ones(len(sequence.token_ids) - sequence.num_prompt_tokens, dtype=torch.bool)
 
 
-def turns_mask(length: int) -> np.ndarray:
-    """True where the policy sampled: two runs of other tokens, where the response is long enough."""
-    mask = np.ones(length, np.bool_)
-    mask[length // 4 : length // 2] = False
-    mask[3 * length // 4 : length - 1] = False
-    return mask
-
-
 def in_turns(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
-    """The sequences, every other one of which holds tokens that the policy did not sample."""
+    """The sequences, every other one of which holds two runs of tokens that the policy did not sample, if it is long
+    enough."""
     found = []
     for index, sequence in enumerate(sequences):
-        mask = turns_mask(len(sequence.rollout_logprobs)) if index % 2 else None
-        kept = slice(None) if mask is None else mask
-        logprobs, staleness = sequence.rollout_logprobs[kept], sequence.staleness[kept]
-        found.append(dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, token_mask=mask))
+        length = len(sequence.rollout_logprobs)
+        mask = np.ones(length, np.bool_)
+        if index % 2:
+            mask[length // 4 : length // 2] = False
+            mask[3 * length // 4 : length - 1] = False
+        logprobs, staleness = sequence.rollout_logprobs[mask], sequence.staleness[mask]
+        token_mask = mask if index % 2 else None
+        found.append(
+            dataclasses.replace(sequence, rollout_logprobs=logprobs, staleness=staleness, token_mask=token_mask)
+        )
     assert any(one.token_mask is not None and not one.token_mask.all() for one in found)
     return tuple(found)
 
@@ -134,22 +134,25 @@ def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: in
     return tuple(sequences)
 
 
+def stale(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
+    """The same tokens of an older policy, which the ranks do not compare with their own."""
+    return tuple(dataclasses.replace(s, staleness=np.ones_like(s.staleness)) for s in sequences)
+
+
 def train_batch(version: int, *minibatches: tuple[TrainSequence, ...]) -> TrainBatch:
     """One epoch, in order."""
     return TrainBatch(version=version, minibatches=minibatches, order=tuple(range(len(minibatches))))
 
 
-def plain_loss(
-    model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence], old: Sequence[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """DAPO's objective, written out again; `old` are log-probabilities per sequence."""
+def plain_gradients(model: Qwen2ForCausalLM, sequences: Sequence[TrainSequence]) -> dict[str, torch.Tensor]:
+    """Of DAPO's objective, written out again, where the policy is the one that sampled: every ratio is 1."""
     loss = torch.zeros(())
-    for i, sequence in enumerate(sequences):
+    for sequence in sequences:
         logprobs = plain_logprobs(model, sequence)
-        ratio = torch.exp(logprobs - (logprobs.detach() if old is None else old[i]))
-        surrogate = torch.minimum(ratio * sequence.advantage, ratio.clamp(0.8, 1.28) * sequence.advantage)
-        loss = loss - sequence.token_weight * surrogate.sum()
-    return loss
+        ratio = torch.exp(logprobs - logprobs.detach())
+        loss = loss - sequence.token_weight * sequence.advantage * ratio.sum()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -169,34 +172,25 @@ def full_gradients(worker: Any, work: "RankWork") -> dict[str, torch.Tensor]:
     return gradients
 
 
-def reconfigure(worker: Any, cfg: Config) -> None:
-    """Runs on a rank: what `start` would make of `cfg`, around the shards and the optimizer that are there."""
-    from dapo.own.loading import load, source_of
-    from workers.training.fsdp import load_reference
-    from workers.training.update import Updater
-
-    kl = cfg.algorithm.kl
-    reference = load_reference(cfg, worker._mesh, worker._policy) if kl.loss_coeff or kl.reward_coeff else None
-    worker._policy.entropy_gradient = cfg.algorithm.entropy_coeff != 0
-    worker._optimizer.zero_grad()
-    source = source_of(cfg, "algorithm.policy_loss")
-    own_loss = None if source is None else load(source)
-    worker._updater = Updater(worker._policy, reference, worker._optimizer, cfg, worker._mesh, own_loss)
-
-
 def update_on(worker: Any, work: "RankWork") -> "Updated":
     """Runs on a rank: an update from whatever version the work is of."""
     worker._standing.version = work.version
     return worker.update(work)
 
 
-def stand_at(worker: Any, version: int) -> None:
-    """Runs on a rank: lets it take its weights for those of a version."""
-    worker._standing.version = version
+def update_here(worker: Any, batch: TrainBatch) -> "Updated":
+    """An update of the one rank that this process is."""
+    from workers.actor import split_batch
+
+    return update_on(worker, split_batch(batch, 1, worker._cfg.actor.max_tokens_per_gpu)[0])
 
 
 def update(pool: "ActorPool", batch: TrainBatch) -> dict[str, float]:
     """Metrics of an update from whatever version the batch is of."""
+
+    def stand_at(worker: Any, version: int) -> None:
+        worker._standing.version = version
+
     on_all(pool, stand_at, [batch.version] * len(pool._ranks.workers))
     return asyncio.run(pool.update(batch)).metrics
 
@@ -279,6 +273,23 @@ def _started(cfg: Config, options: Sequence[dict[str, Any]]) -> "ActorPool":
     pool = ActorPool(cfg, "cpu", lambda: options)
     asyncio.run(pool.start())
     return pool
+
+
+@contextmanager
+def rank_here(cfg: Config) -> Iterator[Any]:
+    """One rank in this process, which `rebuild` makes anew."""
+    from workers.actor import ActorWorker
+    from workers.training import mesh
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    worker = ActorWorker(cfg, "cpu")
+    worker.start(0, 1, "127.0.0.1", port)
+    yield worker
+    torch.distributed.destroy_process_group()
+    if hasattr(mesh.arrange, "cache_clear"):
+        mesh.arrange.cache_clear()
 
 
 def rebuild(worker: Any, cfg: Config) -> None:

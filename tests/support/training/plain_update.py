@@ -18,16 +18,12 @@ from tests.support.training.plain_reference import (
     LENGTHS,
     TEMPERATURE,
     distance,
-    full_weights,
     in_turns,
     make_sequences,
-    on_all,
     plain_logprobs,
     reference,
     sampled,
-    update,
 )
-from workers.actor import ActorPool
 
 
 def plain_tokens(
@@ -197,15 +193,20 @@ def mismatched(model_dir: Path, seed: int, *, fresh: float = 0.02, stale: float 
     return in_turns(made)
 
 
-def assert_update(pool: ActorPool, cfg: Config, batch: TrainBatch) -> dict[str, float]:
-    """The ranks' update is plain torch's: every metric, and the way that the weights go."""
+def assert_update(
+    updated: dict[str, float], weights: Sequence[dict[str, torch.Tensor]], cfg: Config, batch: TrainBatch
+) -> dict[str, float]:
+    """An update of the model in its first state is plain torch's: every metric, and the way that the weights go.
+
+    updated: its metrics; weights: of each rank after it.
+    """
     model, base = reference(Path(cfg.model.path)), reference(Path(cfg.model.path))
-    metrics = {name: value for name, value in update(pool, batch).items() if not name.startswith("perf/")}
+    metrics = {name: value for name, value in updated.items() if not name.startswith("perf/")}
     wanted = plain_update(model, cfg, batch, base if cfg.algorithm.kl.loss_coeff else None)
     before, after = dict(base.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():
         way = {name: after[name] - before[name] for name in before}
-        for found in on_all(pool, full_weights):
+        for found in weights:
             assert distance({name: found[name] - before[name] for name in before}, way) <= 2e-5
     assert metrics.keys() == wanted.keys()
     assert metrics == pytest.approx(wanted, rel=1e-3, abs=2e-6)

@@ -30,8 +30,6 @@ from workers.training.forward import attention, logprobs
 from workers.training.mesh import Mesh, SequenceParallel
 from workers.training.moments import Moments
 from workers.training.totals import STALENESS_BUCKETS, Mismatch, Totals
-from workers.weights import sender
-from workers.weights.sender import WeightSender
 
 NAME = "standin"
 CASES = [("none", 4, 2), ("phase", 0, 1), ("host", 0, 2)]  # actor.offload, model.lora.rank, ranks of a sequence
@@ -95,9 +93,8 @@ def without_values(fake: FakeTensorMode, device: torch.device) -> None:
             if not isinstance(module, FSDPModule):
                 continue
             for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
-                data = torch.zeros(
-                    parameter.padded_sharded_param_size, dtype=parameter.sharded_param.dtype, device=where
-                )
+                size, dtype = parameter.padded_sharded_param_size, parameter.sharded_param.dtype
+                data = torch.zeros(size, dtype=dtype, device=where)
                 shard = parameter.to_sharded_dtensor(data.narrow(0, 0, parameter.sharded_size[0]))
                 parameter._sharded_param_data = data.view(-1)
                 parameter.sharded_param = nn.Parameter(shard, requires_grad=parameter.sharded_param.requires_grad)
@@ -122,7 +119,6 @@ def without_values(fake: FakeTensorMode, device: torch.device) -> None:
     whole = update.row_of
     update.row_of = lambda correction, staleness, result: whole(correction, staleness, None)
     update.gather = gather
-    sender.digest = lambda bucket: ""
     kernel = attention._varlen
 
     def varlen(*args: Any, **options: Any) -> torch.Tensor:
@@ -141,21 +137,9 @@ def without_values(fake: FakeTensorMode, device: torch.device) -> None:
     torch.tensor, torch.from_numpy = tensor, lambda array: fake.from_tensor(read(array))
 
 
-class Slots:
-    """The transport of a weight sync, whose buckets are on the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._slot = torch.empty(1 << 14, dtype=torch.uint8, device=device)
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slot
-
-    def send(self, index: int, bucket: torch.Tensor) -> None: ...
-
-
 def run(case: tuple[str, int, int], model: Path, sequences: Any, shards: DeviceMesh) -> dict[str, Any]:
-    """Loads, updates, puts the moments away and sends weights; returns which devices hold what."""
-    device, (offload, rank, size) = torch.device(NAME, 0), case
+    """Loads, updates, puts the moments away and gathers weights; returns which devices hold what."""
+    offload, rank, size = case
     cfg = make_config(model, offload=offload, num_workers=2)
     cfg.model.dtype, cfg.model.lora.rank, cfg.trainer.colocate = "bfloat16", rank, "time"
     cfg.algorithm.entropy_coeff = cfg.algorithm.kl.loss_coeff = 0.1
@@ -168,39 +152,19 @@ def run(case: tuple[str, int, int], model: Path, sequences: Any, shards: DeviceM
     reference = fsdp.load_reference(cfg, mesh, policy)
     updater = update.Updater(policy, reference, optimizer, cfg, mesh)
     between = held(optimizer)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    gradients, step = set[str](), optimizer.step
-
-    def noted() -> None:
-        gradients.update(parameter.grad.to_local().device.type for parameter in trained)
-        step()
-
-    optimizer.step = noted
     with moments.on_device():
         during = held(optimizer)
         updater.update(0, [[sequences[:3], sequences[3:]], [sequences[:2], []]], (0, 1))
     fsdp.release(policy, cfg, mesh)
-    dtype = torch.bfloat16
-    sending = WeightSender(
-        lambda: fsdp.full_parameters(policy, mesh, dtype),
-        fsdp.full_shapes(policy.model),
-        dtype="bfloat16",
-        bucket_bytes=4096,
-        rank=0,
-        device=device,
-    )
-    sending._transport = Slots(device)
-    failures = [sending.gather(index).failure for index in range(sending.num_buckets)]
+    full = fsdp.full_parameters(policy, mesh, torch.bfloat16)
     return {
         "case": case,
         "buffers": types(policy.buffers()),
         "shards": types(parameter.to_local() for parameter in policy.parameters()),
         "reference": types(parameter.to_local() for parameter in reference.parameters()),
-        "full": types(full for _, full in fsdp.full_parameters(policy, mesh, dtype)),
+        "full": types(tensor for _, tensor in full),
         "varlen": len(VARLEN),
-        "gradients": sorted(gradients),
         "moments": [between, during, held(optimizer)],
-        "failures": [failure for failure in failures if failure],
     }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from copy import deepcopy
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,7 @@ from workers.weight_sync import WeightSync
 from workers.weights.bucket import Endpoint
 
 BUCKETS = 6
-
-STEP_S = 0.02
+STEP_S = 0.01
 
 
 def within(cfg: Config, transport: str, timeout_s: float = 30) -> Config:
@@ -21,6 +21,21 @@ def within(cfg: Config, transport: str, timeout_s: float = 30) -> Config:
     cfg = deepcopy(cfg)
     cfg.weight_sync.transport, cfg.weight_sync.timeout_s = transport, timeout_s
     return cfg
+
+
+def in_loop(test):
+    """The coroutine as a test."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def loads(events: list[str]) -> list[int]:
+    """The buckets that engines began to load, in order."""
+    return [int(event.split()[1]) for event in events if event.startswith("load") and "done" not in event]
 
 
 class Recorder:
@@ -33,7 +48,6 @@ class Recorder:
         self.existing = self.most = 0
         self.refused = ""
         self.engines: tuple[int, ...] = (0, 1, 2)
-        self.started_again: list[int] = []
         self.lost: list[tuple[int, ...]] = []  # engines that are found lost, at each failure in turn
         self.admitted: list[tuple[int, ...]] = []
         self.canary: list[TrainSequence] = []
@@ -69,7 +83,7 @@ class Recorder:
         self.engines = tuple(k for k in self.engines if k not in members)
 
     def identities(self, members):
-        return tuple((k, self.started_again.count(k)) for k in members)
+        return tuple((k, 0) for k in members)
 
     def num_receivers(self, members):
         return len(members)

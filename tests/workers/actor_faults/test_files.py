@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo.types import TrainSequence
-from tests.support.training.plain_reference import (
-    checksum,
-    save,
-    train_batch,
-)
+from tests.support.training.plain_reference import checksum, save, train_batch
 from workers.actor import ActorPool
 from workers.remote import RemoteError
 from workers.training.files import state
@@ -44,20 +40,14 @@ def test_a_full_disk_is_one_error_of_all_ranks_which_go_on(pool: ActorPool, full
     assert checksum(pool) == before
 
 
-@pytest.mark.parametrize("method", ["save", "export_hf"])
-def test_a_directory_that_cannot_be_made_is_one_error_of_all_ranks(
-    pool: ActorPool, tmp_path: Path, method: str
+def test_files_that_cannot_be_made_or_read_are_one_error_of_all_ranks(
+    pool: ActorPool, sequences: tuple[TrainSequence, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     place = str(tmp_path / "file" / "state")
-    with pytest.raises(RemoteError, match=r"FilesError: .*(NotADirectoryError|FileExistsError): "):
-        asyncio.run(pool.save(place, 0) if method == "save" else pool.export_hf(place))
-    save(pool, tmp_path / "state")
-
-
-def test_a_checkpoint_that_cannot_be_read_is_refused_until_another_is_loaded(
-    pool: ActorPool, sequences: tuple[TrainSequence, ...], tmp_path: Path
-) -> None:
+    for write in (pool.save(place, 0), pool.export_hf(place)):
+        with pytest.raises(RemoteError, match=r"FilesError: .*(NotADirectoryError|FileExistsError): "):
+            asyncio.run(write)
     save(pool, tmp_path / "state")
     with pytest.raises(RemoteError, match=r"FilesError: .*/none could not be loaded: .*FileNotFoundError|No such file"):
         asyncio.run(pool.load(str(tmp_path / "none"), 0))

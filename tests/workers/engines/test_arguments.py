@@ -1,38 +1,27 @@
 """What engines are started with: what follows from other keys, the needs of a device, and a person's own above both."""
 
+from typing import Any
+
 from dapo.config.schema import Config
 from workers.engines.arguments import engine_args
 
 
-def tensor_parallel(size: int) -> Config:
+def args(device: str, colocate: str = "", **vllm: Any) -> dict[str, Any]:
     cfg = Config()
-    cfg.rollout.vllm = {"tensor_parallel_size": size}
-    return cfg
+    cfg.rollout.vllm |= vllm
+    cfg.trainer.colocate = colocate or cfg.trainer.colocate
+    return engine_args(cfg, device)
 
 
-def test_engine_arguments_of_a_person_win():
-    cfg = Config()
-    cfg.rollout.vllm |= {"max_num_seqs": 7, "enforce_eager": False}
-    args = engine_args(cfg, "cpu")
-    assert args["max_num_seqs"] == 7 and args["enforce_eager"] is False
-    assert args["enable_chunked_prefill"] is False
-    assert args["max_model_len"] == cfg.data.max_prompt_length + cfg.data.max_response_length
-    assert "enforce_eager" not in engine_args(Config(), "cuda")
-
-
-def test_an_engine_of_several_gpus_does_not_take_rays_executor():
-    """vLLM's own choice inside a placement group, which ends at "bundle cannot have more than 1 GPU"."""
-    assert engine_args(tensor_parallel(4), "cuda")["distributed_executor_backend"] == "mp"
-    assert "distributed_executor_backend" not in engine_args(Config(), "cuda")
-    cfg = tensor_parallel(4)
-    cfg.rollout.vllm["distributed_executor_backend"] = "external"
-    assert engine_args(cfg, "cuda")["distributed_executor_backend"] == "external"
-
-
-def test_only_engines_that_take_turns_on_a_gpu_can_sleep():
-    """vLLM refuses the argument on a CPU, where it has no such mode."""
-    cfg = Config()
-    assert "enable_sleep_mode" not in engine_args(cfg, "cuda")
-    cfg.trainer.colocate = "time"
-    assert engine_args(cfg, "cuda")["enable_sleep_mode"] is True
-    assert "enable_sleep_mode" not in engine_args(cfg, "cpu")
+def test_engine_arguments():
+    found, data = args("cpu", max_num_seqs=7, enforce_eager=False), Config().data
+    assert found["max_num_seqs"] == 7 and found["enforce_eager"] is False and found["enable_chunked_prefill"] is False
+    assert found["max_model_len"] == data.max_prompt_length + data.max_response_length
+    assert "enforce_eager" not in args("cuda")
+    executor = "distributed_executor_backend"  # vLLM's own choice ends at "bundle cannot have more than 1 GPU"
+    assert executor not in args("cuda") and args("cuda", tensor_parallel_size=4)[executor] == "mp"
+    assert args("cuda", tensor_parallel_size=4, **{executor: "external"})[executor] == "external"
+    assert args("cuda", "time")["enable_sleep_mode"] is True
+    assert not any(
+        "enable_sleep_mode" in each for each in (args("cuda"), args("cpu", "time"))
+    )  # a CPU has no such mode

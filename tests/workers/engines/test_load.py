@@ -1,7 +1,7 @@
 """What engines and reward workers tell of themselves becomes metrics on the driver. The statistics are vLLM's own."""
 
 import asyncio
-import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,21 @@ from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStat
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dapo.config.reward import OverlongBufferConfig, RewardConfig
-from tests.measure.test_usage import Clock
 from tests.support.fakes import make_prompt, make_response, make_score
 from tests.support.report.reference import undocumented
 from workers import reward
 from workers.engines.life import LifeSigns, Statistics
 from workers.engines.load import EngineMeter, Follower, engine_metrics
 from workers.scoring.verdict import Verdict
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def scheduled(running: int, waiting: int = 0, kv: float = 0.0) -> SchedulerStats:
@@ -31,13 +39,8 @@ def computed(tokens: int, preempted: int = 0) -> IterationStats:
     """A step that gave as many tokens, each to another request, and put back the first `preempted` of them."""
     iteration = IterationStats()
     for number in range(tokens):
-        event = EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)
-        output: Any = SimpleNamespace(
-            request_id=str(number),
-            new_token_ids=[7],
-            events=[event] if number < preempted else None,
-            num_nans_in_logits=0,
-        )
+        events = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)] if number < preempted else None
+        output: Any = SimpleNamespace(request_id=str(number), new_token_ids=[7], events=events, num_nans_in_logits=0)
         iteration.update_from_output(output, 1.0, False, RequestStateStats(), LoRARequestStates(), None)
     return iteration
 
@@ -74,36 +77,41 @@ def test_what_a_weight_sync_puts_back_waits_and_is_no_preemption() -> None:
     assert meter.read().preemptions == 3
 
 
-def test_the_driver_takes_what_came_between_two_laps() -> None:
-    clock = Clock()
-    meter, follower = EngineMeter(clock), Follower()
-    assert follower.lap() is None
-    clock.now += 1
-    follower.heard(meter.read())
+def test_the_driver_takes_what_came_between_two_laps_and_the_speed_of_the_last_seconds() -> None:
+    clock, follower, drafts = Clock(), Follower(), SpecDecodingStats.new(4)
+    drafts.observe_draft(num_draft_tokens=4, num_accepted_tokens=3)
+    drafts.observe_draft(num_draft_tokens=2, num_accepted_tokens=0)
+    meter = EngineMeter(clock)
+
+    def after(seconds: float) -> None:
+        clock.now += seconds
+        follower.heard(meter.read())
+
+    assert follower.lap() is None and follower.tokens_per_s() == 0.0
+    after(1)
     assert follower.lap() is None, "a first sign of life is where it begins"
     meter.step(scheduled(2, kv=0.9), computed(10))
-    clock.now += 4
-    follower.heard(meter.read())
-    meter.step(scheduled(1, kv=0.2), computed(30))
-    clock.now += 4
-    follower.heard(meter.read())
+    after(4)
+    meter.step(replace(scheduled(1, kv=0.2), spec_decoding_stats=drafts), computed(30))
+    after(4)
     lap = follower.lap()
-    assert lap is not None
+    assert lap is not None and (lap.drafts, lap.drafted, lap.accepted) == (2, 6, 3)
     assert (lap.seconds, lap.tokens, lap.running_s, lap.kv_peak) == (8.0, 40, 2 * 4 + 1 * 4, 0.9)
+    assert follower.tokens_per_s() == 30 / 4
     assert follower.lap() is None, "nothing was heard since"
-    clock.now += 1
-    follower.heard(meter.read())
+    after(2)
     again = follower.lap()
-    assert again is not None and (again.seconds, again.tokens, again.running_s, again.kv_peak) == (1.0, 0, 1.0, 0.2)
+    assert again is not None and (again.seconds, again.tokens, again.running_s, again.kv_peak) == (2.0, 0, 2.0, 0.2)
+    assert follower.tokens_per_s() == 0.0
 
 
 def test_metrics_of_two_engines_are_sums_means_and_the_greatest() -> None:
-    first = dataclasses.replace(
+    first = replace(
         EngineMeter().read(),
         **{"seconds": 10.0, "tokens": 1000, "preemptions": 2, "busy_s": 8.0, "running_s": 40.0, "waiting_s": 5.0},
-        **{"kv_s": 4.0, "kv_peak": 0.7, "resident_bytes": 100},
+        **{"kv_s": 4.0, "kv_peak": 0.7, "resident_bytes": 100, "drafts": 6, "drafted": 18, "accepted": 9},
     )
-    second = dataclasses.replace(first, seconds=20.0, kv_peak=0.6, resident_bytes=300)
+    second = replace(first, seconds=20.0, kv_peak=0.6, resident_bytes=300, drafts=0, drafted=0, accepted=0)
     expected = {
         "perf/engine/tokens_per_s": 150.0,
         "perf/engine/0/tokens_per_s": 100.0,
@@ -115,29 +123,13 @@ def test_metrics_of_two_engines_are_sums_means_and_the_greatest() -> None:
         "perf/engine/preemptions": 4.0,
         "perf/engine/idle": 1 - (0.8 + 0.4) / 2,
         "perf/engine/resident_bytes": 300.0,
+        "perf/engine/draft_acceptance": 0.5,
+        "perf/engine/tokens_per_draft": 2.5,
     }
     assert engine_metrics({0: first, 3: second}, 0) == pytest.approx(expected)
     on_gpus = engine_metrics({0: first, 3: second}, 4)
     assert on_gpus == pytest.approx(expected | {"perf/engine/tokens_per_s_per_gpu": 150 / 8})
     assert undocumented(on_gpus) == [] and engine_metrics({}, 4) == {}
-
-
-def test_drafts_are_counted_and_tell_how_many_of_their_tokens_were_kept() -> None:
-    clock = Clock()
-    meter, follower = EngineMeter(clock), Follower()
-    drafts = SpecDecodingStats.new(4)
-    drafts.observe_draft(num_draft_tokens=4, num_accepted_tokens=3)
-    drafts.observe_draft(num_draft_tokens=2, num_accepted_tokens=0)
-    follower.heard(meter.read())
-    for _ in range(3):
-        meter.step(dataclasses.replace(scheduled(2), spec_decoding_stats=drafts), computed(2))
-    clock.now += 1
-    follower.heard(meter.read())
-    lap = follower.lap()
-    assert lap is not None and (lap.drafts, lap.drafted, lap.accepted) == (6, 18, 9)
-    found = engine_metrics({0: lap, 1: dataclasses.replace(lap, drafts=0, drafted=0, accepted=0)}, 0)
-    assert found["perf/engine/draft_acceptance"] == 0.5 and found["perf/engine/tokens_per_draft"] == 2.5
-    assert undocumented(found) == []
 
 
 def test_vllm_calls_nothing_that_our_logger_lacks() -> None:
@@ -169,16 +161,16 @@ def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pyte
     monkeypatch.setattr(reward, "Fleet", HalfASecond)
     cfg = RewardConfig(num_workers=2, children_per_worker=2, overlong_buffer=OverlongBufferConfig(enable=False))
     pool = reward.RewardPool({}, cfg, max_response_length=20)
-    fleet: Any = pool.fleet
-    monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=fleet.clock))
-    pool.unscored, pool._lapped = reward.Course(fleet.clock), fleet.clock()
+    clock = pool.fleet.clock  # type: ignore[attr-defined]
+    monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=clock))
+    pool.unscored, pool._lapped = reward.Course(clock), clock()
 
     async def four() -> None:
         await asyncio.gather(*[pool.score(make_prompt(1), k, make_response(3)) for k in range(4)])
         await pool.check()
 
     asyncio.run(four())
-    fleet.clock.now += 6.0  # in which nothing is scored
+    clock.now += 6.0  # in which nothing is scored
     found = pool.lap()
     assert found == {
         "perf/restarted_reward_workers": 1,
@@ -189,26 +181,6 @@ def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pyte
         "perf/reward/resident_bytes": 500,
     }
     assert undocumented(found) == []
-    fleet.clock.now += 1.0
+    clock.now += 1.0
     again = pool.lap()
     assert [again[f"perf/reward/{name}"] for name in ("queue_mean", "queue_max", "idle")] == [0.0, 0.0, 1.0]
-
-
-def test_the_speed_between_two_steps_is_that_of_the_last_seconds() -> None:
-    """Responses under way count: a batch of long ones may end all at once, after a time without any."""
-    clock, follower = Clock(), Follower()
-    meter = EngineMeter(clock)
-    assert follower.tokens_per_s() == 0.0
-    follower.heard(meter.read())
-    assert follower.tokens_per_s() == 0.0
-    for tokens in (10, 10, 10, 10, 40, 40, 40, 40, 40):
-        clock.now += 1
-        meter.step(scheduled(64), computed(tokens))
-        follower.heard(meter.read())
-    assert follower.tokens_per_s() == 40.0
-    follower.lap()
-    assert follower.tokens_per_s() == 40.0
-    for _ in range(6):
-        clock.now += 1
-        follower.heard(meter.read())
-    assert follower.tokens_per_s() == 0.0

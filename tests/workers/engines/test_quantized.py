@@ -1,6 +1,5 @@
 """A real vLLM engine in FP8 on a CPU: each weight sync is quantized as the files were, and none of it is left out."""
 
-import asyncio
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -15,12 +14,12 @@ from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.config.rules.decoding import FP8_LOGPROB_DIFF
 from dapo.types import Response, Sampling
+from tests.support.engines.two import started
 from tests.support.local_actors import local_sync
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
 PROMPT = np.array([3, 25, 29, 17, 27, 17, 23, 30, 35, 1, 4], dtype=np.int32)
-
 FEW = 16  # responses: torch multiplies FP8 slowly on some processors, where 64 of them took eleven minutes
 
 
@@ -35,22 +34,15 @@ def mean_difference(model, responses: list[Response]) -> float:
     return float(np.concatenate(found).mean())
 
 
-def test_a_sync_quantizes_what_it_brings(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_sync_quantizes_what_it_brings(ray_cluster: None, loop, tmp_path: Path) -> None:
     """It gives the bits of an engine that has loaded the same weights from files, there and back."""
-    from workers.engines.arguments import engine_args
-    from workers.placement import Placement
-    from workers.rollout import RolloutPool
-
-    cfg = compose(
-        [
-            "rollout.vllm={max_num_seqs: 64, quantization: fp8_per_channel}",
-            "model.dtype=bfloat16",
-            "algorithm.rollout_correction.mode=truncate",
-            f"weight_sync.max_mean_logprob_diff={FP8_LOGPROB_DIFF}",
-        ],
-        "dapo_tiny",
-    )
-    path = resolve_path(cfg.model.path)
+    keys = [
+        "rollout.vllm={max_num_seqs: 64, quantization: fp8_per_channel}",
+        "model.dtype=bfloat16",
+        "algorithm.rollout_correction.mode=truncate",
+        f"weight_sync.max_mean_logprob_diff={FP8_LOGPROB_DIFF}",
+    ]
+    path = resolve_path(compose(keys, "dapo_tiny").model.path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     other = deepcopy(model)
     generator = torch.Generator().manual_seed(0)
@@ -58,28 +50,24 @@ def test_a_sync_quantizes_what_it_brings(ray_cluster: None, tmp_path: Path) -> N
         for parameter in other.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
-    async def respond(pool: RolloutPool, key: str) -> list[Response]:
+    async def respond(pool, key: str) -> list[Response]:
         sampling = Sampling(n=FEW, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
         found = {number: response async for number, response in pool.generate(key, PROMPT, sampling, range(FEW))}
         return [found[number] for number in range(FEW)]
 
-    async def scenario(files: str, *syncs: Any) -> list[list[Response]]:
+    def scenario(files: str, *syncs: Any) -> list[list[Response]]:
         """Responses of an engine that loads `files`, and after each sync."""
-        pool = RolloutPool(Placement(cfg, "cpu").rollout(), cfg.rollout)
-        await pool.start(files, engine_args(cfg, "cpu"))
-        try:
-            found = [await respond(pool, "loaded")]
+        with started(loop, compose([*keys, f"model.path={files}"], "dapo_tiny")) as pool:
+            found = [loop.run(respond(pool, "loaded"))]
             for version, weights in enumerate(syncs, start=1):
-                await local_sync(pool, weights, bucket_bytes=100_000)(version)
-                found.append(await respond(pool, f"version{version}"))
-            return found
-        finally:
-            await pool.stop(3.0)
+                loop.run(local_sync(pool, weights, bucket_bytes=100_000)(version))
+                found.append(loop.run(respond(pool, f"version{version}")))
+        return found
 
     shutil.copytree(path, tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    loaded, changed, back = asyncio.run(scenario(path, other, model))
-    [wanted] = asyncio.run(scenario(str(tmp_path / "other")))
+    loaded, changed, back = scenario(path, other, model)
+    [wanted] = scenario(str(tmp_path / "other"))
     assert 1e-3 < mean_difference(model, loaded) <= FP8_LOGPROB_DIFF, "it rounds, and the bound leaves room for it"
     assert mean_difference(other, changed) < 0.3 < mean_difference(model, changed)
     for first, second in (*zip(loaded, back, strict=True), *zip(changed, wanted, strict=True)):

@@ -3,21 +3,25 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dapo.types import Response, Sampling
+from dapo.types import Sampling
 from tests.support.engines.played import World, played_pool
 from workers.engines.life import LifeSigns
 from workers.engines.unfinished import Start
 from workers.engines.worker import RolloutWorker
+from workers.remote import RemoteError
 
-SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
+PROMPT = np.arange(3, dtype=np.int32)
 STARTS = [Start(token_ids=np.zeros(0, dtype=np.int32), seed=seed) for seed in range(2)]
+
+
+def sampling(n: int, max_tokens: int) -> Sampling:
+    return Sampling(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
 
 
 class Engine:
@@ -25,6 +29,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[str]] = {}
+        self.asked: list[str] = []
 
     async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
         assert name not in self.running, "as vLLM requires"
@@ -42,19 +47,33 @@ class Engine:
 
     async def sleep(self, level: int) -> None:
         assert not self.running, "nothing is computed while it sleeps"
+        self.asked.append("sleep")
 
-    async def collective_rpc(self, name: str, kwargs: Any) -> None:
-        return None
+    async def collective_rpc(self, name: str, kwargs: Any = None) -> None:
+        self.asked.append(name)
 
     def end(self) -> None:
         for request in self.running.values():
             request.set_result("stop")
 
 
-async def all_of(worker: RolloutWorker) -> list[str]:
-    parts = [part async for part in worker.generate("v3-d7", np.arange(3, dtype=np.int32), SAMPLING, STARTS)]
-    responses: list[Response] = [response for part in parts for _, response in part]
-    return [response.finish_reason for response in responses]
+def made() -> tuple[RolloutWorker, Engine]:
+    worker, engine = RolloutWorker(), Engine()
+    worker._engine, worker._running, worker._decode, worker._life = engine, {}, lambda ids, **_: "text", LifeSigns()
+    worker._asleep = worker._stirring = False
+    return worker, engine
+
+
+async def begun(worker: RolloutWorker) -> "asyncio.Task[list[str]]":
+    """A group that runs; it gives the reasons of its ends."""
+
+    async def reasons() -> list[str]:
+        parts = [part async for part in worker.generate("v3-d7", PROMPT, sampling(2, 8), STARTS)]
+        return [response.finish_reason for part in parts for _, response in part]
+
+    task = asyncio.create_task(reasons())
+    await turns()
+    return task
 
 
 async def turns() -> None:
@@ -64,17 +83,13 @@ async def turns() -> None:
 
 def test_an_engine_sleeps_where_a_group_is_about_to_end_and_refuses_where_one_goes_on() -> None:
     async def body() -> None:
-        worker, engine = RolloutWorker(), Engine()
-        worker._engine, worker._running, worker._decode, worker._life = engine, {}, lambda ids, **_: "text", LifeSigns()
-        worker._asleep = worker._stirring = False
-        given_up = asyncio.create_task(all_of(worker))
-        await turns()
+        worker, engine = made()
+        given_up = await begun(worker)
         await worker.abort(["v3-d7"])
         await worker.sleep(2)
         assert worker._asleep and await given_up == ["abort"] * 2
         worker._asleep = False
-        wanted = asyncio.create_task(all_of(worker))
-        await turns()
+        wanted = await begun(worker)
         with pytest.raises(RuntimeError, match="1 groups run on an engine that is to sleep"):
             await worker.sleep(2)
         engine.end()
@@ -83,17 +98,28 @@ def test_an_engine_sleeps_where_a_group_is_about_to_end_and_refuses_where_one_go
     asyncio.run(asyncio.wait_for(body(), 30))
 
 
-def test_a_group_that_is_closed_before_its_end_ends_on_its_engine() -> None:
+def test_an_engine_that_a_failed_sync_has_woken_by_half_sleeps_again() -> None:
+    """New ranks would load their model beside its weights, which are awake for the sync."""
+    worker, engine = made()
+    worker._asleep = worker._stirring = True
+    for _ in range(2):
+        asyncio.run(worker.sleep(2))
+    assert engine.asked == ["leave_weight_sync", "sleep", "free_host_memory"], "the second time it is asleep"
+
+
+def test_the_former_one_ends_and_the_latter_is_whole() -> None:
     async def body() -> None:
-        pool = played_pool(World(rng=random.Random(0)), engines=1)
-        engine = pool._slots[0].worker
-        how = replace(SAMPLING, n=8, max_tokens=90)
-        group = pool.generate("v3-d7", np.arange(3, dtype=np.int32), how, range(8))
-        await anext(group)
-        await group.aclose()
-        assert "v3-d7" in engine._known and not pool._groups
+        worker, engine = made()
+        former = await begun(worker)
+        latter = await begun(worker)
+        assert await former == ["abort"] * 2
         await turns()
-        assert engine._known["v3-d7"], "it was asked to end"
+        assert [*worker._running] == ["v3-d7"] and len(engine.running) == 2, "it can be aborted, and counts"
+        engine.end()
+        assert await latter == ["stop"] * 2 and worker._running == {}
+        third = await begun(worker)
+        await worker.abort(["v3-d7"])
+        assert await third == ["abort"] * 2
 
     asyncio.run(asyncio.wait_for(body(), 30))
 
@@ -105,43 +131,30 @@ def test_a_group_that_is_closed_is_asked_to_end_before_the_next_of_its_name_is_a
         pool = played_pool(World(rng=random.Random(0)), engines=1)
         asked: list[str] = []
         engine = pool._slots[0].worker
-        generate, abort = engine._generate, engine._abort
 
         def noted(name: str, call: Any) -> Any:
-            def remote(*given: Any) -> Any:
-                asked.append(name)
-                return call(*given)
+            return SimpleNamespace(remote=lambda *given: asked.append(name) or call(*given))
 
-            return SimpleNamespace(remote=remote)
-
-        engine.generate = SimpleNamespace(options=lambda num_returns: noted("generate", generate))
-        engine.abort = noted("abort", abort)
-        how = replace(SAMPLING, n=8, max_tokens=90)
+        engine.generate = SimpleNamespace(options=lambda num_returns: noted("generate", engine._generate))
+        engine.abort = noted("abort", engine._abort)
         for _ in range(2):
-            group = pool.generate("v3-d7", np.arange(3, dtype=np.int32), how, range(8))
+            group = pool.generate("v3-d7", PROMPT, sampling(8, 90), range(8))
             await anext(group)
             await group.aclose()
-        assert asked == ["generate", "abort"] * 2
+        assert asked == ["generate", "abort"] * 2 and not pool._groups
+        await turns()
+        assert engine._known["v3-d7"], "it was asked to end"
 
     asyncio.run(asyncio.wait_for(body(), 30))
 
 
-def test_the_former_one_ends_and_the_latter_is_whole() -> None:
-    async def body() -> None:
-        worker, engine = RolloutWorker(), Engine()
-        worker._engine, worker._running, worker._decode = engine, {}, lambda ids, **_: "text"
-        former = asyncio.create_task(all_of(worker))
-        await turns()
-        latter = asyncio.create_task(all_of(worker))
-        assert await former == ["abort"] * 2
-        await turns()
-        assert [*worker._running] == ["v3-d7"] and len(engine.running) == 2, "it can be aborted, and counts"
-        engine.end()
-        assert await latter == ["stop"] * 2
-        assert worker._running == {}
-        third = asyncio.create_task(all_of(worker))
-        await turns()
-        await worker.abort(["v3-d7"])
-        assert await third == ["abort"] * 2
+def test_a_group_that_no_engine_may_generate_ends_with_the_reason() -> None:
+    async def body(pool: Any) -> None:
+        await anext(pool.generate("v3-d7", PROMPT, sampling(8, 90), range(8)))
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    lost, mixed = (played_pool(World(rng=random.Random(0))) for _ in range(2))
+    lost.keeper.exhausted = "0 engines are left"
+    mixed.refuse("a mixture of two versions")
+    for pool, reason in ((lost, "0 engines are left"), (mixed, "a mixture of two versions")):
+        with pytest.raises(RemoteError, match=reason):
+            asyncio.run(body(pool))

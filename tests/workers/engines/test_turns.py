@@ -1,16 +1,22 @@
-"""Engines that sleep while actors train, on stand-ins: who sleeps, who waits, who is dropped."""
+"""Engines that sleep while actors train, and that start again, on stand-ins: who sleeps, waits, or is dropped."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dapo.config.sampling import RolloutConfig
+from dapo.types import Sampling
+from tests.support.fakes import make_response
 from workers.capacity import EngineSize
 from workers.engines import keeper as keeping
 from workers.engines import slot as slots
 from workers.engines.keeper import DEEPEST, LIGHTEST
 from workers.remote import RemoteError
+from workers.rollout import RolloutPool
 
 
 class Slot:
@@ -24,15 +30,9 @@ class Slot:
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
         self.let_start.set()
         self.refuses, self.known = "", False
-        self.limit = self
+        self.limit = SimpleNamespace(spent=lambda: False, worked=lambda: None, most=5)
 
     started = property(lambda self: self.size is not None)
-
-    def spent(self):
-        return False
-
-    def worked(self):
-        pass
 
     async def start(self, *arguments):
         await self.let_start.wait()
@@ -69,29 +69,32 @@ class Slot:
         pass
 
 
-@pytest.fixture
-def fleet(monkeypatch):
-    """Runs a test on a keeper of two slots, and what was said."""
+def on_two_engines(lent: int = 0):
+    """Runs a test on a keeper of two slots; `said` is what it warned of."""
 
-    def run(test, lent=0):
-        async def within():
-            said = []
-            cfg = RolloutConfig(num_engines=2 - lent)
-            keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, lent)
-            keeper.rejoin = rejoin
-            await keeper.start("model", {}, lambda number: ())
-            try:
-                await asyncio.wait_for(test(keeper, said), 10)
-            finally:
-                await keeper.stop(0.0)
+    def decorated(test):
+        def run(monkeypatch):
+            monkeypatch.setattr(keeping, "EngineSlot", Slot)
+            asyncio.run(kept(test, lent))
 
-        asyncio.run(within())
+        return run
 
+    return decorated
+
+
+async def kept(test, lent=0):
     async def rejoin(number):
         pass
 
-    monkeypatch.setattr(keeping, "EngineSlot", Slot)
-    return run
+    said = []
+    cfg = RolloutConfig(num_engines=2 - lent)
+    keeper = keeping.Keeper([{}, {}], cfg, said.append, lambda number: None, lent)
+    keeper.rejoin = rejoin
+    await keeper.start("model", {}, lambda number: ())
+    try:
+        await asyncio.wait_for(test(keeper, said), 10)
+    finally:
+        await keeper.stop(0.0)
 
 
 async def settled():
@@ -99,119 +102,136 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def test_all_sleep_and_none_serves_until_the_next_sync(fleet):
-    async def test(keeper, said):
-        await keeper.sleep()
-        assert [slot.slept for slot in keeper.slots] == [[DEEPEST]] * 2
-        assert not any(slot.serving for slot in keeper.slots) and not keeper.turn.is_set()
-        assert not any(slot.proven for slot in keeper.slots), "they are compared before they serve"
-        for slot in keeper.slots:
-            slot.proven = True
-        keeper.served((0, 1))
-        assert keeper.turn.is_set()
-        await keeper.sleep()
-        assert all(slot.proven for slot in keeper.slots), "once is enough"
-
-    fleet(test)
+@on_two_engines()
+async def test_all_sleep_and_none_serves_until_the_next_sync(keeper, said):
+    await keeper.sleep()
+    assert [slot.slept for slot in keeper.slots] == [[DEEPEST]] * 2
+    assert not any(slot.serving for slot in keeper.slots) and not keeper.turn.is_set()
+    assert not any(slot.proven for slot in keeper.slots), "they are compared before they serve"
+    for slot in keeper.slots:
+        slot.proven = True
+    keeper.served((0, 1))
+    assert keeper.turn.is_set()
+    await keeper.sleep()
+    assert all(slot.proven for slot in keeper.slots), "once is enough"
 
 
-def test_an_engine_lost_while_it_sleeps_starts_when_the_actors_have_trained(fleet):
-    async def test(keeper, said):
-        await keeper.sleep()
-        lost = keeper.slots[1]
-        lost.ends.set()
-        await settled()
-        assert lost.dropped == 1 and lost.restarts == 0 and keeper.members() == (0,)
-        keeper.served((0,))
-        await settled()
-        assert lost.restarts == 1 and keeper.members() == (0, 1)
-
-    fleet(test)
+@on_two_engines()
+async def test_an_engine_lost_while_it_sleeps_starts_when_the_actors_have_trained(keeper, said):
+    await keeper.sleep()
+    lost = keeper.slots[1]
+    lost.ends.set()
+    await settled()
+    assert lost.dropped == 1 and lost.restarts == 0 and keeper.members() == (0,)
+    keeper.served((0,))
+    await settled()
+    assert lost.restarts == 1 and keeper.members() == (0, 1)
 
 
-def test_an_engine_that_starts_when_the_others_are_to_sleep_is_waited_for(fleet):
-    async def test(keeper, said):
-        late = keeper.slots[0]
-        late.let_start.clear()
-        late.ends.set()
-        await settled()
-        assert late.restarts == 1 and not late.started
-        sleeping = asyncio.create_task(keeper.sleep())
-        await settled()
-        assert not sleeping.done(), "it would take the memory that the actors need"
-        late.let_start.set()
-        await sleeping
-        assert late.slept == [DEEPEST]
-
-    fleet(test)
+@on_two_engines()
+async def test_an_engine_that_starts_when_the_others_are_to_sleep_is_waited_for(keeper, said):
+    late = keeper.slots[0]
+    late.let_start.clear()
+    late.ends.set()
+    await settled()
+    assert late.restarts == 1 and not late.started
+    sleeping = asyncio.create_task(keeper.sleep())
+    await settled()
+    assert not sleeping.done(), "it would take the memory that the actors need"
+    late.let_start.set()
+    await sleeping
+    assert late.slept == [DEEPEST]
 
 
-def test_an_engine_that_does_not_sleep_is_dropped(fleet):
-    async def test(keeper, said):
-        keeper.slots[0].refuses = "two groups run"
-        await keeper.sleep()
-        assert keeper.slots[0].dropped and not keeper.slots[1].dropped and keeper.members() == (1,)
-        assert any("engine 0 does not sleep, and is dropped: two groups run" in line for line in said)
-
-    fleet(test)
+@on_two_engines()
+async def test_an_engine_that_does_not_sleep_is_dropped(keeper, said):
+    keeper.slots[0].refuses = "two groups run"
+    await keeper.sleep()
+    assert keeper.slots[0].dropped and not keeper.slots[1].dropped and keeper.members() == (1,)
+    assert any("engine 0 does not sleep, and is dropped: two groups run" in line for line in said)
 
 
-def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselves(fleet):
-    async def test(keeper, said):
-        assert not await keeper.sleep_lighter("early"), "they have not slept"
-        await keeper.sleep()
-        assert await keeper.sleep_lighter("other log-probabilities")
-        assert keeper.slots[0].slept == [DEEPEST, LIGHTEST] and "level 1): other log-probabilities" in said[-1]
-        assert not await keeper.sleep_lighter("again")
-        keeper.served(())
-        assert not keeper.level_proven, "no engine has served"
-        keeper.served((1,))
-        assert keeper.level_proven
-
-    fleet(test)
-
-
-def test_a_level_is_not_proven_by_an_engine_that_never_slept(fleet):
-    async def test(keeper, said):
-        await keeper.sleep()
-        keeper.slots[0].ends.set()
-        keeper.served(())
-        await settled()
-        assert keeper.slots[0].restarts == 1
-        keeper.served((0,))
-        assert not keeper.level_proven
-        keeper.served((0, 1))
-        assert keeper.level_proven
-
-    fleet(test)
+@on_two_engines()
+async def test_engines_sleep_less_deep_once_and_only_before_they_have_proven_themselves(keeper, said):
+    assert not await keeper.sleep_lighter("early"), "they have not slept"
+    await keeper.sleep()
+    assert await keeper.sleep_lighter("other log-probabilities")
+    assert keeper.slots[0].slept == [DEEPEST, LIGHTEST] and "level 1): other log-probabilities" in said[-1]
+    assert not await keeper.sleep_lighter("again")
+    keeper.served(())
+    assert not keeper.level_proven, "no engine has served"
+    keeper.slots[0].ends.set()
+    await settled()
+    keeper.served((0,))
+    assert keeper.slots[0].restarts == 1 and not keeper.level_proven, "this one has not slept"
+    keeper.served((1,))
+    assert keeper.level_proven
 
 
-def test_an_engine_that_cannot_join_twice_is_replaced(fleet):
-    async def test(keeper, said):
-        slot, asked = keeper.slots[0], []
+@on_two_engines()
+async def test_an_engine_that_cannot_join_twice_is_replaced(keeper, said):
+    slot, asked = keeper.slots[0], []
 
-        async def rejoin(number):
-            asked.append(number)
-            if len(asked) <= 2:
-                raise RemoteError("another digest")
-            slot.serving = True
+    async def rejoin(number):
+        asked.append(number)
+        if len(asked) <= 2:
+            raise RemoteError("another digest")
+        slot.serving = True
 
-        keeper.rejoin = rejoin
+    keeper.rejoin = rejoin
+    slot.ends.set()
+    await settled()
+    assert (asked, slot.restarts) == ([0, 0, 0], 2) and slot.serving
+    assert sum("could not join the weight sync: RemoteError: another digest" in line for line in said) == 2
+    assert "engine 0 serves again (restart 2)" in said
+
+
+@on_two_engines()
+async def test_the_engine_that_took_the_place_of_a_silent_one_is_left_alone(keeper, said):
+    assert await keeper.lose_silent((0,), 1.0)
+    assert (keeper.slots[0].dropped, keeper.slots[0].restarts) == (1, 1) and keeper.members() == (0, 1)
+
+
+@on_two_engines(lent=1)
+async def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(keeper, said):
+    own, lent = keeper.slots
+    await keeper.sleep()
+    assert (own.slept, lent.slept) == ([], [DEEPEST]) and own.serving and not lent.serving
+    assert own.proven and not lent.proven
+    assert (keeper.members(), keeper.members(lent=True)) == ((0,), (1,))
+    keeper.served((0,))
+    assert not keeper.turn.is_set() and not keeper.level_proven, "the actors keep their GPUs in a sync of others"
+    for slot in keeper.slots:
         slot.ends.set()
-        await settled()
-        assert (asked, slot.restarts) == ([0, 0, 0], 2) and slot.serving
-        assert sum("could not join the weight sync: RemoteError: another digest" in line for line in said) == 2
-        assert "engine 0 serves again (restart 2)" in said
+    await settled()
+    assert (own.restarts, lent.restarts) == (1, 0), "only its own GPUs are free"
+    keeper.turn.set()
+    await settled()
+    assert lent.restarts == 1
+    keeper.served((1,))
+    assert not keeper.level_proven, "this one has not slept"
+    await keeper.sleep()
+    keeper.served((1,))
+    assert keeper.level_proven
 
-    fleet(test)
 
-
-def test_the_engine_that_took_the_place_of_a_silent_one_is_left_alone(fleet):
+@pytest.mark.parametrize(
+    ("number", "lent", "least", "left"), [(0, 0, 2, "1"), (0, 0, 1, ""), (0, 1, 1, "0"), (1, 1, 1, "")]
+)
+def test_engines_lost_too_often_end_the_run_where_too_few_with_gpus_of_their_own_are_left(
+    monkeypatch, number, lent, least, left
+):
     async def test(keeper, said):
-        assert await keeper.lose_silent((0,), 1.0)
-        assert (keeper.slots[0].dropped, keeper.slots[0].restarts) == (1, 1) and keeper.members() == (0, 1)
+        keeper._cfg.min_engines = least
+        keeper.slots[number].limit.spent = lambda: True
+        keeper.slots[number].ends.set()
+        await settled()
+        assert "is given up" in said[-1] and keeper.slots[number].restarts == 0
+        reason = f"{left} engines are left, and `rollout.min_engines` asks for {least}"
+        assert keeper.exhausted.startswith(reason) if left else not keeper.exhausted
 
-    fleet(test)
+    monkeypatch.setattr(keeping, "EngineSlot", Slot)
+    asyncio.run(kept(test, lent))
 
 
 def test_an_engine_whose_gpus_are_not_to_be_had_is_one_that_does_not_start(monkeypatch):
@@ -251,46 +271,29 @@ def test_an_engine_that_starts_again_beside_ranks_takes_the_cache_of_its_first_s
     slot = slots.EngineSlot(0, options, RolloutConfig())
 
     async def starts():
-        await slot.start("model", own, lambda number: ())
-        await slot.restart("model", own, lambda number: ())
-        await slot.restart("model", own, lambda number: ())
+        for start in (slot.start, slot.restart, slot.restart):
+            await start("model", own, lambda number: ())
 
     asyncio.run(starts())
     assert asked == [own.get("kv_cache_memory_bytes"), again, again]
 
 
-def test_of_engines_that_are_lent_gpus_the_others_neither_sleep_nor_wait(fleet):
-    async def test(keeper, said):
-        own, lent = keeper.slots
-        await keeper.sleep()
-        assert (own.slept, lent.slept) == ([], [DEEPEST]) and own.serving and not lent.serving
-        assert own.proven and not lent.proven
-        assert (keeper.members(), keeper.members(lent=True)) == ((0,), (1,))
-        keeper.served((0,))
-        assert not keeper.turn.is_set() and not keeper.level_proven, "the actors keep their GPUs in a sync of others"
-        for slot in keeper.slots:
-            slot.ends.set()
-        await settled()
-        assert (own.restarts, lent.restarts) == (1, 0), "only its own GPUs are free"
-        keeper.turn.set()
-        await settled()
-        assert lent.restarts == 1
-        keeper.served((1,))
-        assert not keeper.level_proven, "this one has not slept"
-        await keeper.sleep()
-        keeper.served((1,))
-        assert keeper.level_proven
+class Asked(RolloutPool):
+    """A pool that notes what its engines are asked for, by name."""
 
-    fleet(test, lent=1)
+    def __init__(self) -> None:
+        self._cfg = RolloutConfig(temperature=0.6)
+        self._prompt = np.arange(1, 9, dtype=np.int32)
+        self.asked: dict[str, tuple[float, int]] = {}
+
+    async def _from(self, slot: Any, name: str, prompt: Any, sampling: Sampling, left: Any) -> AsyncIterator[Any]:
+        self.asked[name] = sampling.temperature, left[0].seed
+        yield 0, make_response()
 
 
-@pytest.mark.parametrize(("number", "exhausted"), [(0, True), (1, False)])
-def test_engines_that_are_lent_gpus_are_none_that_a_run_could_go_on_with(fleet, number, exhausted):
-    async def test(keeper, said):
-        slot = keeper.slots[number]
-        slot.spent, slot.most = (lambda: True), 5
-        slot.ends.set()
-        await settled()
-        assert "is given up" in said[-1] and bool(keeper.exhausted) == exhausted
-
-    fleet(test, lent=1)
+def test_a_canary_is_sampled_at_the_temperature_of_the_run_and_never_with_the_same_noise() -> None:
+    """Tokens that rounding parts would part both sides at each attempt, and end the run."""
+    pool, slot = Asked(), SimpleNamespace(number=0, restarts=1, compared=0)
+    for slot.restarts in (1, 1, 1, 2):
+        asyncio.run(pool._canary(slot))  # type: ignore[arg-type]
+    assert [*pool.asked.values()] == [(0.6, 1), (0.6, 2), (0.6, 3), (0.6, 4)], "each has a name of its own"

@@ -16,9 +16,8 @@ from dapo.sampling.seeds import continued_seed, response_seed
 from dapo.sampling.stream import GroupStream
 from dapo.types import Response, Sampling, VersionSpan
 from tests.support.driver.loops import PROMPTS, some_mixed
-from tests.support.engines.played import STOP, World, played_pool, text_of
+from tests.support.engines.played import SLOTS, STOP, World, played_pool, text_of
 from tests.support.fakes import FakeRewards
-from workers.engines.group import RunningGroup
 from workers.engines.unfinished import NOTHING, Unfinished, joined
 from workers.rollout import RolloutPool
 
@@ -57,6 +56,14 @@ async def play(pool: RolloutPool, world: World, moves: list[tuple[str, int]]) ->
             pool.admit(pool.members())
 
 
+async def group(pool: RolloutPool, found: dict[tuple[str, int], Response], k: int, background: bool = False) -> None:
+    """Generates a group into `found`."""
+    key, seeds = f"g{k}", range(100 * k, 100 * k + N)
+    async for number, response in pool.generate(key, PROMPT, SAMPLING, seeds, background=background):
+        assert (key, number) not in found
+        found[key, number] = response
+
+
 def numbers(response: Response) -> list[int]:
     """Which tokens of the log it holds."""
     return [-round(logprob) for logprob in response.rollout_logprobs.tolist()]
@@ -79,22 +86,16 @@ def audit(response: Response, world: World) -> None:
         assert response.text == text_of(response.token_ids) and response.engine in (0, 1)
 
 
-@settings(deadline=None, max_examples=80)
 @given(seed=st.integers(0, 10**6), moves=MOVES, aborted=st.sets(st.integers(0, 4)), when=st.integers(0, 60))
 def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, moves, aborted, when):
     world = World(random.Random(seed))
     found: dict[tuple[str, int], Response] = {}
     lengths: list[int] = []
 
-    async def group(pool: RolloutPool, key: str, first: int) -> None:
-        async for number, response in pool.generate(key, PROMPT, SAMPLING, range(first, first + N)):
-            assert (key, number) not in found
-            found[key, number] = response
-
     async def run() -> None:
         pool = played_pool(world)
         pool._fleet.observe = lambda prompt, response, seconds: lengths.append(response)
-        groups = [asyncio.create_task(group(pool, f"g{k}", 100 * k)) for k in range(6)]
+        groups = [asyncio.create_task(group(pool, found, k)) for k in range(6)]
 
         async def abort() -> None:
             await turns(when)
@@ -115,21 +116,14 @@ def test_every_token_stands_once_in_one_response_wherever_it_is_put_down(seed, m
     assert Counter(whole) <= Counter(lengths) and len(lengths) <= len(found), "the capacity sees whole lengths, once"
 
 
-@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), counts=st.lists(st.integers(0, 60), max_size=6))
 def test_what_lent_engines_put_down_goes_on_in_the_others_at_once(seed, counts):
     world = World(random.Random(seed))
     found: dict[tuple[str, int], Response] = {}
 
-    async def group(pool: RolloutPool, key: str, first: int, *, background: bool) -> None:
-        async for number, response in pool.generate(
-            key, PROMPT, SAMPLING, range(first, first + N), background=background
-        ):
-            found[key, number] = response
-
     async def run() -> None:
         pool = played_pool(world, engines=3, lent=2)
-        groups = [asyncio.create_task(group(pool, f"g{k}", 100 * k, background=k == 5)) for k in range(6)]
+        groups = [asyncio.create_task(group(pool, found, k, background=k == 5)) for k in range(6)]
         for count in counts:
             await turns(count)
             await pool.put_down()
@@ -149,6 +143,28 @@ def test_what_lent_engines_put_down_goes_on_in_the_others_at_once(seed, counts):
     assert {response.engine for (key, _), response in found.items() if key == "g5"} == {0}, "off what may sleep"
 
 
+def test_room_counts_what_runs_and_what_runs_in_the_background_takes_what_is_spare() -> None:
+    async def run() -> None:
+        pool, found = played_pool(World(random.Random(0))), {}
+        slots = 2 * SLOTS
+        assert (pool.room(1), pool.room(N), pool.spare) == (slots + 2, (slots + 2 * N) // N, slots)
+        aside, ahead = (
+            asyncio.create_task(group(pool, found, 0, background=True)),
+            asyncio.create_task(group(pool, found, 1)),
+        )
+        await turns(1)
+        assert (pool.room(1), pool.spare) == (slots + 2 - N, slots - 2 * N)
+        seen = set()
+        while not (aside.done() and ahead.done()):
+            ended = sum(key == "g1" for key, _ in found)
+            assert (pool.room(1), pool.spare) == (slots + 2 - N + ended, slots - 2 * N + len(found))
+            seen.add(len(found))
+            await turns(1)
+        assert (pool.room(1), pool.spare) == (slots + 2, slots) and len(seen) > 3, "responses end one by one"
+
+    asyncio.run(run())
+
+
 class Watched(RolloutPool):
     """Hands over what it generates, and keeps it by group."""
 
@@ -163,7 +179,7 @@ class Watched(RolloutPool):
             yield number, response
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(seed=st.integers(0, 10**6), staleness=st.integers(1, 2))
 def test_the_ledger_counts_tokens_that_were_put_down_once(seed, staleness):
     """Steps of a stream whose engines put everything down for each update, and now and then within a step."""
@@ -243,20 +259,6 @@ def test_parts_make_one_response_of_the_engine_and_reason_that_ended_it():
     assert [(span.version, span.start, span.end) for span in whole.policy_versions] == [(3, 0, 5), (4, 5, 6)]
     assert (whole.finish_reason, whole.text, whole.engine, whole.seconds) == ("length", "all of it", 5, 8.0)
     assert whole.token_ids.dtype == np.int32 and whole.rollout_logprobs.dtype == np.float32
-
-
-def test_what_an_engine_ends_unasked_is_handed_on_and_what_it_puts_down_is_kept():
-    group = RunningGroup(left={0: Unfinished(seed=1), 1: Unfinished(seed=2)})
-    ended = group.take(0, part(0, 2, 0))
-    assert ended is not None and ended.aborted and [*group.left] == [1]
-    group.put_down = True
-    assert group.take(1, part(0, 3, 0)) is None and len(group.left[1].so_far.token_ids) == 3
-    group.aborted = True
-    ended = group.take(1, part(3, 1, 0))
-    assert ended is not None and len(ended.token_ids) == 4 and not group.left
-
-
-def test_a_part_without_tokens_changes_nothing_but_the_end_and_the_seconds():
     first, nothing = part(0, 4, 1), part(4, 0, 2, "stop")
     whole = joined(first, nothing)
     assert whole.token_ids.tolist() == [0, 1, 2, 3] and whole.policy_versions == first.policy_versions

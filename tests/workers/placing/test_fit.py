@@ -6,6 +6,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
+from tests.support.placed_roles import make_config
 from workers.placing.asked import count_gpus, pools
 from workers.placing.fit import Node, in_order, lines, problems
 
@@ -14,28 +15,15 @@ def node(gpus: int, **labels: str) -> Node:
     return Node(gpus, 64.0, float(gpus), 64.0, {"ray.io/node-id": "1f", **labels})
 
 
-def make_config(
-    engines: int, tensor_parallel: int, actors: int, sequence_parallel: int = 1, **labels: dict[str, str]
-) -> Config:
-    cfg = Config()
-    cfg.rollout.num_engines, cfg.actor.num_workers = engines, actors
-    cfg.rollout.vllm = {"tensor_parallel_size": tensor_parallel}
-    cfg.actor.ulysses_sequence_parallel_size = sequence_parallel
-    cfg.rollout.node_labels, cfg.actor.node_labels = labels.get("rollout", {}), labels.get("actor", {})
-    return cfg
-
-
 def found(cfg: Config, nodes: list[Node], device: str = "cuda") -> list[str]:
     return problems(pools(cfg, device), nodes)
 
 
-@pytest.mark.parametrize(
-    ("experiment", "nodes", "gpus"),
-    [
-        *(("dapo_qwen32b", 16, 8), ("dapo_qwen7b", 1, 8), ("dapo_qwen0.5b_1gpu", 1, 1)),
-        *(("dapo_qwen32b_hybrid", 16, 8), ("dapo_qwen7b_hybrid", 1, 8)),
-    ],
-)
+EXPERIMENTS = [("dapo_qwen32b", 16, 8), ("dapo_qwen7b", 1, 8), ("dapo_qwen0.5b_1gpu", 1, 1)]
+HYBRIDS = [("dapo_qwen32b_hybrid", 16, 8), ("dapo_qwen7b_hybrid", 1, 8)]
+
+
+@pytest.mark.parametrize(("experiment", "nodes", "gpus"), EXPERIMENTS + HYBRIDS)
 def test_an_experiment_fits_the_nodes_that_it_names_and_no_fewer(experiment: str, nodes: int, gpus: int) -> None:
     asked = pools(compose([], experiment), "cuda")
     assert problems(asked, [node(gpus)] * nodes) == []
@@ -83,60 +71,42 @@ def test_colocated_roles_ask_for_each_gpu_once() -> None:
     assert "`trainer.colocate`" in problem
 
 
-@pytest.mark.parametrize(
-    ("cfg", "nodes", "parts"),
-    [
-        pytest.param(
-            make_config(1, 1, 8, 8),
-            [node(4)] * 4,
-            ["the 8 ranks that share a sequence (`actor.ulysses_sequence_parallel_size`)", "of 4 nodes has 4", "lower"],
-            id="no-node-holds-a-sequence-group",
-        ),
-        pytest.param(
-            make_config(4, 8, 4),
-            [node(4)] * 12,
-            ["the 8 GPUs of an engine (`rollout.vllm.tensor_parallel_size`)", "lower that key to 4 or less"],
-            id="no-node-holds-an-engine",
-        ),
-        pytest.param(
-            make_config(1, 1, 16, 4),
-            [node(6)] * 3,
-            ["room for 3 times that", "not 4", "set `actor.num_workers` to 12", "add 1 node of 6 GPUs", "3 nodes of 6"],
-            id="groups-do-not-divide-the-nodes",
-        ),
-        pytest.param(
-            make_config(5, 4, 4),
-            [node(6)] * 4,
-            ["room for 4 times that", "set `rollout.num_engines` to 4", "add 1 node of 6 GPUs"],
-            id="engines-do-not-divide-the-nodes",
-        ),
-        pytest.param(
-            make_config(1, 1, 4),
-            [replace(node(5), cpus=3.0)],
-            ["1 GPUs and 1 CPUs of one node", "room for 3 times", "set `actor.num_workers` to 3"],
-            id="cpus-are-short",
-        ),
-        pytest.param(
-            make_config(2, 1, 2, rollout={"pool": "h200"}),
-            [node(4, pool="h100"), node(4, pool="h100", zone="b")],
-            [
-                "`rollout.node_labels` (pool=h200)",
-                "none of the 2 nodes",
-                "labels are pool=h100 (2), zone=b (1)",
-                "ray start --labels=pool=h200",
-            ],
-            id="no-node-has-the-label",
-        ),
-        pytest.param(
-            make_config(2, 4, 2, actor={"pool": "a"}, rollout={"pool": "b"}),
-            [node(8, pool="a"), node(4, pool="b")],
-            ["has room for 1 times that", "with pool=b (`rollout.node_labels`), 1 node of 4 GPUs", "add 1 node of 4"],
-            id="too-few-of-the-label",
-        ),
-    ],
-)
-def test_what_can_never_fit_is_said_with_the_remedy(cfg: Config, nodes: list[Node], parts: list[str]) -> None:
-    problem, *_ = found(cfg, nodes)  # which leaves less to the others
+KEY = "actor.ulysses_sequence_parallel_size"
+NEVER = {
+    "no-node-holds-a-sequence-group": (
+        (make_config(1, 1, 8, 8), [node(4)] * 4),
+        [f"the 8 ranks that share a sequence (`{KEY}`)", "of 4 nodes has 4", "lower"],
+    ),
+    "no-node-holds-an-engine": (
+        (make_config(4, 8, 4), [node(4)] * 12),
+        ["the 8 GPUs of an engine (`rollout.vllm.tensor_parallel_size`)", "lower that key to 4 or less"],
+    ),
+    "groups-do-not-divide-the-nodes": (
+        (make_config(1, 1, 16, 4), [node(6)] * 3),
+        ["room for 3 times that", "not 4", "set `actor.num_workers` to 12", "add 1 node of 6 GPUs", "3 nodes of 6"],
+    ),
+    "engines-do-not-divide-the-nodes": (
+        (make_config(5, 4, 4), [node(6)] * 4),
+        ["room for 4 times that", "set `rollout.num_engines` to 4", "add 1 node of 6 GPUs"],
+    ),
+    "cpus-are-short": (
+        (make_config(1, 1, 4), [replace(node(5), cpus=3.0)]),
+        ["1 GPUs and 1 CPUs of one node", "room for 3 times", "set `actor.num_workers` to 3"],
+    ),
+    "no-node-has-the-label": (
+        (make_config(2, 1, 2, rollout={"pool": "h200"}), [node(4, pool="h100"), node(4, pool="h100", zone="b")]),
+        ["`rollout.node_labels` (pool=h200)", "of the 2 nodes", "are pool=h100 (2), zone=b (1)", "--labels=pool=h200"],
+    ),
+    "too-few-of-the-label": (
+        (make_config(2, 4, 2, actor={"pool": "a"}, rollout={"pool": "b"}), [node(8, pool="a"), node(4, pool="b")]),
+        ["has room for 1 times that", "with pool=b (`rollout.node_labels`), 1 node of 4 GPUs", "add 1 node of 4"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "parts"), NEVER.values(), ids=NEVER)
+def test_what_can_never_fit_is_said_with_the_remedy(asked: tuple[Config, list[Node]], parts: list[str]) -> None:
+    problem, *_ = found(*asked)  # which leaves less to the others
     for part in parts:
         assert part in problem
 
@@ -149,12 +119,8 @@ def test_labels_are_kept_to_also_where_other_nodes_have_room() -> None:
     assert found(make_config(1, 4, 4, rollout={"pool": "a"}, actor={"pool": "a"}), nodes) != []
 
 
-def test_nodes_are_filled_one_after_the_other() -> None:
-    cfg = make_config(2, 4, 8, 8, rollout={"pool": "a"})
-    assert found(cfg, [node(8, pool="a"), node(8, pool="a")]) == []
-
-
-def test_large_pieces_come_first_or_small_ones_would_cut_the_nodes() -> None:
+def test_nodes_are_filled_one_after_the_other_with_large_pieces_first() -> None:
+    assert found(make_config(2, 4, 8, 8, rollout={"pool": "a"}), [node(8, pool="a"), node(8, pool="a")]) == []
     assert found(make_config(4, 4, 10), [node(6)] * 5) == []
 
 
@@ -183,13 +149,7 @@ def test_one_node_takes_one_line_and_a_run_on_cpus_none() -> None:
     assert "`rollout.node_labels` (pool=a)" in problem and "they have no labels" in problem
 
 
-@pytest.mark.parametrize(
-    ("nodes", "block", "order"),
-    [
-        pytest.param("baba", 1, [1, 3, 0, 2], id="by-node"),
-        pytest.param("aabbbbba", 4, [2, 3, 4, 5, 0, 1, 7, 6], id="whole-groups-first"),
-        pytest.param("bbba", 8, [3, 0, 1, 2], id="a-group-larger-than-nodes"),
-    ],
-)
-def test_neighbours_are_on_one_node_as_far_as_there_is_room(nodes: str, block: int, order: list[int]) -> None:
-    assert in_order(dict(enumerate(nodes)), block) == order
+def test_neighbours_are_on_one_node_as_far_as_there_is_room() -> None:
+    assert in_order(dict(enumerate("baba")), 1) == [1, 3, 0, 2]
+    assert in_order(dict(enumerate("aabbbbba")), 4) == [2, 3, 4, 5, 0, 1, 7, 6], "whole groups first"
+    assert in_order(dict(enumerate("bbba")), 8) == [3, 0, 1, 2], "a group that is larger than nodes"

@@ -1,4 +1,4 @@
-"""Child processes that are killed, cancelled or left in a bad state by one response: the others lose nothing."""
+"""Child processes that are killed, cancelled, left in a bad state or score known answers wrong."""
 
 import asyncio
 import os
@@ -8,6 +8,9 @@ import time
 import pytest
 
 from tests.support.rewards.reward_children import item, runs, use
+from tests.support.rewards.reward_programs import CANARIES, PROGRAM
+from workers.scoring import children as module
+from workers.scoring.verdict import CanaryError
 
 
 def test_memory_that_others_left_behind_makes_no_response_wrong(program):
@@ -35,7 +38,7 @@ def test_a_thread_that_goes_on_costs_the_next_response_nothing(program):
     async def body(children):
         left = await children.score(item("linger"))
         await asyncio.sleep(0.1)
-        return left, await children.score(item("pause 2")), children.respawned
+        return left, await children.score(item("pause 1")), children.respawned
 
     left, after, respawned = use(program, body, cpu_s=0.2)
     assert (left.score.accuracy, after.score.accuracy, after.score.failure, respawned) == (1.0, 1.0, "", 1)
@@ -49,47 +52,6 @@ def test_idle_threads_of_a_function_cost_nothing(program):
     verdicts, respawned = use(program, body, cpu_s=0.3)
     assert [verdict.score.failure for verdict in verdicts] == ["", "", "", "cpu"]
     assert respawned == 2, "the limit was reached a second time, in a fresh process"
-
-
-def test_a_fork_that_holds_the_socket_hides_no_limit(program):
-    async def body(children):
-        return await children.score(item("forkspin")), await children.score(item("7"))
-
-    verdict, after = use(program, body, allow_processes=True, wall_s=4.0)
-    assert (verdict.score.failure, after.score.accuracy) == ("cpu", 1.0)
-
-
-def test_many_children_start_and_come_back(program):
-    async def body(children):
-        assert len(children.pids) == 8
-        os.kill(children.about["pid"], signal.SIGKILL)
-        await asyncio.sleep(0.3)
-        verdicts = await asyncio.gather(*[children.score(item("7")) for _ in range(40)])
-        while len(children.pids) < 8:
-            await asyncio.sleep(0.02)
-        return verdicts
-
-    assert sum(verdict.score.accuracy == 1.0 for verdict in use(program, body, count=8)) >= 32
-
-
-def test_a_response_at_the_memory_limit_is_not_lost_with_the_next_child(program):
-    """It has its verdict from a later child, or fell with the one that had begun with it; and scoring goes on."""
-
-    async def body(children):
-        await children.score(item("keep 200"))
-        first, killed = set(children.pids), set()
-        again = asyncio.ensure_future(children.score(item("keep 200")))  # too much for this one, not for a fresh one
-        while not again.done() and len(killed) < 2:
-            for pid in set(children.pids) - first - killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            await asyncio.sleep(0)
-        return killed, await again, await children.score(item("7"))
-
-    killed, verdict, after = use(program, body)
-    assert killed, "a successor was there to be killed"
-    assert (verdict.score.failure, verdict.score.accuracy) == ("", 1.0) or verdict.score.failure == "crash"
-    assert after.score.accuracy == 1.0
 
 
 def test_one_that_hangs_holds_up_no_other(program):
@@ -143,3 +105,81 @@ def test_a_cancelled_caller_leaves_the_child_to_others(program):
 
     verdict, respawned = use(program, body)
     assert (verdict.score.accuracy, verdict.score.failure, respawned) == (1.0, "", 0)
+
+
+def test_a_function_that_is_edited_during_a_run_stops_it(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(PROGRAM + CANARIES)
+
+    async def body(children):
+        file.write_text(PROGRAM + CANARIES + "# another\n")
+        os.kill(children.about["pid"], signal.SIGKILL)
+        with pytest.raises(CanaryError, match="changed during the run"):
+            while True:
+                await children.score(item("7"))
+
+    use(str(file), body)
+
+
+COUNTING = """
+calls = 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls
+    calls += 1
+    if solution_str == "break":
+        calls = 10**9
+    right = solution_str == ground_truth and calls < 10**9
+    return 1.0 if right else -1.0
+"""
+
+
+def test_a_child_that_scores_everything_zero_is_found_before_the_next_step_or_after_a_while(tmp_path, monkeypatch):
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING + CANARIES)
+
+    async def checked(children):
+        await asyncio.gather(*[children.score(item("7")) for _ in range(20)])
+        await children.check()
+        await children.score(item("break"))
+        with pytest.raises(CanaryError, match="known answer"):
+            await children.check()
+        with pytest.raises(CanaryError):
+            await children.score(item("7"))
+
+    use(str(file), checked, count=2)
+
+    async def unchecked(children):
+        await children.score(item("break"))
+        for _ in range(20):
+            await children.score(item("7"))
+
+    monkeypatch.setattr(module, "CANARY_EVERY", 10)
+    with pytest.raises(CanaryError, match=r"`compute_score` gave -1.0 for a known answer whose score is 1.0.*'7'"):
+        use(str(file), unchecked)
+
+
+GIVES = "def canaries(name, kwargs):\n    yield "
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "told"),
+    [
+        pytest.param(f"{GIVES}'7', '7', {{}}, -1.0\n", CanaryError, "gave 1.0", id="wrong"),
+        pytest.param(f"{GIVES}'none', '7', {{}}, 1.0\n", CanaryError, "gave nan", id="none"),
+        pytest.param(f"{GIVES}'raise x', '7', {{}}, 1.0\n", CanaryError, "KeyError", id="raises"),
+        pytest.param(f"{GIVES}'exit', '7', {{}}, 1.0\n", CanaryError, "did not come to", id="dies"),
+        pytest.param(f"{GIVES}1\n", ValueError, "functions[0].path", id="no-canaries"),
+        pytest.param("1 / 0\n", ValueError, "ZeroDivisionError", id="does-not-load"),
+    ],
+)
+def test_a_function_that_fails_its_own_known_answers_does_not_start(tmp_path, extra, error, told):
+    file = tmp_path / "mine.py"
+    file.write_text(PROGRAM + extra)
+
+    async def body(children):
+        raise AssertionError("started")
+
+    with pytest.raises(error) as raised:
+        use(str(file), body)
+    assert told in str(raised.value)

@@ -8,6 +8,7 @@ from dapo.config.reward import LimitsConfig
 from tests.support.rewards.reward_children import item, use
 from tests.support.rewards.reward_programs import PROGRAM
 
+LINE = PROGRAM.splitlines().index('    "raise": lambda rest: {}[rest],') + 1
 RESPONSES = [
     pytest.param("7", 1.0, "", "", id="right"),
     pytest.param("8", 0.0, "", "", id="wrong"),
@@ -19,13 +20,14 @@ RESPONSES = [
     pytest.param("segfault", math.nan, "crash", "exit status -11", id="segfaults"),
     pytest.param("exit", math.nan, "crash", "exit status 0", id="ends-its-process"),
     pytest.param("sysexit", math.nan, "error", "SystemExit", id="asks-to-exit"),
-    pytest.param("raise x", math.nan, "error", "KeyError: 'x'", id="raises"),
+    pytest.param("raise x", math.nan, "error", f"'x' on data source 'test', at line {LINE} of mine.py", id="raises"),
     pytest.param("none", math.nan, "", "", id="cannot-tell"),
     pytest.param("nan", math.nan, "", "", id="nan"),
     pytest.param("text", math.nan, "error", "gave str as its score", id="gives-text"),
     pytest.param("nokeys", math.nan, "error", "without `score`", id="gives-other-keys"),
     pytest.param("talk", math.nan, "crash", "", id="writes-into-the-socket"),
     pytest.param("print", 1.0, "", "", id="prints"),
+    pytest.param("warn", 1.0, "", "", id="warns"),
     pytest.param("thread", 1.0, "", "", id="starts-a-thread"),
     pytest.param("\ud800\x00", 0.0, "", "", id="text-that-utf-8-cannot-hold"),
 ]
@@ -62,57 +64,40 @@ def test_on_a_busy_machine_what_computes_is_wrong_and_what_waits_is_not(program)
     assert [verdict.score.failure for verdict in verdicts] == ["cpu", "wall", ""]
 
 
-def test_a_raising_function_is_told_with_file_and_line(program):
-    async def body(children):
-        return await children.score(item("raise x"))
-
-    line = PROGRAM.splitlines().index('    "raise": lambda rest: {}[rest],') + 1
-    assert f"at line {line} of mine.py" in use(program, body).detail
-
-
-@pytest.mark.parametrize(
-    ("action", "right"), [("socket", "network"), ("fork", "processes"), ("run", "processes")], ids=lambda word: word
-)
-def test_network_and_processes_are_denied_with_a_remedy(program, action, right):
-    """What this machine's kernel lets a process give up: nothing without seccomp, and the start-up line says so."""
+def test_network_and_processes_are_denied_with_a_remedy_or_allowed(program):
+    """The kernel of a machine without seccomp lets a process give up nothing, and the start-up line says so."""
 
     async def body(children):
-        return children.granted, await children.score(item(action))
+        return children.granted, [await children.score(item(action)) for action in ("socket", "fork", "run")]
 
-    granted, verdict = use(program, body)
+    granted, verdicts = use(program, body)
     assert set(granted) in ({"processes", "network"}, set()), "one filter for both"
-    if right in granted:
-        assert verdict.score.failure == "error" and "`reward.limits.allow_" in verdict.detail
-    else:
-        assert verdict.score.failure == "" or "as its score" in verdict.detail, "it did what it was told to"
+    for verdict in verdicts:
+        if granted:
+            assert verdict.score.failure == "error" and "`reward.limits.allow_" in verdict.detail
+        else:
+            assert verdict.score.failure == "" or "as its score" in verdict.detail, "it did what it was told to"
 
+    async def both(children):
+        return children.granted, [await children.score(item(action)) for action in ("socket", "run")]
 
-def test_network_and_processes_can_be_allowed(program):
-    async def body(children):
-        return children.granted, await children.score(item("socket")), await children.score(item("run"))
-
-    granted, *verdicts = use(program, body, allow_network=True, allow_processes=True)
+    granted, verdicts = use(program, both, allow_network=True, allow_processes=True)
     assert granted == []
     assert all("as its score" in verdict.detail for verdict in verdicts), "both did what they were told"
 
 
 @pytest.mark.parametrize(("network", "secrets"), [(False, 0), (True, 1)])
-def test_children_are_told_no_secret_that_they_do_not_need(program, monkeypatch, network, secrets):
+def test_children_come_from_a_clean_process_without_secrets(program, monkeypatch, capfd, network, secrets):
     """One that may ask a server may need its key; none needs Ray's token."""
     monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "s3cr3t too")
 
     async def body(children):
-        return await children.score(item("told"))
+        return [(await children.score(item(text))).score.metrics for text in ("told", "modules", "warn")]
 
-    assert [*use(program, body, allow_network=network).score.metrics.values()] == [secrets]
-
-
-def test_a_warning_does_not_quote_a_response_into_the_log(program, capfd):
-    async def body(children):
-        return await children.score(item("warn"))
-
-    assert use(program, body).score.reward == 1.0 and capfd.readouterr().err == ""
+    told, modules, _ = use(program, body, allow_network=network)
+    assert [*told.values()] == [secrets] and modules == {"compute_score/heavy": 0.0}
+    assert capfd.readouterr().err == "", "a warning does not quote a response into the log"
 
 
 def test_files_are_bounded(program, tmp_path):
@@ -121,10 +106,3 @@ def test_files_are_bounded(program, tmp_path):
 
     assert "File too large" in use(program, body).detail
     assert (tmp_path / "big").stat().st_size <= LimitsConfig().file_bytes
-
-
-def test_children_come_from_a_clean_process(program):
-    async def body(children):
-        return await children.score(item("modules"))
-
-    assert use(program, body).score.metrics == {"compute_score/heavy": 0.0}

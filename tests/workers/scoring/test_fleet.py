@@ -7,15 +7,18 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from dapo.config.reward import RewardConfig
-from tests.support.fakes import make_prompt, make_response
 from workers.remote import RemoteError, wait
 from workers.reward import RewardPool
 from workers.scoring import fleet as reward_fleet
 from workers.scoring.fleet import Fleet, WorkerLost
-from workers.scoring.verdict import CanaryError, verdict_of_failure
+from workers.scoring.verdict import CanaryError
 
 ITEM = "an item"
 WINDOW = 64
+
+
+ABOUT = {"reads_last": None, "granted": [], "without_canary": [], "asks": {"": False}, "asynchronous": []}
+DEAD = ActorDiedError()
 
 
 class Method:
@@ -46,23 +49,16 @@ class Worker:
     """Answers every item in one part, `seconds` for each. starts, checks: what happens at each call, an error or None.
     lost: errors of the first calls."""
 
-    def __init__(self, log, *, starts=None, checks=None, lost=(), digest="a", seconds=0.0):
+    def __init__(self, log=None, *, starts=None, checks=None, lost=(), digest="a", seconds=0.0):
         self.digest, self.seconds = digest, seconds
-        self.log, self.starts, self.checks, self.lost = log, starts, checks, lost
+        self.starts, self.checks, self.lost = starts, checks, lost
+        self.log = [] if log is None else log
         self.start, self.check, self.score = Method(self._start), Method(self._check), Method(self._score, streams=True)
 
     async def _start(self, *arguments):
         if self.starts:
             raise self.starts
-        return {
-            "digest": self.digest,
-            "reads_last": None,
-            "granted": [],
-            "without_canary": [],
-            "asks": {"": False},
-            "asynchronous": [],
-            "programs": "",
-        }
+        return {**ABOUT, "digest": self.digest, "programs": ""}
 
     async def _check(self):
         if self.checks:
@@ -90,16 +86,8 @@ async def start_worker(worker, index, timeout_s):
 def run(workers, body, count=1, timeout_s=5.0, window=WINDOW, **settings):
     async def whole():
         waiting = iter(workers)
-        fleet = Fleet(
-            lambda index: next(waiting),
-            start_worker,
-            name="reward worker",
-            count=count,
-            window=window,
-            timeout_s=timeout_s,
-            timeout_key="a.key",
-            **settings,
-        )
+        settings.update(name="reward worker", count=count, window=window, timeout_s=timeout_s, timeout_key="a.key")
+        fleet = Fleet(lambda index: next(waiting), start_worker, **settings)
         await fleet.start(5.0)
         async with asyncio.timeout(60):
             try:
@@ -122,8 +110,6 @@ def test_what_waits_goes_half_a_window_at_a_time():
 
 
 def test_a_check_that_loses_its_worker_for_good_is_no_success():
-    dead = ActorDiedError()
-
     async def body(fleet):
         with pytest.raises(RemoteError, match="reward worker 0 to start"):
             await fleet.check()
@@ -131,12 +117,11 @@ def test_a_check_that_loses_its_worker_for_good_is_no_success():
             await fleet.score(ITEM)
         return fleet.respawned
 
-    workers = [Worker([], checks=dead), *[Worker([], starts=dead) for _ in range(reward_fleet.START_ATTEMPTS)]]
+    workers = [Worker(checks=DEAD), *[Worker(starts=DEAD) for _ in range(reward_fleet.START_ATTEMPTS)]]
     assert run(workers, body) == reward_fleet.START_ATTEMPTS
 
 
 def test_a_worker_that_dies_while_it_starts_is_tried_again():
-    dead = ActorDiedError()
     calls = []
 
     async def body(fleet):
@@ -145,39 +130,28 @@ def test_a_worker_that_dies_while_it_starts_is_tried_again():
         return await fleet.score(ITEM), fleet.respawned
 
     warnings = []
-    workers = [Worker(calls, lost=[dead]), Worker(calls, starts=dead), Worker(calls)]
+    workers = [Worker(calls, lost=[DEAD]), Worker(calls, starts=DEAD), Worker(calls)]
     assert run(workers, body, warn=warnings.append) == (("a verdict", 0), 2)
     assert len(warnings) == 1 and "reward worker 0 is replaced: its worker was lost" in warnings[0]
 
 
 def test_reward_files_that_differ_are_found_at_the_start_and_after_a_loss(monkeypatch):
-    def use_pool(workers, body):
-        async def whole():
-            pool = RewardPool({}, RewardConfig(num_workers=2), max_response_length=20)
-            try:
-                await pool.start(5.0)
-                await body(pool)
-            finally:
-                pool.stop()
-
+    async def score(*workers):
         waiting = iter(workers)
         monkeypatch.setattr(RewardPool, "_create", lambda self, index: next(waiting))
-        asyncio.run(whole())
-
-    class Verdicts(Worker):
-        async def _score(self, items):
-            async for part in super()._score(items):
-                yield [(number, verdict_of_failure("error", text, 0.0)) for number, text in part]
-
-    async def body(pool):
-        with pytest.raises(RemoteError, match="changed during the run"):
-            while True:
-                await asyncio.gather(*[pool.score(make_prompt(7), 0, make_response()) for _ in range(20)])
+        pool = RewardPool({}, RewardConfig(num_workers=2), max_response_length=20)
+        try:
+            await pool.start(5.0)
+            for _ in range(50):
+                await asyncio.gather(*[pool.fleet.score(ITEM) for _ in range(20)], return_exceptions=True)
+                await pool.fleet.score(ITEM)
+        finally:
+            pool.stop()
 
     with pytest.raises(RemoteError, match="differ from node to node"):
-        use_pool([Verdicts([]), Verdicts([], digest="b")], body)
-    lost = Verdicts([], lost=[ActorDiedError()])
-    use_pool([Verdicts([]), lost, *[Verdicts([], digest="b") for _ in range(3)]], body)
+        asyncio.run(score(Worker(), Worker(digest="b")))
+    with pytest.raises(RemoteError, match="changed during the run"):
+        asyncio.run(score(Worker(), Worker(lost=[DEAD]), *[Worker(digest="b") for _ in range(3)]))
 
 
 def test_a_call_that_ends_early_leaves_no_item_without_an_answer():
@@ -188,7 +162,7 @@ def test_a_call_that_ends_early_leaves_no_item_without_an_answer():
     async def body(fleet):
         return await asyncio.gather(*[fleet.score(ITEM) for _ in range(3)], return_exceptions=True)
 
-    first, *others = run([Forgetful([])], body)
+    first, *others = run([Forgetful()], body)
     assert first == ("a verdict", 0)
     assert [str(error) for error in others] == ["its worker gave no verdict"] * 2
 
@@ -216,7 +190,7 @@ def test_a_cancelled_item_keeps_its_worker_busy_and_costs_the_next_one_no_try():
         gone.cancel()
         return await fleet.score(ITEM), fleet.respawned
 
-    assert run([Worker([], seconds=0.4)], body, timeout_s=0.6) == (("a verdict", 0), 0)
+    assert run([Worker(seconds=0.4)], body, timeout_s=0.6) == (("a verdict", 0), 0)
 
 
 def test_items_are_dealt_by_cost_and_one_of_the_whole_window_goes_alone():
@@ -229,26 +203,7 @@ def test_items_are_dealt_by_cost_and_one_of_the_whole_window_goes_alone():
     assert calls == [3, 1, 1, 1, 1]  # 3 + 3 + 3, then 10, then 3, then more than the window, then 1
 
 
-def test_an_item_that_was_lost_with_one_worker_waits_for_another_to_be_empty():
-    """Small items that come meanwhile do not keep the other worker from it."""
-    first, second = [], []
-
-    async def body(fleet):
-        busy = [asyncio.ensure_future(fleet.score(ITEM, cost=2)) for _ in range(4)]
-        await asyncio.sleep(0.02)
-        whole = asyncio.ensure_future(fleet.score("whole", cost=10, avoid=0))
-        while not whole.done():
-            busy.append(asyncio.ensure_future(fleet.score(ITEM, cost=2)))
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*busy)
-        return await whole
-
-    assert run([Worker(first, seconds=0.02), Worker(second, seconds=0.02)], body, count=2, window=10)[1] == 1
-
-
 def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_between_does_not():
-    dead = ActorDiedError()
-
     async def score_until(fleet, count):
         lost = 0
         while lost < count:
@@ -261,12 +216,12 @@ def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_b
         with pytest.raises(RemoteError, match=f"were lost {reward_fleet.MAX_LOST_IN_A_ROW} times in a row"):
             await score_until(fleet, 100)
 
-    run([Worker([], lost=[dead]) for _ in range(6)], lost_always)
+    run([Worker(lost=[DEAD]) for _ in range(6)], lost_always)
 
     class EverySecond(Worker):
         async def _score(self, items):
             yield [(0, "a verdict")]
-            raise dead
+            raise DEAD
 
     async def lost_with_results(fleet):
         for _ in range(20):
@@ -274,16 +229,16 @@ def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_b
             await asyncio.sleep(0.02)
         return fleet.respawned
 
-    assert run([EverySecond([]) for _ in range(30)], lost_with_results) > reward_fleet.MAX_LOST_IN_A_ROW
+    assert run([EverySecond() for _ in range(30)], lost_with_results) > reward_fleet.MAX_LOST_IN_A_ROW
 
 
-@pytest.mark.parametrize(
-    ("cause", "outcome"),
-    [
-        pytest.param(CanaryError("7 is not 8"), "reward worker 0: 7 is not 8", id="known-answers"),
-        pytest.param(ValueError("odd"), "its worker was lost (ValueError: odd)", id="any-other-error"),
-    ],
-)
+OUTCOMES = [
+    (CanaryError("7 is not 8"), "reward worker 0: 7 is not 8"),
+    (ValueError("odd"), "its worker was lost (ValueError: odd)"),
+]
+
+
+@pytest.mark.parametrize(("cause", "outcome"), OUTCOMES, ids=["known-answers", "any-other-error"])
 def test_what_a_worker_raises(cause, outcome):
     async def body(fleet):
         with pytest.raises(RuntimeError) as raised:
@@ -291,4 +246,4 @@ def test_what_a_worker_raises(cause, outcome):
         return str(raised.value)
 
     error = RayTaskError("score", "the remote traceback", cause)
-    assert run([Worker([], lost=[error]), Worker([])], body) == outcome
+    assert run([Worker(lost=[error]), Worker()], body) == outcome

@@ -21,7 +21,7 @@ from workers.scoring.children import Children
 from workers.scoring.verdict import Verdict
 
 FAULTS = ("500", "429", "cut", "no json", "silent", "half", "no score", "score outside")
-QUICK = RemoteConfig(timeout_s=50.0, call_timeout_s=1.0, retries=12, backoff_s=0.02)
+QUICK = RemoteConfig(timeout_s=50.0, call_timeout_s=1.0, retries=12, backoff_s=0.005)
 
 
 def judged(server: JudgeServer, **judge: Any) -> RewardConfig:
@@ -67,23 +67,14 @@ def test_the_judge_scores_with_its_costs() -> None:
     }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_one_fault_for_each_response_changes_no_reward(fault: str) -> None:
-    with judge_server(fault) as server:
-        found = verdicts(judged(server))
-    assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
-    assert all(one.score.metrics["judge/retries"] >= 1 for one in found)  # more on a machine that answers late
-    assert server.seen[fault] == 24 and set(server.seen) == {fault, "answered"}
-
-
-def test_all_faults_together_change_no_reward() -> None:
+def test_faults_change_no_reward() -> None:
     with judge_server(*FAULTS) as server:
         found = verdicts(judged(server))
     assert rewards(found) == [float(n % 3 > 0) for n in range(24)]
     assert set(server.seen) == {*FAULTS, "answered"}
 
 
-@pytest.mark.parametrize("fault", ["500", "silent", "cut", "no score"])
+@pytest.mark.parametrize("fault", ["500", "silent"])
 def test_a_server_that_never_answers_makes_responses_unscorable(fault: str) -> None:
     with judge_server(always=fault) as server:
         found = verdicts(judged(server), 6, replace(QUICK, timeout_s=1.5, retries=3))
@@ -116,14 +107,6 @@ def test_a_greedy_judge_is_not_paid_for_the_same_reply_again_and_again(temperatu
     assert f"{calls} calls were not answered; the last: Retry: the judge's reply has no score" in found[0].detail
 
 
-def test_a_score_is_read_where_the_pattern_may_match_without_it() -> None:
-    """The last match that has a score counts, and a reply without one is no defect of the function."""
-    read = partial(read_score, pattern=r"Score: (\d)|END", values={}, lowest=0.0, highest=1.0)
-    assert read("Score: 1 END") == 1.0
-    with pytest.raises(Retry, match="has no score"):
-        read("END")
-
-
 def test_a_judge_that_is_only_recorded_makes_nothing_unscorable() -> None:
     with judge_server(always="500") as server:
         config = judged(server)
@@ -143,51 +126,39 @@ def test_a_refused_request_is_an_error_that_names_the_keys_and_not_their_value()
     assert server.seen == {}  # and it is not asked again and again
 
 
-def test_a_reply_that_ended_in_its_thoughts_is_one_without_a_score() -> None:
-    """A greedy judge would end there again, and is not paid for that as often as for a failure of its server."""
+def test_what_is_read_of_a_response() -> None:
+    """A reply that ended in its thoughts is one without a score, not a failure of the server."""
     body = {"choices": [{"message": {"content": None, "reasoning_content": "So"}}], "usage": {"prompt_tokens": 3}}
     assert judge._read(httpx.Response(200, json=body)) == ("", {"prompt_tokens": 3})
+    for status, says in ((400, "too long for its context"), (404, "`reward.judge.model`")):
+        with pytest.raises(ValueError, match=f"{status}.*{says}"):
+            judge._read(httpx.Response(status))
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("So it is right.\nScore: 1", 1.0),
-        ("Score: 0.5.", 0.5),
-        ("**Score:** 0.8", 0.8),
-        ("**Score: 1**", 1.0),
-        ("Score: **0**", 0.0),
-        ("Score: 1/1", 1.0),
-        ("Score: 0, because 1 is not it", 0.0),
-        ("Score: 1/10", None),
-        ("Score: 1 / 5", None),
-        ("Score: 1%", None),
-        ("Score: 0,5", None),
-        ("Score: 10/100", None),
-        ("Score: N", None),
-    ],
-)
-def test_what_a_model_makes_of_the_line_that_it_is_asked_for(reply: str, score: float | None) -> None:
+SCORES = {
+    "So it is right.\nScore: 1": 1.0,
+    "Score: 0.5.": 0.5,
+    "**Score:** 0.8": 0.8,
+    "**Score: 1**": 1.0,
+    "Score: **0**": 0.0,
+    "Score: 1/1": 1.0,
+    "Score: 0, because 1 is not it": 0.0,
+    "Score: 0\nScore: 1": 1.0,
+}
+NO_SCORES = ("Score: 1/10", "Score: 1 / 5", "Score: 1%", "Score: 0,5", "Score: 10/100", "Score: N")
+
+
+def test_a_score_is_read_from_what_models_make_of_the_line() -> None:
     keys = JudgeConfig()
-    read = partial(read_score, pattern=keys.pattern, values={}, lowest=keys.lowest, highest=keys.highest)
-    if score is not None:
-        assert read(reply) == score
-        return
-    with pytest.raises(Retry):
-        read(reply)
-
-
-@pytest.mark.parametrize(("status", "says"), [(400, "too long for its context"), (404, "`reward.judge.model`")])
-def test_a_refusal_says_what_to_look_at(status: int, says: str) -> None:
-    with pytest.raises(ValueError, match=f"{status}.*{says}"):
-        judge._read(httpx.Response(status))
-
-
-def test_no_more_calls_than_allowed_are_open() -> None:
-    with judge_server("silent") as server:
-        found = verdicts(judged(server), 12, replace(QUICK, call_timeout_s=0.2), concurrency=3)
-    assert rewards(found) == [float(n % 3 > 0) for n in range(12)]
-    assert server.most >= 3
+    read = partial(read_score, values={}, lowest=keys.lowest, highest=keys.highest)
+    assert {reply: read(reply, pattern=keys.pattern) for reply in SCORES} == SCORES
+    for reply in NO_SCORES:
+        with pytest.raises(Retry):
+            read(reply, pattern=keys.pattern)
+    either = r"Score: (\d)|END"  # the last match that has a score counts
+    assert read("Score: 1 END", pattern=either) == 1.0
+    with pytest.raises(Retry, match="has no score"):
+        read("END", pattern=either)
 
 
 def test_a_network_for_the_judge_is_none_for_the_others(tmp_path: Any) -> None:

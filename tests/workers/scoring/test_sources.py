@@ -13,22 +13,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         pass
     return {"score": 2.0 * (solution_str == ground_truth), "acc": solution_str == ground_truth}
 """
+ASKS = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(60)
+"""
 
 
 def test_each_source_is_scored_by_its_own_functions(tmp_path):
     (tmp_path / "mine.py").write_text(SPINS)
     mine = RewardFunctionConfig(path=str(tmp_path / "mine.py"), wrong=-3.0)
     own = {"words": [mine], "both": [RewardFunctionConfig(), replace(mine, weight=0.5)]}
-    items = [
-        replace(item(text), entry=entry)
-        for entry in ("", "words", "both", "other")
-        for text in ("7", "Answer: 7", "spin")
-    ]
+    entries, texts = ("", "words", "both", "other"), ("7", "Answer: 7", "spin")
 
     async def scored():
         limits = LimitsConfig(cpu_s=1.0, wall_s=5.0)
         async with Children([RewardFunctionConfig()], limits, 2, own=own) as children:
-            return children.about, [await children.score(one) for one in items]
+            items = [replace(item(text), entry=entry) for entry in entries for text in texts]
+            return children.about, list(await asyncio.gather(*[children.score(one) for one in items]))
 
     about, verdicts = asyncio.run(scored())
     assert about["reads_last"] is None and about["without_canary"] == ["words:compute_score", "both:compute_score"]
@@ -43,14 +46,6 @@ def test_each_source_is_scored_by_its_own_functions(tmp_path):
     # At a limit the functions of the source say what is wrong.
     assert [verdicts[place].score.failure for place in (5, 8)] == ["cpu", "cpu"]
     assert verdicts[5].score.reward == -3.0 and verdicts[8].score.reward == -1.0 + 0.5 * -3.0
-
-
-ASKS = """
-import asyncio
-
-async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(60)
-"""
 
 
 def test_a_source_that_asks_nobody_waits_for_none_that_does(tmp_path):

@@ -1,28 +1,30 @@
-"""Copies of the parameters side by side (HSDP), offloading, and files that fit any arrangement of the ranks.
+"""Copies of the parameters side by side (HSDP), offloading, and files that fit any arrangement of four ranks.
 
-Four gloo ranks; they are built anew for each arrangement. Gradients are compared in test_parity.
+Gradients are compared in test_parity.
 """
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from dapo.config.actor import OptimConfig
 from dapo.config.schema import Config
 from dapo.pools import ActorsLost
-from tests.support.training.fsdp_ranks import counted, memory, travelling
 from tests.support.training.plain_reference import (
     LENGTHS,
     distance,
     full_weights,
     make_config,
-    make_model,
     make_sequences,
     on_all,
     rank_checksum,
@@ -31,22 +33,14 @@ from tests.support.training.plain_reference import (
     start_pool,
     train_batch,
     update,
+    update_on,
 )
 from workers.actor import ActorPool, split_batch
-from workers.training.files import state
-from workers.training.fsdp import load_policy, load_reference
+from workers.training.fsdp import load_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 RANKS = 4
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make_model(tmp_path_factory.mktemp("model"), tied=False)
-    # A temperature without `do_sample`: transformers reads it, and would not write it.
-    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.25}')
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -80,41 +74,25 @@ def layout(worker: Any) -> tuple[str, dict[str, tuple[int, ...]]]:
     return placements, {name: tuple(p.to_local().shape) for name, p in parameters.items()}
 
 
-def test_copies_train_alike_and_as_one_sharded_copy_does(pool: ActorPool, model_dir: Path) -> None:
-    build(pool, model_dir)
-    [initial] = checksums(pool)
-    norm = train(pool, model_dir, 0)["actor/grad_norm"]
-    wanted = weights(pool)
+class Travelling(TorchDispatchMode):
+    """Types of the tensors in each collective."""
 
-    build(pool, model_dir, fsdp_size=2)
-    first, second, third, fourth = on_all(pool, layout)
-    assert first == third and second == fourth and "Replicate" in first[0] and "Shard" in first[0]
-    assert first[1]["model.embed_tokens.weight"] == (32, 32)
-    assert checksums(pool) == {initial}
-    assert train(pool, model_dir, 0)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert len(checksums(pool)) == 1
-    before = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
-    moved, wanted_move = (
-        {name: tensor - before[name].detach() for name, tensor in each.items()} for each in (weights(pool), wanted)
-    )
-    assert distance(moved, wanted_move) <= 1e-3
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            seen = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            self.types.setdefault(func._opname, set()).update(seen)
+        return func(*args, **(kwargs or {}))
 
 
-def test_copies_add_up_their_gradients_once(pool: ActorPool, model_dir: Path) -> None:
-    """Whatever the number of micro-batches, unless they are offloaded."""
-    batch = train_batch(0, make_sequences(model_dir, LENGTHS))
-    found: dict[tuple[int, str], int] = {}
-    after: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
-    for max_tokens, offload in ((64, "none"), (21, "none"), (21, "host")):
-        build(pool, model_dir, max_tokens=max_tokens, offload=offload, fsdp_size=2, reshard_after_forward=True)
-        answers = on_all(pool, counted, split_batch(batch, RANKS, max_tokens))
-        [(micro_batches, calls, _)] = set(answers)
-        assert micro_batches == (1 if max_tokens == 64 else 2)
-        found[max_tokens, offload], after[max_tokens, offload] = calls, weights(pool)
-    units = 4  # two layers, embedding, root
-    assert found == {(64, "none"): units, (21, "none"): units, (21, "host"): 2 * units}
-    assert distance(after[21, "none"], after[64, "none"]) <= 1e-5
-    assert distance(after[21, "host"], after[64, "none"]) <= 1e-5
+def travelling(worker: Any, work: Any) -> dict[str, set[torch.dtype]]:
+    """Runs on a rank."""
+    with Travelling() as seen:
+        update_on(worker, work)
+    return seen.types
 
 
 def test_parameters_travel_in_the_compute_type_and_gradients_in_float32(pool: ActorPool, model_dir: Path) -> None:
@@ -146,9 +124,12 @@ def test_copies_that_drifted_apart_are_found_before_anything_is_saved(
 
 def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
     build(pool, model_dir, fsdp_size=2)
+    first, second, third, fourth = on_all(pool, layout)
+    assert first == third and second == fourth and "Replicate" in first[0] and "Shard" in first[0]
+    assert first[1]["model.embed_tokens.weight"] == (32, 32)
     train(pool, model_dir, 0)
     save(pool, tmp_path / "copies")
-    [saved] = checksums(pool)
+    [saved] = checksums(pool)  # copies train alike
     train(pool, model_dir, 1)
     wanted = weights(pool)
 
@@ -163,93 +144,81 @@ def test_a_checkpoint_fits_any_arrangement(pool: ActorPool, model_dir: Path, tmp
     assert sizes["none"] < sizes["copies"] < sizes["one"]  # copies are not stored; each part costs some bytes
 
 
-def optimizer_settings(worker: Any) -> dict[str, Any]:
-    """Runs on a rank."""
-    [group] = worker._optimizer.param_groups
-    return {key: group[key] for key in ("betas", "eps", "weight_decay", "fused")}
+def memory(worker: Any) -> tuple[set[type], set[str], set[type], int, int]:
+    """Runs on a rank: types of the parameters that the modules show, devices of all state, offload policies, gradients
+    that are held, bytes of gathered parameters."""
+    policy = worker._policy
+    shown = list(policy.parameters())
+    state = [value for each in worker._optimizer.state.values() for value in each.values()]
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in policy.modules() if isinstance(m, FSDPModule)]
+    whole = [p._unsharded_param for g in groups for p in g.fsdp_params if hasattr(p, "_unsharded_param")]
+    return (
+        {type(p.data) for p in shown},
+        {str(tensor.device) for tensor in (*shown, *state)},
+        {type(group.offload_policy) for group in groups},
+        sum(p.grad is not None for p in shown),
+        sum(tensor.untyped_storage().nbytes() for tensor in whole),
+    )
 
 
-def test_a_checkpoint_leaves_the_settings_of_the_optimizer(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
-    build(pool, model_dir)
-    save(pool, tmp_path / "state")
-    build(pool, model_dir, optim=OptimConfig(betas=[0.5, 0.75], weight_decay=0.5))
-    wanted = on_all(pool, optimizer_settings)
-    asyncio.run(pool.load(str(tmp_path / "state"), 1))
-    assert on_all(pool, optimizer_settings) == wanted and wanted[0]["betas"] == (0.5, 0.75)
-
-
-def test_an_export_of_copies_in_several_files(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
-    build(pool, model_dir, fsdp_size=2)
-    train(pool, model_dir, 0)
-    on_all(pool, limit_files, [16 << 10] * RANKS)
-    try:
-        asyncio.run(pool.export_hf(str(tmp_path / "hf")))
-    finally:
-        on_all(pool, limit_files, [4 << 30] * RANKS)
-    files = list((tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) > 2 and max(file.stat().st_size for file in files) < 18 << 10
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert not exported.config.tie_word_embeddings and exported.config.architectures == ["Qwen2ForCausalLM"]
-    assert exported.generation_config.eos_token_id == [1, 2] and exported.generation_config.temperature == 0.25
-    found = weights(pool)
-    assert [name for name, p in exported.named_parameters() if not torch.equal(p, found[name])] == []
-
-    cfg = make_config(tmp_path / "hf", num_workers=RANKS, fsdp_size=2)
-    on_all(pool, rebuild, [cfg] * RANKS)  # the actors read several files
-    assert distance(weights(pool), found) == 0.0
-
-
-def limit_files(worker: Any, size: int) -> None:
-    """Runs on a rank: bytes of one exported file."""
-    state.EXPORT_FILE_BYTES = size
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_offloading_changes_no_bit_and_nothing_gathered_stays(pool: ActorPool, model_dir: Path, reshard: bool) -> None:
+def test_offloading_changes_no_bit_and_nothing_gathered_stays(pool: ActorPool, model_dir: Path) -> None:
     found = []
     for offload in ("none", "host"):
-        build(pool, model_dir, offload=offload, fsdp_size=2, reshard_after_forward=reshard)
+        build(pool, model_dir, offload=offload, fsdp_size=2, reshard_after_forward=False)
         train(pool, model_dir, 0)
         found.append(checksums(pool))
         for types, devices, policies, gradients, gathered in on_all(pool, memory):
-            assert types == {DTensor.__name__} and devices == {"cpu"} and gradients == 0 and gathered == 0
+            assert types == {DTensor} and devices == {"cpu"} and gradients == 0 and gathered == 0
             assert {issubclass(each, CPUOffloadPolicy) for each in policies} == {offload == "host"}
     assert found[0] == found[1] and len(found[0]) == 1
 
 
-def reference_against_policy(worker: Any, sequences: tuple[Any, ...]) -> tuple[set[torch.dtype], float, float]:
-    """Runs on a rank: stored types of the reference, mean |log-probability|, largest difference from the policy's."""
-    from workers.training.update import Updater
-
-    reference = load_reference(worker._cfg, worker._mesh, worker._policy)
-    updater = Updater(worker._policy, reference, worker._optimizer, worker._cfg, worker._mesh)
-    batch = updater._collate(sequences)
-    [[theirs]], ([[own]], _) = updater._reference_of([[batch]]), updater._before([[batch]])
-    types = {p.dtype for p in reference.parameters()}
-    return types, float(own.abs().mean()), float((own - theirs).abs().max())
-
-
-def test_the_reference_is_stored_in_the_compute_type_and_says_the_same(pool: ActorPool, model_dir: Path) -> None:
-    build(pool, model_dir, dtype="bfloat16", fsdp_size=2)
-    sequences = make_sequences(model_dir, LENGTHS)
-    for types, size, difference in on_all(pool, reference_against_policy, [sequences] * RANKS):
-        assert types == {torch.bfloat16} and size > 0.1 and difference == 0.0
+def large_model(directory: Path) -> int:
+    """Random weights in bfloat16, several files; not all dimensions divide by 2. Returns the bytes in float32."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1401, "num_hidden_layers": 8, "vocab_size": 32001}
+    config = Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False)
+    with torch.device("meta"):
+        parameters = list(AutoModelForCausalLM.from_config(config).named_parameters())
+    weight_map: dict[str, str] = {}
+    for number, start in enumerate(range(0, len(parameters), 20)):
+        tensors = {name: torch.randn(p.shape, dtype=torch.bfloat16) for name, p in parameters[start : start + 20]}
+        save_file(tensors, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, f"model-{number}.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(directory)
+    return 4 * sum(p.numel() for _, p in parameters)
 
 
-def test_files_of_another_model_are_refused_by_all_ranks(pool: ActorPool, model_dir: Path, tmp_path: Path) -> None:
-    for file in model_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
-    cfg = make_config(tmp_path, num_workers=RANKS)
-    for found in on_all(pool, refused, [cfg] * RANKS):
-        assert "has shape [48, 32], and config.json asks for [40, 32]" in found
+def resident(field: str) -> int:
+    """VmRSS, or VmHWM (its peak), bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
 
 
-def refused(worker: Any, cfg: Config) -> str:
-    """Runs on a rank."""
-    try:
-        load_policy(cfg, worker._mesh)
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+def loading(worker: Any, cfg: Config) -> tuple[int, int, int]:
+    """Runs on a rank: bytes of its shards, growth of the resident set (mapped files included) at its peak and in the
+    end. Compares its rows with the files'."""
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    policy = load_policy(cfg, worker._mesh)
+    peak, after = resident("VmHWM") - before, resident("VmRSS") - before
+    files = [safe_open(file, "pt") for file in sorted(Path(cfg.model.path).glob("*.safetensors"))]
+    stored = {name: file for file in files for name in file.keys()}
+    shards = 0
+    for name, parameter in policy.model.named_parameters():
+        local = parameter.to_local()
+        shards += local.nbytes
+        rows = -(-len(parameter) // 2)
+        assert torch.equal(local, stored[name].get_tensor(name)[worker._rank * rows :][:rows].float()), name
+    return shards, peak, after
+
+
+def test_no_rank_ever_holds_more_than_its_shard(ray_cluster: None, model_dir: Path, tmp_path: Path) -> None:
+    whole = large_model(tmp_path)
+    pool = start_pool(make_config(model_dir, num_workers=2))
+    largest_slice, few = 32001 * 512 * 4 // 2, 24 << 20
+    for shards, peak, after in on_all(pool, loading, [make_config(tmp_path, num_workers=2)] * 2):
+        assert shards == pytest.approx(whole / 2, rel=0.01)
+        assert 0.8 * shards <= after <= shards + few, "what was measured is the loading"
+        assert peak <= shards + largest_slice + few

@@ -1,10 +1,8 @@
-"""Log-probabilities and gradients of the ranks against plain transformers, however ranks and memory are arranged.
-
-The ranks are built anew for each variant of each row of (ranks, sequence parallel size).
+"""Log-probabilities, gradients and whole updates of several ranks against plain transformers, however ranks and memory
+are arranged; on one rank: test_families and test_update.
 """
 
 import dataclasses
-import itertools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,18 @@ from tests.support.training.model_families import FAMILIES, save_model
 from tests.support.training.plain_reference import (
     LENGTHS,
     VOCABULARY,
+    full_weights,
     in_turns,
     make_config,
-    make_model,
     make_sequences,
     on_all,
+    plain_gradients,
     plain_logprobs,
-    plain_loss,
     rebuild,
     reference,
     start_pool,
     train_batch,
+    update,
 )
 from tests.support.training.plain_update import assert_update, mismatched
 from workers.actor import ActorPool, RankWork, split_batch
@@ -41,14 +40,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 BOUND = 1e-5
 CHUNK_ROWS = 3
+LORA = LoraConfig(rank=3, alpha=6.0)
+ROWS = [(2, 1), (2, 2), (4, 2)]  # ranks, of which so many share a sequence
 # Prompts and responses of many lengths, more tokens than any number of ranks divides.
 SEQUENCES = (*LENGTHS, (9, 40), (1, 1), (30, 2), (2, 33))
+Tensors = dict[str, torch.Tensor]
+Plain = tuple[dict[bytes, torch.Tensor], Tensors]  # log-probabilities by a sequence's tokens, gradients by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """packed: all sequences in as few micro-batches as there are ranks, else one each. chunked: logits three rows at a
-    time. lora: adapters train, else all weights. offload, checkpointing: see `ActorConfig` and `ModelConfig`."""
+    """packed: all sequences in as few micro-batches as there are ranks, else as many as there may be. chunked: logits
+    three rows at a time. lora: adapters train, else all weights. offload, checkpointing: as in the configuration."""
 
     packed: bool = True
     chunked: bool = False
@@ -57,52 +60,37 @@ class Variant:
     checkpointing: str = "none"
 
 
-# Every pair of the first four choices occurs.
-VARIANTS = [
-    pytest.param(Variant(), id="packed_full"),
-    pytest.param(Variant(chunked=True, offload=True, lora=True), id="packed_chunked_offload_lora"),
-    pytest.param(Variant(packed=False, offload=True, lora=True, checkpointing="full"), id="separate_offload_lora"),
-    pytest.param(Variant(packed=False, chunked=True, lora=True, checkpointing="selective"), id="separate_chunked_lora"),
-    pytest.param(Variant(packed=False, chunked=True, offload=True), id="separate_chunked_offload"),
-]
-LORA = LoraConfig(rank=3, alpha=6.0)
-ROWS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+VARIANTS = {
+    "packed": Variant(),
+    "separate_chunked_offload": Variant(packed=False, chunked=True, offload=True, checkpointing="selective"),
+    "separate_offload_lora": Variant(packed=False, offload=True, lora=True, checkpointing="full"),
+}
+OF_EXPERTS = {
+    "packed": Variant(checkpointing="selective"),
+    "separate_lora": Variant(packed=False, lora=True, checkpointing="full"),
+}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+def sequences(tied_dir: Path) -> tuple[TrainSequence, ...]:
+    return in_turns(make_sequences(tied_dir, SEQUENCES, seed=3))
 
 
 @pytest.fixture(scope="module")
-def sequences(model_dir: Path) -> tuple[TrainSequence, ...]:
-    return in_turns(make_sequences(model_dir, SEQUENCES, seed=3))
+def plain(tied_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
+    """Without and with adapters."""
+    return {lora: plain_results(tied_dir, sequences, lora=lora) for lora in (False, True)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """One sequence at a time, in one process. logprobs: [R] of each sequence. gradients: of the whole mini-batch, by
-    name, for what trains."""
-
-    logprobs: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def plain(model_dir: Path, sequences: tuple[TrainSequence, ...]) -> dict[bool, Plain]:
-    """Returns the plain results without and with adapters."""
-    return {lora: plain_results(model_dir, sequences, lora=lora) for lora in (False, True)}
-
-
-def plain_results(model_dir: Path, sequences: tuple[TrainSequence, ...], *, lora: bool) -> Plain:
-    model = reference(model_dir)
+def plain_results(directory: Path, sequences: tuple[TrainSequence, ...], *, lora: bool) -> Plain:
+    """One sequence at a time, in one process; gradients of the whole mini-batch, for what trains."""
+    model = reference(directory)
     if lora:
         add_adapters(model, LORA)
         set_adapters(model)
     with torch.no_grad():
-        logprobs = [plain_logprobs(model, sequence) for sequence in sequences]
-    plain_loss(model, sequences).backward()
-    return Plain(logprobs, gradients_of(model))
+        logprobs = {sequence.token_ids.tobytes(): plain_logprobs(model, sequence) for sequence in sequences}
+    return logprobs, plain_gradients(model, sequences)
 
 
 def set_adapters(model: torch.nn.Module) -> None:
@@ -117,49 +105,19 @@ def set_adapters(model: torch.nn.Module) -> None:
                 parameter.copy_(full)
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-
-
 def row_name(row: tuple[int, int]) -> str:
     return f"{row[0]}_ranks_{row[1]}_share"
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=row_name)
-def row(request: pytest.FixtureRequest, ray_cluster: None, model_dir: Path) -> tuple[ActorPool, Config]:
+def row(request: pytest.FixtureRequest, ray_cluster: None, tied_dir: Path) -> tuple[ActorPool, Config]:
     ranks, shared_by = request.param
-    cfg = make_config(model_dir, num_workers=ranks, ulysses_sequence_parallel_size=shared_by)
+    cfg = make_config(tied_dir, num_workers=ranks, ulysses_sequence_parallel_size=shared_by)
     return start_pool(cfg), cfg
 
 
-def configured(cfg: Config, variant: Variant, **actor: Any) -> Config:
-    lora = LORA if variant.lora else LoraConfig()
-    model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing, lora=lora)
-    reshard = variant.checkpointing == "full"
-    actor_cfg = dataclasses.replace(
-        cfg.actor, offload="host" if variant.offload else "none", reshard_after_forward=reshard, **actor
-    )
-    return dataclasses.replace(cfg, model=model, actor=actor_cfg)
-
-
-def micro_batches(sequences: tuple[TrainSequence, ...], cfg: Config, packed: bool) -> list[RankWork]:
-    """One share per group of ranks; unpacked, a sequence to each micro-batch, of which the last may be empty."""
-    groups = cfg.actor.num_workers // cfg.actor.ulysses_sequence_parallel_size
-    if packed:
-        return split_batch(train_batch(0, sequences), groups, sum(len(s.token_ids) for s in sequences))
-    rounds = [sequences[i : i + groups] for i in range(0, len(sequences), groups)]
-    return [
-        RankWork(version=0, minibatches=(tuple(each[group : group + 1] for each in rounds),), order=(0,))
-        for group in range(groups)
-    ]
-
-
-Found = tuple[list[list[torch.Tensor]], dict[str, torch.Tensor], float]
-
-
-def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Found:
-    """Runs on a rank: builds everything anew; log-probabilities by micro-batch and sequence, gradients and their norm.
+def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> tuple[torch.Tensor, Tensors, float]:
+    """Runs on a rank: builds everything anew; log-probabilities of all tokens, gradients and their norm.
 
     The optimizer's own step is left out: the gradient is what parity is about.
     """
@@ -170,46 +128,48 @@ def measure(worker: Any, cfg: Config, chunk_elements: int, work: RankWork) -> Fo
     try:
         rebuild(worker, cfg)
         set_adapters(worker._policy.model)
-        updater = worker._updater
-        batches = [updater._collate(sequences) for sequences in work.minibatches[0]]
-        [own], _ = updater._before([batches])
-        totals = updater._forward_backward(batches, None, None)
+        batches = [worker._updater._collate(sequences) for sequences in work.minibatches[0]]
+        [own], _ = worker._updater._before([batches])
+        totals = worker._updater._forward_backward(batches, None, None)
     finally:
         logprobs.LOGITS_CHUNK_ELEMENTS.update(whole)
-    gradients = gradients_of(worker._policy.model)
-    lengths = [[len(s.rollout_logprobs) for s in sequences] for sequences in work.minibatches[0]]
-    return [list(one.split(of)) for one, of in zip(own, lengths, strict=True)], gradients, totals.grad_norm
+    trained = [(name, p.grad) for name, p in worker._policy.model.named_parameters() if p.requires_grad]
+    gradients = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in trained}
+    return torch.cat(list(own)), gradients, totals.grad_norm
 
 
 def assert_parity(
-    pool: ActorPool, cfg: Config, variant: Variant, sequences: tuple[TrainSequence, ...], wanted: Plain
+    pool: ActorPool, cfg: Config, variant: Variant, sequences: tuple[TrainSequence, ...], wanted: Plain, **actor: Any
 ) -> None:
-    ranks, shared_by = cfg.actor.num_workers, cfg.actor.ulysses_sequence_parallel_size
-    works = micro_batches(sequences, cfg, variant.packed)
-    assert len({len(work.minibatches[0]) for work in works}) == 1
+    lora = LORA if variant.lora else LoraConfig()
+    model = dataclasses.replace(cfg.model, gradient_checkpointing=variant.checkpointing, lora=lora)
+    offload, reshard = "host" if variant.offload else "none", variant.checkpointing == "full"
+    actor_cfg = dataclasses.replace(cfg.actor, offload=offload, reshard_after_forward=reshard, **actor)
+    cfg = dataclasses.replace(cfg, model=model, actor=actor_cfg)
+    ranks, shared_by = actor_cfg.num_workers, actor_cfg.ulysses_sequence_parallel_size
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    max_tokens = sum(lengths) if variant.packed else max(lengths)
+    works = split_batch(train_batch(0, sequences), ranks // shared_by, max_tokens)
+    assert {len(work.minibatches[0]) == 1 for work in works} == {variant.packed}
     chunk = CHUNK_ROWS * VOCABULARY if variant.chunked else 1 << 24
     shares = [works[rank // shared_by] for rank in range(ranks)]
-    found = on_all(pool, measure, [cfg] * ranks, [chunk] * ranks, shares)
-    by_tokens = dict(zip([s.token_ids.tobytes() for s in sequences], wanted.logprobs, strict=True))
-    norm = torch.cat([g.double().flatten() for g in wanted.gradients.values()]).norm()
+    logprobs, wanted_gradients = wanted
+    norm = torch.cat([g.double().flatten() for g in wanted_gradients.values()]).norm()
     seen = 0
-    for (logprobs, gradients, grad_norm), work in zip(found, shares, strict=True):
-        for sequence, own in zip(
-            itertools.chain.from_iterable(work.minibatches[0]), itertools.chain.from_iterable(logprobs), strict=True
-        ):
-            assert (own - by_tokens[sequence.token_ids.tobytes()]).abs().max() <= BOUND
-            seen += 1
-        assert gradients.keys() == wanted.gradients.keys()
-        distances = {
-            name: float((gradients[name] - gradient).norm() / gradient.norm())
-            for name, gradient in wanted.gradients.items()
-        }
+    for (own, gradients, grad_norm), work in zip(
+        on_all(pool, measure, [cfg] * ranks, [chunk] * ranks, shares), shares, strict=True
+    ):
+        mine = [logprobs[s.token_ids.tobytes()] for micro_batch in work.minibatches[0] for s in micro_batch]
+        seen += len(mine)
+        assert (own - torch.cat(mine)).abs().max() <= BOUND
+        assert gradients.keys() == wanted_gradients.keys()
+        distances = {n: float((gradients[n] - g).norm() / g.norm()) for n, g in wanted_gradients.items()}
         assert {name: distance for name, distance in distances.items() if not distance <= BOUND} == {}
         assert grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert seen == shared_by * len(sequences)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_ranks_agree_with_plain_transformers(
     row: tuple[ActorPool, Config],
     variant: Variant,
@@ -217,11 +177,11 @@ def test_ranks_agree_with_plain_transformers(
     plain: dict[bool, Plain],
 ) -> None:
     pool, cfg = row
-    assert_parity(pool, configured(cfg, variant), variant, sequences, plain[variant.lora])
+    assert_parity(pool, cfg, variant, sequences, plain[variant.lora])
     if cfg.actor.num_workers == 4:
         # Copies of the parameters side by side; and more ranks than key-value heads share a micro-batch.
         for arranged in ({"fsdp_size": 2}, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}):
-            assert_parity(pool, configured(cfg, variant, **arranged), variant, sequences, plain[variant.lora])
+            assert_parity(pool, cfg, variant, sequences, plain[variant.lora], **arranged)
 
 
 @pytest.fixture(scope="module")
@@ -235,13 +195,7 @@ def experts(
     return directory, {lora: plain_results(directory, sequences, lora=lora) for lora in (False, True)}
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(Variant(checkpointing="selective"), id="packed_full"),
-        pytest.param(Variant(packed=False, lora=True, checkpointing="full"), id="separate_lora"),
-    ],
-)
+@pytest.mark.parametrize("variant", OF_EXPERTS.values(), ids=OF_EXPERTS)
 def test_ranks_that_share_experts_agree_with_plain_transformers(
     row: tuple[ActorPool, Config],
     variant: Variant,
@@ -251,31 +205,25 @@ def test_ranks_that_share_experts_agree_with_plain_transformers(
     pool, cfg = row
     directory, wanted = experts
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(directory)))
-    assert_parity(pool, configured(cfg, variant), variant, sequences, wanted[variant.lora])
+    assert_parity(pool, cfg, variant, sequences, wanted[variant.lora])
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(
-            AlgorithmConfig(
-                policy_loss="gspo",
-                clip_ratio_low=3e-3,
-                clip_ratio_high=4e-3,
-                rollout_correction=RolloutCorrectionConfig(mode="truncate", level="sequence", upper=1.2),
-            ),
-            id="by_sequence",
-        ),
-        pytest.param(AlgorithmConfig(kl=KLConfig(estimator="k3", loss_coeff=0.2), entropy_coeff=0.05), id="kl_entropy"),
-    ],
-)
-@pytest.mark.parametrize("row", [row for row in ROWS if row[1] > 1], indirect=True, ids=row_name)
-def test_the_whole_update_of_ranks_that_share_sequences(
-    row: tuple[ActorPool, Config], model_dir: Path, algorithm: AlgorithmConfig
-) -> None:
+BY_SEQUENCE = RolloutCorrectionConfig(mode="truncate", level="sequence", upper=1.2)
+ALGORITHMS = {
+    "by_sequence": AlgorithmConfig(
+        policy_loss="gspo", clip_ratio_low=3e-3, clip_ratio_high=4e-3, rollout_correction=BY_SEQUENCE
+    ),
+    "kl_entropy": AlgorithmConfig(kl=KLConfig(estimator="k3", loss_coeff=0.2), entropy_coeff=0.05),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_the_whole_update_of_ranks(row: tuple[ActorPool, Config], tied_dir: Path, algorithm: AlgorithmConfig) -> None:
     """What belongs to a response as a whole is the same on all ranks that hold parts of it; each token counts once."""
     pool, cfg = row
     cfg = dataclasses.replace(cfg, algorithm=algorithm)
     on_all(pool, rebuild, [cfg] * cfg.actor.num_workers)
-    minibatches = (mismatched(model_dir, 0), mismatched(model_dir, 1))
-    assert_update(pool, cfg, TrainBatch(version=20, minibatches=minibatches, order=(1, 0, 0, 1)))
+    one = mismatched(tied_dir, 2)[:1]  # some ranks have no sequence
+    minibatches = (mismatched(tied_dir, 0), mismatched(tied_dir, 1), one)
+    batch = TrainBatch(version=20, minibatches=minibatches, order=(1, 0, 2, 0, 1))
+    assert_update(update(pool, batch), on_all(pool, full_weights), cfg, batch)

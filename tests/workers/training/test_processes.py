@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from workers.training.processes import RankProcess, _own_space, _start_of, end_h
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
     process.wait()
@@ -33,22 +32,13 @@ def test_a_process_is_gone_also_if_it_was_stopped(child: subprocess.Popen[bytes]
     assert end_here([of(child)], 10) == []
     assert time.monotonic() - began < 5
     assert not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    assert _start_of(child.pid) == "", "a zombie, which nobody has waited for, has ended"
 
 
-def test_another_process_with_the_id_of_one_that_ended_is_left_alone(child: subprocess.Popen[bytes]) -> None:
-    assert end_here([of(child, started="1")], 3) == []
+def test_another_process_is_left_alone_and_what_does_not_end_is_named(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert end_here([of(child, started="1")], 3) == [], "its id is that of one that ended"
     assert child.poll() is None
-
-
-def test_what_does_not_end_is_named(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
-    assert end_here([of(child)], 1.5) == [child.pid]
-
-
-def test_a_process_that_has_ended_has_no_start(child: subprocess.Popen[bytes]) -> None:
-    assert _start_of(child.pid) == _start_of(child.pid) != ""
-    child.kill()
-    deadline = time.monotonic() + 10
-    while _start_of(child.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert _start_of(child.pid) == ""  # a zombie, which nobody has waited for
+    assert end_here([of(child)], 0.5) == [child.pid]

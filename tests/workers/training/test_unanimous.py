@@ -1,10 +1,11 @@
-"""What a rank keeps of its own work's errors, without other ranks: what they tell is the test's."""
+"""What ranks refuse, and raise alike, without other ranks: what they tell is the test's."""
 
 import pytest
 import torch
 
 from workers.training import unanimous as module
-from workers.training.unanimous import FilesError, OwnWork
+from workers.training.standing import Standing
+from workers.training.unanimous import FilesError, OwnWork, Refused, Unanimous
 
 
 @pytest.fixture
@@ -24,23 +25,18 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_all_ranks_raise_what_some_have_met(told: list[str]) -> None:
     own = OwnWork()
     with own:
+        pass
+    assert not own.failed
+    with pytest.raises(FilesError, match="^saving: actor rank 0: OSError: full$"):
+        own.meet("saving")
+    with own:
         raise PermissionError("no")
     assert own.failed
     with own:
         raise ValueError("what follows from it")
     with pytest.raises(FilesError, match="^saving: actor rank 0: OSError: full; actor rank 1, 2: PermissionError: no$"):
         own.meet("saving")
-    assert told == ["PermissionError: no"]
-
-
-def test_a_rank_that_has_not_failed_raises_too(told: list[str]) -> None:
-    own = OwnWork()
-    with own:
-        pass
-    assert not own.failed
-    with pytest.raises(FilesError, match="^saving: actor rank 0: OSError: full$"):
-        own.meet("saving")
-    assert told == [""]
+    assert told == ["", "PermissionError: no"]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
@@ -49,3 +45,39 @@ def test_what_would_fail_again_is_not_kept(error: BaseException) -> None:
     with pytest.raises(type(error)), own:
         raise error
     assert not own.failed
+
+
+def test_a_change_that_ends_makes_the_next_version():
+    standing = Standing()
+    standing.check("an update", 0)
+    with standing.changing("the update", to=1, or_nothing=True):
+        with pytest.raises(Refused, match="refuse a checkpoint: the update did not come to its end"):
+            standing.check("a checkpoint", 0)
+    standing.check("a checkpoint", 1)
+    standing.check("an export")
+    with pytest.raises(Refused, match=r"an update of policy version 0: they are at version 1; load the checkpoint"):
+        standing.check("an update", 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_after_any_other_error_the_weights_are_of_no_version_until_some_are_loaded(error):
+    standing = Standing()
+    with pytest.raises(type(error)), standing.changing("the update", to=1, or_nothing=True):
+        raise error
+    for version in (None, 0, 1):
+        with pytest.raises(Refused, match="of no policy version; load a checkpoint"):
+            standing.check("a checkpoint", version)
+    with standing.changing("loading x", to=5, or_nothing=False):
+        pass
+    standing.check("a checkpoint", 5)
+
+
+def test_a_change_that_all_ranks_refuse_leaves_the_version_but_half_a_load_is_none():
+    standing = Standing()
+    with pytest.raises(Unanimous), standing.changing("the update", to=1, or_nothing=True):
+        raise Unanimous("other weights")
+    standing.check("a checkpoint", 0)
+    with pytest.raises(Unanimous), standing.changing("loading x", to=3, or_nothing=False):
+        raise Unanimous("cut off")
+    with pytest.raises(Refused, match="loading x did not come to its end"):
+        standing.check("a weight sync")

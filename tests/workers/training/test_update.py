@@ -1,9 +1,7 @@
-"""The whole update on real FSDP ranks against plain torch: metrics, epochs, correction, KL, entropy, schedule, parity.
-
-Every test builds the ranks anew.
+"""The whole update against plain torch: metrics, epochs, correction, KL, entropy, schedule, parity. On one rank in this
+process; on several: test_parity.
 """
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -12,87 +10,42 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.config.algorithm import CORRECTION_LEVELS, AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from dapo.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from dapo.config.schema import Config
-from dapo.packing import pack
-from dapo.pools import BatchRefused
 from dapo.schedule import learning_rates
 from dapo.types import TrainBatch, TrainSequence
 from tests.support.training.plain_reference import (
     LENGTHS,
-    checksum,
     distance,
     full_weights,
     make_config,
-    make_model,
     make_sequences,
-    on_all,
-    plain_logprobs,
     rank_checksum,
-    reference,
-    start_pool,
+    rebuild,
+    stale,
     train_batch,
-    update,
-    update_on,
+    update_here,
 )
 from tests.support.training.plain_update import assert_update, mismatched
-from workers.actor import ActorPool, split_batch
-from workers.remote import RemoteError
+from workers.actor import ActorWorker, RankWork
+from workers.training.parity import WeightParityError
+from workers.training.unanimous import Refused
+from workers.training.update import NonFiniteError
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
-
-MAX_TOKENS = 48  # several micro-batches on both ranks
 KL = KLConfig(estimator="k3", loss_coeff=0.2)
-Started = tuple[ActorPool, Config]
 ENGINES = {"rollout_correction": RolloutCorrectionConfig(use_rollout_logprobs=True)}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), tied=False)
-
-
-@dataclasses.dataclass
-class Ranks:
-    """Two ranks of the model in `model_dir`."""
-
-    model_dir: Path
-
-    def reset(self, algorithm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-        """First state of another configuration, by section (`optim` is that of `actor`)."""
-        cfg = configured(self.model_dir, AlgorithmConfig(**algorithm or {}), 2)
-        cfg.actor.optim = dataclasses.replace(cfg.actor.optim, **sections.pop("optim", {}))
-        of = {"actor": cfg.actor, "data": cfg.data, "rollout": cfg.rollout, "trainer": cfg.trainer}
-        cfg = dataclasses.replace(cfg, **{k: dataclasses.replace(of[k], **v) for k, v in sections.items()})
-        self.pool = start_pool(cfg)
-        return cfg
-
-    def update(self, version: int, *minibatches: tuple[TrainSequence, ...]) -> dict[str, float]:
-        return update(self.pool, train_batch(version, *minibatches))
-
-    def checksum(self) -> str:
-        return checksum(self.pool)
-
-
-def configured(model_dir: Path, algorithm: AlgorithmConfig, ranks: int) -> Config:
-    cfg = make_config(model_dir, num_workers=ranks)
-    cfg.actor.max_tokens_per_gpu = MAX_TOKENS
-    cfg.algorithm = algorithm
+def reset(
+    rank: ActorWorker, algorithm: dict[str, Any] | None = None, dtype: str = "float32", **sections: dict[str, Any]
+) -> Config:
+    """First state of another configuration, by section (`optim` is that of `actor`)."""
+    cfg = make_config(Path(rank._cfg.model.path), num_workers=1, max_tokens_per_gpu=48)  # several micro-batches
+    cfg.algorithm, cfg.model.dtype = AlgorithmConfig(**algorithm or {}), dtype
+    cfg.actor.optim = dataclasses.replace(cfg.actor.optim, **sections.pop("optim", {}))
+    cfg = dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
+    rebuild(rank, cfg)
     return cfg
-
-
-@pytest.fixture
-def ranks(model_dir: Path) -> Ranks:
-    return Ranks(model_dir)
-
-
-@pytest.fixture(params=[1, 2], ids=["one_rank", "two_ranks"])
-def with_reference(model_dir: Path, request: pytest.FixtureRequest) -> Started:
-    """Started with a coefficient of KL in the reward, or in the loss together with an entropy bonus."""
-    in_reward = AlgorithmConfig(kl=KLConfig(reward_coeff=0.1))
-    in_loss = AlgorithmConfig(kl=KL, entropy_coeff=0.05)
-    cfg = configured(model_dir, {1: in_reward, 2: in_loss}[request.param], request.param)
-    return start_pool(cfg), cfg
 
 
 def corrected(mode: str, level: str) -> dict[str, Any]:
@@ -104,28 +57,38 @@ def steps(metrics: dict[str, float]) -> dict[str, float]:
     return {kind: metrics[f"actor/{kind}_steps"] for kind in ("optimizer", "empty", "skipped")}
 
 
+ONE_STEP, TWO_EPOCHS = (0,), (1, 0, 0, 1)
+
+
 @pytest.mark.parametrize(
-    "algorithm",
+    ("order", "algorithm"),
     [
-        pytest.param({}, id="dapo"),
-        pytest.param({"clip_ratio_c": 1.05, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="every_clip"),
-        pytest.param({"policy_loss": "gspo", "clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3}, id="gspo"),
-        pytest.param({"policy_loss": "cispo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="cispo"),
-        *(pytest.param(corrected(m, x), id=f"{m}_{x}") for m in ("truncate", "mask") for x in CORRECTION_LEVELS),
-        pytest.param({"entropy_top_share": 0.2}, id="high_entropy_tokens"),
-        pytest.param({"entropy_top_share": 0.5, **ENGINES}, id="high_entropy_tokens_of_engines"),
-        pytest.param(ENGINES, id="engines_logprobs"),
-        *(pytest.param({"kl": dataclasses.replace(KL, estimator=e)}, id=f"kl_{e}") for e in ("k1", "k2", "k3")),
-        pytest.param({"entropy_coeff": 0.5}, id="entropy_bonus"),
+        pytest.param(ONE_STEP, {}, id="one_step"),
+        pytest.param(TWO_EPOCHS, {}, id="two_epochs"),
+        pytest.param(
+            TWO_EPOCHS, {"clip_ratio_c": 1.05, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="every_clip"
+        ),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "gspo", "clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3}, id="gspo"),
+        pytest.param(TWO_EPOCHS, {"policy_loss": "cispo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, id="cispo"),
+        pytest.param(ONE_STEP, corrected("truncate", "token"), id="truncate_token"),
+        pytest.param(TWO_EPOCHS, corrected("mask", "sequence"), id="mask_sequence"),
+        pytest.param(TWO_EPOCHS, corrected("mask", "geometric"), id="mask_geometric"),
+        pytest.param(TWO_EPOCHS, {"entropy_top_share": 0.2}, id="high_entropy_tokens"),
+        pytest.param(ONE_STEP, {"entropy_top_share": 0.5, **ENGINES}, id="high_entropy_tokens_of_engines"),
+        pytest.param(ONE_STEP, ENGINES, id="engines_logprobs_one_step"),
+        pytest.param(TWO_EPOCHS, ENGINES, id="engines_logprobs"),
+        pytest.param(TWO_EPOCHS, {"kl": dataclasses.replace(KL, estimator="k1")}, id="kl_k1"),
+        pytest.param(TWO_EPOCHS, {"kl": KL, "entropy_coeff": 0.05}, id="kl_k3_entropy"),
+        pytest.param(ONE_STEP, {"entropy_coeff": 0.5}, id="entropy_bonus"),
     ],
 )
-@pytest.mark.parametrize("order", [pytest.param((0,), id="one_step"), pytest.param((1, 0, 0, 1), id="two_epochs")])
 def test_update_and_metrics_are_those_of_plain_torch(
-    ranks: Ranks, model_dir: Path, algorithm: dict[str, Any], order: tuple[int, ...]
+    rank: ActorWorker, model_dir: Path, order: tuple[int, ...], algorithm: dict[str, Any]
 ) -> None:
-    cfg = ranks.reset(algorithm, optim={"lr": 1e-2})
+    cfg = reset(rank, algorithm, optim={"lr": 1e-2})
     minibatches = tuple(mismatched(model_dir, seed) for seed in sorted(set(order)))
-    metrics = assert_update(ranks.pool, cfg, TrainBatch(version=20, minibatches=minibatches, order=order))
+    batch = TrainBatch(version=20, minibatches=minibatches, order=order)
+    metrics = assert_update(update_here(rank, batch).metrics, [full_weights(rank)], cfg, batch)
     assert {f"parity/staleness_{k}/ess" for k in (0, 1, 4)} <= metrics.keys()
     correction = cfg.algorithm.rollout_correction
     off_policy = len(order) > 1 or correction.use_rollout_logprobs  # else every ratio is 1
@@ -140,84 +103,71 @@ def test_update_and_metrics_are_those_of_plain_torch(
     assert [name for name, must in acted.items() if must and not metrics[name]] == []
 
 
-def counted_update(worker: Any, work: Any) -> int:
-    """Runs on a rank: forward passes of one update."""
-    passes: list[None] = []
-    hook = worker._policy.register_forward_hook(lambda *_: passes.append(None))
-    update_on(worker, work)
-    hook.remove()
-    return len(passes)
-
-
-def test_equal_logprobs_of_the_engines_only_spare_a_pass(ranks: Ranks, model_dir: Path) -> None:
+def test_equal_logprobs_of_the_engines_only_spare_a_pass(rank: ActorWorker, model_dir: Path) -> None:
     batch = train_batch(20, *(make_sequences(model_dir, LENGTHS, seed) for seed in (0, 1)))
-    works = split_batch(batch, 2, 25)
-    assert [len(minibatch) for minibatch in works[0].minibatches] == [2, 2]
     found = {}
     for use in (False, True):
-        ranks.reset({"rollout_correction": RolloutCorrectionConfig(use_rollout_logprobs=use)})
-        before = on_all(ranks.pool, full_weights)[0]
-        assert on_all(ranks.pool, counted_update, works) == [4 if use else 8] * 2
-        after = on_all(ranks.pool, full_weights)[0]
-        found[use] = {name: after[name] - before[name] for name in before}
+        reset(rank, {"rollout_correction": RolloutCorrectionConfig(use_rollout_logprobs=use)})
+        before = {name: tensor.clone() for name, tensor in full_weights(rank).items()}
+        passes: list[None] = []
+        hook = rank._policy.register_forward_hook(lambda *_, passes=passes: passes.append(None))
+        update_here(rank, batch)
+        hook.remove()
+        assert len(passes) == (4 if use else 8)
+        found[use] = {name: tensor - before[name] for name, tensor in full_weights(rank).items()}
     assert distance(found[True], found[False]) <= 2e-5
 
 
-def reference_digest(worker: Any) -> tuple[str, str] | None:
-    """Runs on a rank: checksums of the reference policy and of the policy."""
-    kept = worker._updater._reference
-    return None if kept is None else (rank_checksum(worker, kept), rank_checksum(worker))
+@pytest.mark.parametrize("algorithm", [{"kl": KL}, {"kl": KLConfig(reward_coeff=0.1)}], ids=["in_loss", "in_reward"])
+def test_reference_is_the_base_model_also_after_an_update(
+    rank: ActorWorker, model_dir: Path, algorithm: dict[str, Any]
+) -> None:
+    reset(rank, algorithm)
+    base = rank_checksum(rank)
+    assert rank_checksum(rank, rank._updater._reference) == base
+    metrics = update_here(rank, train_batch(20, *(mismatched(model_dir, seed) for seed in (0, 1)))).metrics
+    assert (metrics["actor/ref_kl"] > 0) == bool(algorithm["kl"].loss_coeff)
+    assert rank_checksum(rank, rank._updater._reference) == base != rank_checksum(rank)
 
 
-def test_reference_is_the_base_model_also_after_an_update(with_reference: Started, model_dir: Path) -> None:
-    pool, cfg = with_reference
-    sequences = make_sequences(model_dir, LENGTHS * 3, seed=5)
-    ((base, policy),) = set(on_all(pool, reference_digest))
-    assert base == policy
-    metrics = assert_update(pool, cfg, train_batch(20, *(mismatched(model_dir, seed) for seed in (0, 1))))
-    assert (metrics["actor/ref_kl"] > 0) == bool(cfg.algorithm.kl.loss_coeff)
-    ((still, moved),) = set(on_all(pool, reference_digest))
-    assert still == base and moved != policy
-
-    packed = pack([len(s.token_ids) for s in sequences], cfg.actor.num_workers, MAX_TOKENS)
-    assert len(packed[0]) > 2
-    found = asyncio.run(pool.reference_logprobs(sequences))
-    model = reference(model_dir)
-    for logprobs, sequence in zip(found, sequences, strict=True):
-        assert logprobs.dtype == np.float32
-        with torch.no_grad():
-            np.testing.assert_allclose(logprobs, plain_logprobs(model, sequence).numpy(), atol=2e-5)
+def test_the_reference_is_stored_in_the_compute_type_and_without_a_coefficient_there_is_none(
+    rank: ActorWorker, model_dir: Path
+) -> None:
+    sequences = make_sequences(model_dir, LENGTHS)
+    reset(rank, {"kl": KL}, dtype="bfloat16")
+    assert {p.dtype for p in rank._updater._reference.parameters()} == {torch.bfloat16}
+    own, theirs = (np.concatenate(rank.logprobs([sequences], reference=each)) for each in (False, True))
+    assert abs(own).mean() > 0.1 and (own == theirs).all()
+    reset(rank)
+    assert rank._updater._reference is None
+    with pytest.raises(Refused, match=r"no coefficient of `algorithm.kl` is set"):
+        rank.logprobs([sequences], reference=True)
 
 
-def test_without_a_coefficient_there_is_no_reference(ranks: Ranks, model_dir: Path) -> None:
-    ranks.reset()
-    assert on_all(ranks.pool, reference_digest) == [None, None]
-    with pytest.raises(RemoteError, match=r"the reference policy's .* no coefficient of `algorithm.kl` is set"):
-        asyncio.run(ranks.pool.reference_logprobs(make_sequences(model_dir, LENGTHS)))
-
-
-def test_an_empty_minibatch_takes_no_step(ranks: Ranks, model_dir: Path) -> None:
+def test_an_empty_minibatch_takes_no_step(rank: ActorWorker, model_dir: Path) -> None:
     """Momentum must not move the weights, nor may the step count towards Adam's bias correction."""
     first, second = (make_sequences(model_dir, LENGTHS, seed) for seed in (0, 1))
-    second = tuple(dataclasses.replace(s, staleness=np.ones_like(s.staleness)) for s in second)  # the policy has moved
+    second = stale(second)
     checksums = []
     for empty in ((), ((), ())):
-        ranks.reset()
-        ranks.update(20, first)
+        reset(rank)
+        update_here(rank, train_batch(20, first))
         if empty:
-            before = ranks.checksum()
-            metrics = ranks.update(20, *empty)
-            assert ranks.checksum() == before
+            before = rank_checksum(rank)
+            metrics = update_here(rank, train_batch(20, *empty)).metrics
+            assert rank_checksum(rank) == before
             assert steps(metrics) == {"optimizer": 0, "empty": 2, "skipped": 0}
             assert metrics["actor/loss"] == metrics["actor/response_tokens"] == 0
-        ranks.update(20, second)
-        checksums.append(ranks.checksum())
+        update_here(rank, train_batch(20, second))
+        checksums.append(rank_checksum(rank))
     assert checksums[0] == checksums[1]
-    assert steps(ranks.update(20, (), second, ())) == {"optimizer": 1, "empty": 2, "skipped": 0}
+    metrics = update_here(rank, train_batch(20, (), second, ())).metrics
+    assert steps(metrics) == {"optimizer": 1, "empty": 2, "skipped": 0}
 
 
-def test_every_optimizer_step_has_its_learning_rate(ranks: Ranks, model_dir: Path) -> None:
-    cfg = ranks.reset(
+def test_every_optimizer_step_has_its_learning_rate(rank: ActorWorker, model_dir: Path) -> None:
+    cfg = reset(
+        rank,
         data={"train_batch_size": 4},
         actor={"ppo_mini_batch_size": 2, "ppo_epochs": 2},
         trainer={"total_steps": 3},
@@ -226,41 +176,112 @@ def test_every_optimizer_step_has_its_learning_rate(ranks: Ranks, model_dir: Pat
     rates = [learning_rates(cfg)(1, k) for k in range(4)]
     assert rates[0] == pytest.approx(1e-2) and len(set(rates)) == 4  # the fifth step of the run ends the warm-up
     minibatches = tuple(make_sequences(model_dir, LENGTHS, seed) for seed in (0, 1))
-    metrics = assert_update(ranks.pool, cfg, TrainBatch(version=1, minibatches=minibatches, order=(0, 1, 1, 0)))
+    batch = TrainBatch(version=1, minibatches=minibatches, order=(0, 1, 1, 0))
+    metrics = assert_update(update_here(rank, batch).metrics, [full_weights(rank)], cfg, batch)
     assert metrics["actor/lr"] == rates[3]
 
 
 FRESH = r"above `weight_sync.max_mean_logprob_diff` \(0.05\); nothing was trained .* Suspect "
 STALE = r"above `algorithm.rollout_correction.max_mean_stale_logprob_diff` \(0.5\); nothing was trained .* Suspect "
+TYPES = r"the compute types: `rollout.vllm.dtype` \(bfloat16\) against `model.dtype` \(float32\)"
 
 
 @pytest.mark.parametrize(
-    ("noise", "vllm", "message"),
+    ("noise", "dtype", "message"),
     [
-        pytest.param({"fresh": 0.3}, {}, FRESH + "the weight sync .* both sides compute in float32", id="weight_sync"),
-        pytest.param(
-            {"fresh": 0.3},
-            {"dtype": "bfloat16"},
-            FRESH + r"the compute types: `rollout.vllm.dtype` \(bfloat16\) against `model.dtype` \(float32\)",
-            id="dtype",
-        ),
-        pytest.param({"stale": 3.0}, {}, STALE + "staleness: .* at least 1 updates old", id="staleness"),
+        pytest.param({"fresh": 0.3}, "", FRESH + "the weight sync .* both sides compute in float32", id="weight_sync"),
+        pytest.param({"fresh": 0.3}, "bfloat16", FRESH + TYPES, id="dtype"),
+        pytest.param({"stale": 3.0}, "", STALE + "staleness: .* at least 1 updates old", id="staleness"),
     ],
 )
-@pytest.mark.parametrize(
-    ("count", "algorithm"), [(1, {}), (2, {}), (2, ENGINES)], ids=["one_step", "two_steps", "engines_logprobs"]
-)
 def test_parity_error_names_its_suspect_and_nothing_is_trained(
-    ranks: Ranks,
-    model_dir: Path,
-    noise: dict[str, float],
-    vllm: dict[str, str],
-    message: str,
-    count: int,
-    algorithm: dict[str, Any],
+    rank: ActorWorker, model_dir: Path, noise: dict[str, float], dtype: str, message: str
 ) -> None:
-    ranks.reset(algorithm, rollout={"vllm": vllm})
-    before = ranks.checksum()
-    with pytest.raises(BatchRefused, match="WeightParityError: .*" + message):
-        ranks.update(20, *(mismatched(model_dir, seed, **noise) for seed in range(count)))
-    assert ranks.checksum() == before
+    for count, algorithm in ((1, {}), (2, {}), (2, ENGINES)):
+        reset(rank, algorithm, rollout={"vllm": {"dtype": dtype} if dtype else {}})
+        before = rank_checksum(rank)
+        with pytest.raises(WeightParityError, match=message):
+            update_here(rank, train_batch(20, *(mismatched(model_dir, seed, **noise) for seed in range(count))))
+        assert rank_checksum(rank) == before
+
+
+def first_with(sequences: tuple[TrainSequence, ...], **fields: Any) -> tuple[TrainSequence, ...]:
+    return (dataclasses.replace(sequences[0], **fields), *sequences[1:])
+
+
+def test_numbers_that_are_not_finite_skip_their_steps_and_are_named(rank: ActorWorker, model_dir: Path) -> None:
+    good = make_sequences(model_dir, LENGTHS)
+    tokens = len(good[0].rollout_logprobs)
+    reset(rank)
+    metrics = update_here(rank, train_batch(0, good)).metrics
+    assert metrics["actor/skipped_steps"] == metrics["parity/non_finite_tokens"] == 0
+    trained = rank_checksum(rank)
+    for fields, named in (
+        ({"rollout_logprobs": np.full(tokens, np.nan, np.float32)}, tokens),
+        ({"rollout_logprobs": np.full(tokens, -np.inf, np.float32)}, tokens),
+        ({"advantage": np.inf}, 0),
+    ):
+        reset(rank)
+        updated = update_here(rank, train_batch(0, first_with(good, **fields), good))
+        assert updated.skipped == (0,) and not updated.stop
+        assert steps(updated.metrics) == {"optimizer": 1, "empty": 0, "skipped": 1}
+        assert updated.metrics["parity/non_finite_tokens"] == named
+        assert np.isfinite(updated.metrics["parity/mean_abs_logprob_diff"])
+        assert rank_checksum(rank) == trained and rank._standing.version == 1, "such an update counts"
+
+
+def test_log_probabilities_of_the_actors_that_are_not_finite_skip_every_step(
+    rank: ActorWorker, model_dir: Path
+) -> None:
+    for count in (1, 2):  # with two steps there is a pass before the first
+        reset(rank)
+        rank._policy.model.get_parameter("model.norm.weight").detach().to_local()[:1] = np.nan
+        before = rank_checksum(rank)
+        updated = update_here(rank, train_batch(0, *[make_sequences(model_dir, LENGTHS)] * count))
+        assert updated.skipped == tuple(range(count)) and rank_checksum(rank) == before
+        assert updated.metrics["parity/non_finite_tokens"] == count * sum(response for _, response in LENGTHS)
+
+
+def test_three_skipped_steps_in_a_row_stop_and_the_rank_still_saves(
+    rank: ActorWorker, model_dir: Path, tmp_path: Path
+) -> None:
+    good = make_sequences(model_dir, LENGTHS)
+    bad = first_with(good, advantage=np.inf)
+    reset(rank)
+    before = rank_checksum(rank)
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row were skipped"):
+        update_here(rank, train_batch(0, bad, bad, bad, good))
+    assert rank_checksum(rank) == before
+    rank.save(str(tmp_path / "zero"), 0)
+    update_here(rank, train_batch(0, good))  # ends the row
+    reset(rank)
+    updated = update_here(rank, train_batch(0, good, bad, bad, bad, good))
+    assert updated.skipped == (1, 2, 3) and "3 optimizer steps in a row" in updated.stop
+    assert updated.metrics["actor/optimizer_steps"] == 1, "none is taken after them"
+    rank.save(str(tmp_path / "one"), 1)
+
+
+def test_saved_state_continues_bit_for_bit(rank: ActorWorker, model_dir: Path, tmp_path: Path) -> None:
+    batches = [train_batch(v, stale(make_sequences(model_dir, LENGTHS, seed=v))) for v in range(2)]
+    state = str(tmp_path / "state")
+    reset(rank)
+    update_here(rank, batches[0])
+    rank.save(state, 1)
+    saved = rank_checksum(rank)
+    update_here(rank, batches[1])
+    continued = rank_checksum(rank)
+    for anew in (False, True):
+        if anew:
+            reset(rank)
+        rank.load(state, 1)
+        assert rank_checksum(rank) == saved != continued
+        update_here(rank, batches[1])
+        assert rank_checksum(rank) == continued
+    with pytest.raises(Refused, match=r"an update of policy version 1: they are at version 2"):
+        rank.update(RankWork(version=1, minibatches=((),), order=(0,)))
+    with pytest.raises(Refused, match=r"a checkpoint of policy version 1: they are at version 2"):
+        rank.save(str(tmp_path / "other"), 1)
+    reset(rank, optim={"betas": [0.5, 0.75], "weight_decay": 0.5})
+    rank.load(state, 1)
+    [group] = rank._optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.75), 0.5), "settings are those of the configuration"

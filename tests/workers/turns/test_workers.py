@@ -22,9 +22,21 @@ from workers.turns.fleet import START_ATTEMPTS, TurnFleet, TurnLost
 from workers.turns.worker import TurnWorker
 
 
-def lost(failures: int, monkeypatch: pytest.MonkeyPatch) -> tuple[TurnFleet, list[str]]:
-    """A fleet of one worker that was lost, and whose place took `failures` workers that did not start."""
-    left, said = [failures], []
+@pytest.fixture(autouse=True)
+def _no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_kill", lambda handle: None)
+
+
+def actors(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """Puts stand-ins with these methods in the places of Ray's actors."""
+    remote = {name: SimpleNamespace(remote=method) for name, method in methods.items()}
+    monkeypatch.setattr(TurnFleet, "_make", lambda self: SimpleNamespace(**remote))
+
+
+@pytest.mark.parametrize("failures", [START_ATTEMPTS - 1, START_ATTEMPTS], ids=["one-starts", "none-starts"])
+def test_a_replacement_that_does_not_start_is_replaced_too(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """Where none starts, the run hears why."""
+    left, said = [0], []
 
     async def start(self: TurnFleet, place: Any) -> str:
         if left[0]:
@@ -38,7 +50,6 @@ def lost(failures: int, monkeypatch: pytest.MonkeyPatch) -> tuple[TurnFleet, lis
 
     async def whole() -> TurnFleet:
         fleet = TurnFleet({}, RolloutFunctionConfig(path="one_turn", num_workers=1), warn=said.append)
-        left[0] = 0
         await fleet.start("model", False, 1.0)
         left[0] = failures
         place = fleet._places[0]
@@ -49,20 +60,13 @@ def lost(failures: int, monkeypatch: pytest.MonkeyPatch) -> tuple[TurnFleet, lis
         return fleet
 
     monkeypatch.setattr(TurnFleet, "_start", start)
-    monkeypatch.setattr(TurnFleet, "_make", lambda self: object())
-    monkeypatch.setattr(module, "_kill", lambda handle: None)
-    return asyncio.run(whole()), said
-
-
-def test_a_replacement_that_does_not_start_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, said = lost(START_ATTEMPTS - 1, monkeypatch)
-    assert fleet._broken is None and fleet._places[0].ready.is_set()
-    assert sum("did not start: its node is gone" in line for line in said) == START_ATTEMPTS - 1
-
-
-def test_where_none_starts_the_run_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, _ = lost(START_ATTEMPTS, monkeypatch)
-    assert "its node is gone" in str(fleet._broken)
+    actors(monkeypatch)
+    fleet = asyncio.run(whole())
+    if failures == START_ATTEMPTS:
+        assert "its node is gone" in str(fleet._broken)
+    else:
+        assert fleet._broken is None and fleet._places[0].ready.is_set()
+        assert sum("did not start: its node is gone" in line for line in said) == failures
 
 
 def test_a_call_that_has_to_wait_for_a_place_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +75,8 @@ def test_a_call_that_has_to_wait_for_a_place_is_asked_again(monkeypatch: pytest.
     async def answer(*given: Any) -> Step:
         return next(steps)
 
-    worker = SimpleNamespace(begin=SimpleNamespace(remote=answer), go_on=SimpleNamespace(remote=answer))
-
-    async def start(self: TurnFleet, place: Any) -> str:
-        place.ready.set()
-        return ""
+    async def start(*given: Any) -> tuple[str, str]:
+        return "", "digest"
 
     async def whole() -> Step:
         fleet = TurnFleet({}, RolloutFunctionConfig(path="one_turn", num_workers=1))
@@ -83,8 +84,7 @@ def test_a_call_that_has_to_wait_for_a_place_is_asked_again(monkeypatch: pytest.
         call = await fleet.call("one")
         return await call.begin(None, None)
 
-    monkeypatch.setattr(TurnFleet, "_start", start)
-    monkeypatch.setattr(TurnFleet, "_make", lambda self: worker)
+    actors(monkeypatch, start=start, begin=answer, go_on=answer)
     assert asyncio.run(whole()) == Trajectory(text="42")
 
 
@@ -96,7 +96,7 @@ def test_a_worker_gets_what_the_person_gave_the_chat_template(monkeypatch: pytes
     keys = [f"model.path={model}", "rollout.function.path=retry", "data.chat_template_kwargs.enable_thinking=false"]
     cfg = compose(keys, "dapo_tiny")
     worker = TurnWorker()
-    monkeypatch.setattr(TurnFleet, "_make", lambda self: SimpleNamespace(start=SimpleNamespace(remote=worker.start)))
+    actors(monkeypatch, start=worker.start)
 
     async def whole() -> Step:
         functions = create_functions(cfg, SimpleNamespace(rewards=dict))
@@ -109,13 +109,13 @@ def test_a_worker_gets_what_the_person_gave_the_chat_template(monkeypatch: pytes
     assert AutoTokenizer.from_pretrained(model).decode(step.token_ids).endswith("<|assistant|>(no thought)")
 
 
-@pytest.mark.parametrize("when", ["from node to node", "during the run"])
-def test_all_workers_have_one_text_of_the_function(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+@pytest.mark.parametrize("digests", ["ab", "aa" + "b" * START_ATTEMPTS], ids=["from node to node", "during the run"])
+def test_all_workers_have_one_text_of_the_function(monkeypatch: pytest.MonkeyPatch, digests: str) -> None:
     """Another file on a node, or one that was edited before a worker was replaced: the run would go on with both."""
-    digests = iter(["a", "b"] if when == "from node to node" else ["a", "a", *["b"] * START_ATTEMPTS])
+    left = iter(digests)
 
     async def text(*given: Any) -> tuple[str, str]:
-        return "", next(digests)
+        return "", next(left)
 
     async def whole() -> None:
         fleet = TurnFleet({}, RolloutFunctionConfig(path="/mine.py", num_workers=2))
@@ -124,8 +124,6 @@ def test_all_workers_have_one_text_of_the_function(monkeypatch: pytest.MonkeyPat
         await asyncio.wait(fleet._tasks)
         await fleet.call("one")
 
-    worker = SimpleNamespace(start=SimpleNamespace(remote=text))
-    monkeypatch.setattr(TurnFleet, "_make", lambda self: worker)
-    monkeypatch.setattr(module, "_kill", lambda handle: None)
+    actors(monkeypatch, start=text)
     with pytest.raises(RemoteError, match=r"`rollout.function.path` \(/mine.py\) differs from node to node or has"):
         asyncio.run(whole())

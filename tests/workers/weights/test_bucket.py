@@ -10,7 +10,7 @@ from workers.meeting import find_store, serve_store
 from workers.weights import bucket as weight_bucket
 from workers.weights.bucket import digest, plan_buckets
 from workers.weights.group import WeightGroup
-from workers.weights.memory import open_shared, share
+from workers.weights.memory import open_shared
 from workers.weights.sender import WeightSender
 from workers.weights.transport import make_transport
 
@@ -59,7 +59,8 @@ def test_the_digest_is_its_formula_in_chunks_of_any_size(monkeypatch):
     assert digest(torch.empty(0, dtype=torch.uint8)) == "0" * 16
 
 
-def test_the_digest_sees_each_bit():
+def test_the_digest_sees_each_bit_and_swaps():
+    """Also of words that differ in the highest bit alone, which sums weighted by position miss."""
     values = words(4)
     found = {digest(values.view(torch.uint8))}
     for position in range(4):
@@ -68,17 +69,13 @@ def test_the_digest_sees_each_bit():
             changed[position] ^= 1 << bit if bit < 63 else -(1 << 63)
             found.add(digest(changed.view(torch.uint8)))
     assert len(found) == 1 + 4 * 64
-
-
-@pytest.mark.parametrize("distance", [1, 2, 1024, 1 << 16])
-def test_the_digest_sees_swaps(distance):
-    """Also of words that differ in the highest bit alone, which sums weighted by position miss."""
-    values = words(2 * distance)
-    for other in (values[distance].item(), values[0].item() ^ -(1 << 63)):
-        values[distance] = other
-        swapped = values.clone()
-        swapped[0], swapped[distance] = values[distance], values[0]
-        assert digest(swapped.view(torch.uint8)) != digest(values.view(torch.uint8))
+    for distance in (1, 2, 1024, 1 << 16):
+        values = words(2 * distance)
+        for other in (values[distance].item(), values[0].item() ^ -(1 << 63)):
+            values[distance] = other
+            swapped = values.clone()
+            swapped[0], swapped[distance] = values[distance], values[0]
+            assert digest(swapped.view(torch.uint8)) != digest(values.view(torch.uint8))
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -111,22 +108,14 @@ def test_buckets_carry_the_tensors_in_their_type(dtype, bucket_bytes):
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_a_sender_holds_two_buckets_and_one_tensor(transport):
     """Whatever the model's size: memory does not grow with the number of buckets or of syncs."""
-    alive, most = 0, 0
-
-    def count(by: int) -> None:
-        nonlocal alive, most
-        alive += by
-        most = max(most, alive)
-
-    def gather(shape) -> torch.Tensor:
-        tensor = torch.zeros(shape)
-        count(1)
-        weakref.finalize(tensor, count, -1)
-        return tensor
+    alive = []  # tensors that were gathered
 
     def gathered():
         for name, shape in SHAPES:
-            yield name, gather(shape)
+            full = torch.zeros(shape)
+            alive.append(weakref.ref(full))
+            assert sum(each() is not None for each in alive) == 1
+            yield name, full
 
     sender = make_sender(gathered)
     endpoint = sender.open(transport, "127.0.0.1", 20)
@@ -138,26 +127,9 @@ def test_a_sender_holds_two_buckets_and_one_tensor(transport):
         for index in range(sender.num_buckets):
             sender.gather(index)
             slots.add(sender._transport.slot(index).data_ptr())
-            assert alive == 0, "a gathered tensor outlives its bucket"
-    assert most == 1 and len(slots) == 2
+        assert [each() for each in alive] == [None] * len(alive), "nothing is held between two syncs"
+    assert len(slots) == 2
     assert endpoint.capacity == 50 * 8 * 4, "the largest bucket, here one tensor above the bound"
-
-
-def test_nothing_is_held_between_two_syncs():
-    """An iterator that stands at its last parameter holds it, and that may be the head of the model."""
-    whole = []
-
-    def gathered():
-        for name, shape in SHAPES:
-            full = torch.zeros(shape)
-            whole.append(weakref.ref(full))
-            yield name, full
-
-    sender = make_sender(gathered)
-    sender.open("ipc", "", 1)
-    for index in range(sender.num_buckets):
-        sender.gather(index)
-    assert [each() for each in whole] == [None] * len(SHAPES)
 
 
 def test_ranks_without_an_end_go_along():
@@ -192,34 +164,24 @@ def test_parameters_that_are_not_the_plans_are_refused(change, said):
             sender.gather(index)
 
 
-def test_buckets_out_of_turn_are_refused():
-    sender = make_sender(lambda: iter(tensors().items()))
-    sender.open("ipc", "", 1)
-    sender.gather(0)
-    with pytest.raises(RuntimeError, match="bucket 2, but 1 is due"):
-        sender.gather(2)
-    assert sender.gather(0).index == 0, "a new sync starts over"
-
-
-def test_ends_that_are_opened_again_keep_their_memory():
+def test_buckets_out_of_turn_are_refused_and_ends_that_are_opened_again_keep_their_memory():
     """Torch never frees on a GPU what an engine that died had not opened: each start of an engine would take more."""
     sender = make_sender(lambda: iter(tensors().items()))
     first = sender.open("ipc", "", 1)
     slots = [slot.data_ptr() for slot in sender._transport._slots]
     sender.gather(0)
+    with pytest.raises(RuntimeError, match="bucket 2, but 1 is due"):
+        sender.gather(2)
+    assert sender.gather(0).index == 0, "a new sync starts over"
     second = sender.open("ipc", "", 1)
     assert [slot.data_ptr() for slot in sender._transport._slots] == slots
     assert (first.capacity, len(first.handles)) == (second.capacity, len(second.handles))
+    other = open_shared(second.handles[0], CPU)
+    sender._transport._slots[0].fill_(7)
+    assert set(other.tolist()) == {7}, "it is the same memory"
     assert sender.gather(0).index == 0
     sender.open("broadcast", "127.0.0.1", 1)
     assert not hasattr(sender._transport, "renew")
-
-
-def test_shared_memory_is_the_same_memory():
-    buffer, handle = share(64, CPU)
-    other = open_shared(handle, CPU)
-    buffer.fill_(7)
-    assert other.tolist() == [7] * 64
 
 
 def test_a_broadcast_reaches_all_and_a_missing_member_ends_the_wait():

@@ -1,8 +1,6 @@
-"""The process group of the weight sync when a member is lost: real processes over gloo, and a stand-in for NCCL."""
+"""The process group of the weight sync when a member is lost, with a stand-in for NCCL."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -19,75 +17,6 @@ from workers.weights.transport import GroupTransport
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG_S = 60.0  # the group's own deadline, which nothing here may wait for
 SOON_S = 20.0
-MEMBER = """
-import sys, torch
-from workers.meeting import find_store
-from workers.weights.group import WeightGroup
-for line in sys.stdin:
-    port, rank, size, count = map(int, line.split())
-    group = WeightGroup(
-        find_store("127.0.0.1", port, 60), rank=rank, size=size, device=torch.device("cpu"), timeout_s=60
-    )
-    print("met", flush=True)
-    try:
-        for _ in range(count):
-            group.wait(group.broadcast(torch.zeros(8, dtype=torch.uint8)))
-        print("done", flush=True)
-    except RuntimeError:
-        print("lost", flush=True)
-"""
-
-
-class Members:
-    """Processes that take part in broadcasts."""
-
-    def __init__(self, count: int) -> None:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", MEMBER]
-        self.all = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
-
-    def meet(self, transport: GroupTransport, count: int) -> None:
-        for rank, member in enumerate(self.all, start=1):
-            print(transport.endpoint().port, rank, 1 + len(self.all), count, file=member.stdin, flush=True)
-        transport.join(len(self.all))
-        assert self.said() == ["met"] * len(self.all)
-
-    def said(self) -> list[str]:
-        return [member.stdout.readline().strip() for member in self.all]
-
-
-@pytest.fixture
-def members():
-    found = Members(3)
-    yield found
-    for member in found.all:
-        member.kill()
-        member.wait(30)
-
-
-def sent(transport: GroupTransport, buckets: range) -> bool:
-    """Whether all are sent."""
-    try:
-        for index in buckets:
-            transport.send(index, transport.slot(index))
-    except RuntimeError:
-        return False
-    return True
-
-
-def test_a_member_that_dies_costs_the_others_no_time_and_they_meet_again(members):
-    transport = GroupTransport(8, CPU, "127.0.0.1", LONG_S)
-    members.meet(transport, 1000)
-    assert sent(transport, range(4))
-    members.all[0].kill()
-    members.all.pop(0).wait(SOON_S)
-    began = time.monotonic()
-    assert not sent(transport, range(4, 900))
-    transport.close()
-    assert members.said() == ["lost", "lost"] and time.monotonic() - began < SOON_S
-    again = GroupTransport(8, CPU, "127.0.0.1", LONG_S)
-    members.meet(again, 3)
-    assert sent(again, range(3)) and members.said() == ["done", "done"]
 
 
 class StandIn:
@@ -174,7 +103,7 @@ def test_errors_of_nccl_are_raised_and_end_no_process(nccl, monkeypatch):
 def test_a_broadcast_of_nccl_that_is_given_up_ends_for_all_who_wait_in_it(nccl):
     sender, receiver = pair()
     waits = [in_thread(lambda group=group: group.wait(group.broadcast(torch.zeros(8)))) for group in (sender, receiver)]
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert not any(each.aborted for each in nccl)
     sender.close()  # as another thread does, while the rank waits
     for ended in waits:
@@ -183,13 +112,10 @@ def test_a_broadcast_of_nccl_that_is_given_up_ends_for_all_who_wait_in_it(nccl):
     for group in (sender, receiver):
         with pytest.raises(RuntimeError, match="given up"):
             group.broadcast(torch.zeros(8))
-
-
-def test_a_broadcast_of_nccl_that_nobody_takes_ends_in_time(nccl):
     _, receiver = pair(timeout_s=0.5)
     with pytest.raises(RuntimeError, match=r"waited 0.5 s for the others in a broadcast"):
         receiver.wait(receiver.broadcast(torch.zeros(8)))
-    assert sum(each.aborted for each in nccl) == 1
+    assert sum(each.aborted for each in nccl) == 3, "nobody takes it"
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -1,7 +1,5 @@
 """The engine's half of a weight sync in an engine of several processes: a failure leaves it able to go on."""
 
-import asyncio
-import logging
 import sys
 from collections import deque
 from contextlib import nullcontext
@@ -10,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from tests.support.weights.recorder import in_loop
 from workers.engines.life import LifeSigns
 from workers.engines.worker import RolloutWorker
 from workers.remote import WorkerLost
@@ -98,48 +96,31 @@ def make_engine(receiver, slots: list[torch.Tensor]):
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=ask)
     executor.response_mqs = [Answers() for _ in slots]
 
-    async def call(method: str, **kwargs):
+    async def call(method: str, kwargs=None):
         return executor.collective_rpc(method, kwargs=kwargs)
 
-    async def collective_rpc(method: str, kwargs=None):
-        return executor.collective_rpc(method, kwargs=kwargs)
+    async def nothing(answer=None):
+        return answer
 
     versions: list[str] = []
-
-    async def is_paused() -> bool:
-        return True
-
-    async def update_weight_version(version: str) -> None:
-        versions.append(version)
-
-    async def resume_generation() -> None: ...
-
     return SimpleNamespace(
         processes=processes,
         versions=versions,
-        collective_rpc=collective_rpc,
-        init_weight_transfer_engine=lambda request: call("init_weight_transfer_engine", init_info=request.init_info),
+        collective_rpc=call,
+        init_weight_transfer_engine=lambda asked: call("init_weight_transfer_engine", {"init_info": asked.init_info}),
         start_weight_update=lambda: call("start_weight_update"),
-        update_weights=lambda request: call("update_weights", update_info=request.update_info),
+        update_weights=lambda asked: call("update_weights", {"update_info": asked.update_info}),
         finish_weight_update=lambda: call("finish_weight_update"),
-        update_weight_version=update_weight_version,
-        resume_generation=resume_generation,
-        pause_generation=lambda **how: resume_generation(),
+        update_weight_version=lambda version: nothing(versions.append(version)),
+        resume_generation=nothing,
+        pause_generation=lambda **how: nothing(),
         errored=False,
-        is_paused=is_paused,
+        is_paused=lambda: nothing(True),
     )
 
 
-INFO = {
-    "transport": "ipc",
-    "capacity": 16,
-    "address": "",
-    "port": 0,
-    "group_size": 3,
-    "first_rank": 1,
-    "timeout_s": 1.0,
-    "memory": {},
-}
+PLACE = {"transport": "ipc", "capacity": 16, "address": "", "port": 0, "memory": {}}
+INFO = PLACE | {"group_size": 3, "first_rank": 1, "timeout_s": 1.0}
 
 
 @pytest.fixture
@@ -160,74 +141,51 @@ async def sync(worker: RolloutWorker, bucket: Bucket, version: int) -> None:
 
 
 @pytest.mark.parametrize("broken", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-def test_a_bucket_that_arrives_altered_is_told_and_the_next_sync_is_whole(engine, broken):
+@in_loop
+async def test_a_bucket_that_arrives_altered_is_told_and_the_next_sync_is_whole(engine, broken):
     """Answers that vLLM leaves unread after an error would be those to its next question."""
     worker, engine, slots, bucket = engine
     whole = [slot.clone() for slot in slots]
-
-    async def run() -> None:
-        for process in broken:
-            slots[process][0] ^= 1
-        with pytest.raises(RuntimeError, match=r"^RuntimeError: weight bucket 0 has digest \w+, the actors sent \w+$"):
-            await sync(worker, bucket, 1)
-        assert engine.versions == []
-        for slot, bits in zip(slots, whole, strict=True):
-            slot.copy_(bits)
-        await sync(worker, bucket, 2)
-
-    asyncio.run(run())
+    for process in broken:
+        slots[process][0] ^= 1
+    with pytest.raises(RuntimeError, match=r"^RuntimeError: weight bucket 0 has digest \w+, the actors sent \w+$"):
+        await sync(worker, bucket, 1)
+    assert engine.versions == []
+    for slot, bits in zip(slots, whole, strict=True):
+        slot.copy_(bits)
+    await sync(worker, bucket, 2)
     assert engine.versions == ["2"]
     for process in engine.processes:
         assert process.weight_transfer_engine.model.weight.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_parameters_that_stay_stale_keep_the_version(engine):
+@in_loop
+async def test_parameters_that_stay_stale_keep_the_version(engine):
     worker, engine, _, _ = engine
-
-    async def run() -> None:
-        await worker.leave_weights()
-        await worker.start_update()
-        with pytest.raises(RuntimeError, match=r"left 1 parameters stale: \['weight'\]"):
-            await worker.finish_update(1)
-        assert engine.versions == [] and await worker._engine.collective_rpc("weight_failure") != ["", ""]
-        await worker.leave_weights()
-        assert await worker._engine.collective_rpc("weight_failure") == ["", ""]
-
-    asyncio.run(run())
-
-
-def test_an_end_that_cannot_be_opened_is_told(engine):
-    worker, _, _, _ = engine
+    await worker.leave_weights()
+    await worker.start_update()
+    with pytest.raises(RuntimeError, match=r"left 1 parameters stale: \['weight'\]"):
+        await worker.finish_update(1)
+    assert engine.versions == [] and await worker._engine.collective_rpc("weight_failure") != ["", ""]
+    await worker.leave_weights()
+    assert await worker._engine.collective_rpc("weight_failure") == ["", ""]
     with pytest.raises(RuntimeError, match=r"no actor rank shares memory with this engine"):
-        asyncio.run(worker.connect_weights(INFO))
+        await worker.connect_weights(INFO)
 
 
-def test_an_engine_that_vllm_leaves_in_no_known_state_is_lost(engine, receiver, monkeypatch):
+@in_loop
+async def test_an_engine_that_vllm_leaves_in_no_known_state_is_lost(engine, receiver, monkeypatch):
     """Its other process has answered too, and the executor would take that for the answer to its next call."""
     worker, _, _, _ = engine
 
     def no_room(*model) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    async def run() -> None:
+    await worker.leave_weights()
+    await worker.start_update()
+    assert (await worker.pulse()).requests == 0
+    monkeypatch.setattr(receiver, "finalize_layerwise_reload", no_room)
+    with pytest.raises(RuntimeError, match="Worker failed with error 'CUDA out of memory'"):
         await worker.leave_weights()
-        await worker.start_update()
-        assert (await worker.pulse()).requests == 0
-        monkeypatch.setattr(receiver, "finalize_layerwise_reload", no_room)
-        with pytest.raises(RuntimeError, match="Worker failed with error 'CUDA out of memory'"):
-            await worker.leave_weights()
-        with pytest.raises(WorkerLost, match="vLLM failed: RuntimeError: Worker failed .*CUDA out of memory"):
-            await worker.pulse()
-
-    asyncio.run(run())
-
-
-def test_a_sync_says_nothing_of_layers_that_no_file_has_weights_for(receiver):
-    """Rotary tables and a tied head, in every sync; `_missing` tells what is missing in truth."""
-
-    def heard(message: str, *values: object) -> bool:
-        record = logging.LogRecord(layerwise.logger.name, logging.WARNING, "", 0, message, values, None)
-        return bool(layerwise.logger.filter(record))
-
-    assert not heard("%s: Failed to load weights", "RotaryEmbedding")
-    assert heard("Allocating %.1f MB of device memory", 1.0)
+    with pytest.raises(WorkerLost, match="vLLM failed: RuntimeError: Worker failed .*CUDA out of memory"):
+        await worker.pulse()

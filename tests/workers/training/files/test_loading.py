@@ -1,10 +1,6 @@
 """Weights from safetensors: the same as transformers loads, each rank its own rows, and errors that say what to do."""
 
 import json
-import mmap
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from dapo.config.actor import ModelConfig
-from tests.support.training.loading_rank import resident
-from tests.support.training.plain_reference import make_model
 from workers.training.files.loading import load_buffers, load_parameters, meta_model
-
-ROOT = Path(__file__).resolve().parents[4]
-MIB = 1 << 20
 
 
 def load(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -45,8 +36,8 @@ def assert_same(found: PreTrainedModel, wanted: PreTrainedModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: make_model(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
+def models(tied_dir: Path, model_dir: Path) -> dict[str, Path]:
+    return {"tied": tied_dir, "untied": model_dir}
 
 
 def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
@@ -64,15 +55,9 @@ def test_all_tensors_are_those_that_transformers_loads(models: dict[str, Path], 
 
 
 def test_several_files_scaled_rotary_embeddings_and_a_generation_config(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=40,
-        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "vocab_size": 40}
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope)
     saved = AutoModelForCausalLM.from_config(config).bfloat16()
     saved.generation_config.temperature, saved.generation_config.do_sample = 0.25, True
     saved.save_pretrained(tmp_path, max_shard_size="4KB")
@@ -121,31 +106,20 @@ def test_a_tied_weight_may_be_stored_under_either_name_or_twice(models: dict[str
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param(
-            lambda state: {k: v for k, v in state.items() if k != NORM},
-            r"1 of 27 parameters are not in its safetensors files: model.norm.weight; the files hold lm_head.weight",
-            id="missing",
-        ),
-        pytest.param(
-            lambda state: state | {NORM: torch.ones(31)},
-            r"model.safetensors .*: model.norm.weight has shape \[31\], and config.json asks for \[32\]",
-            id="shape",
-        ),
-        pytest.param(
-            lambda state: state | {NORM: torch.ones(32, dtype=torch.int8)},
-            r"model.safetensors .*: model.norm.weight is of type I8, .* not quantised",
-            id="quantised",
-        ),
-    ],
-)
-def test_wrong_tensors_are_named(
-    models: dict[str, Path], tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        load(rewrite(models["untied"], tmp_path, change))
+def test_wrong_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:
+    for tensor, message in (
+        (None, rf"1 of 27 parameters are not in its safetensors files: {NORM}; the files hold lm_head.weight"),
+        (torch.ones(31), rf"model.safetensors .*: {NORM} has shape \[31\], and config.json asks for \[32\]"),
+        (torch.ones(32, dtype=torch.int8), rf"model.safetensors .*: {NORM} is of type I8, .* not quantised"),
+    ):
+        rewrite(models["untied"], tmp_path, lambda state, tensor=tensor: with_norm(state, tensor))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+
+
+def with_norm(state: dict[str, torch.Tensor], tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    others = {name: value for name, value in state.items() if name != NORM}
+    return others if tensor is None else others | {NORM: tensor}
 
 
 def test_wrong_files_are_named(models: dict[str, Path], tmp_path: Path) -> None:
@@ -176,74 +150,5 @@ def test_a_hub_name_is_found_in_the_cache(
     (tmp_path / "models--example--tiny" / "refs").mkdir()
     (tmp_path / "models--example--tiny" / "refs" / "main").write_text("0" * 40)
     assert_same(load("example/tiny"), AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32))
-
-
-def test_a_hub_name_that_is_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"`model.path` \(example/none\) has neither model.safetensors nor"):
         load_parameters([], "example/none", "model")
-
-
-def large_model(directory: Path) -> int:
-    """Random weights in bfloat16, several files; not all dimensions divide by 2. Returns the bytes in float32."""
-    config = Qwen2Config(
-        hidden_size=512,
-        intermediate_size=1401,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=32001,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    torch.manual_seed(0)
-    weight_map: dict[str, str] = {}
-    parameters = list(model.named_parameters())
-    for number, start in enumerate(range(0, len(parameters), 20)):
-        tensors = {name: torch.randn(p.shape, dtype=torch.bfloat16) for name, p in parameters[start : start + 20]}
-        save_file(tensors, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, f"model-{number}.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(directory)
-    return 4 * sum(p.numel() for _, p in parameters)
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize(
-    ("ranks", "fsdp_size"),
-    [
-        pytest.param(2, 2, id="two_ranks"),
-        pytest.param(3, 3, id="three_ranks", marks=pytest.mark.long),
-        pytest.param(4, 2, id="two_copies", marks=pytest.mark.long),
-    ],
-)
-def test_no_rank_ever_holds_more_than_its_shard(tmp_path: Path, ranks: int, fsdp_size: int) -> None:
-    """Peak growth of the resident set, mapped files included; each rank also compares its rows with the files'."""
-    whole = large_model(tmp_path)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    module = [sys.executable, "-m", "tests.support.training.loading_rank", str(tmp_path)]
-    running = [
-        subprocess.Popen([*module, *map(str, (rank, ranks, fsdp_size, port))], cwd=ROOT, stdout=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    try:
-        answers = [json.loads(process.communicate(timeout=600)[0]) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    largest_slice = 32001 * 512 * 4 // fsdp_size
-    for answer in answers:
-        assert answer["shards"] == pytest.approx(whole / fsdp_size, rel=0.01)
-        assert answer["peak"] <= answer["shards"] + largest_slice + 24 * MIB, answers
-        assert answer["after"] <= answer["shards"] + 24 * MIB, answers
-
-
-def test_the_measure_sees_what_is_held() -> None:
-    before = resident("VmRSS")
-    held = mmap.mmap(-1, 32 * MIB)  # new pages, whatever the allocator has left over
-    held.write(b"1" * len(held))
-    assert resident("VmRSS") - before >= 30 * MIB, len(held)

@@ -48,14 +48,8 @@ class Watch(TorchDispatchMode):
 def run(mode: str) -> tuple[dict[str, torch.Tensor], Watch, int, tuple[int, int]]:
     """Gradients; operations of forward and backward; bytes held between; products and attentions of the forward."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=40,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 40}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation("auto")).train()
     checkpoint_activations(model, mode)
     tokens = torch.randint(40, (1, sum(LENGTHS)))
