@@ -3,6 +3,7 @@ the order in which files are dealt to processes.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:  # it loads Ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
 
 # What a test says must not depend on chance, nor on how busy the machine is. HYPOTHESIS_PROFILE=default draws new
 # examples; `launch/test.sh --all` takes "all".

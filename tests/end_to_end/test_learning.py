@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 STEPS = 20
 
 
-def test_twenty_steps_lift_held_out_accuracy(runs: Runs, tmp_path: Path) -> None:
+def assert_learns(runs: Runs, folder: Path, *overrides: str) -> None:
     """512 problems x 4 samples before and after: the standard error of each is about 0.011, so 0.15 is no accident."""
-    overrides = ["rollout.n=8", f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=0"]
-    run = runs.train(compose([*overrides, f"trainer.output_dir={tmp_path}"], TINY))
+    given = ["rollout.n=8", f"trainer.total_steps={STEPS}", "eval.every=0", "checkpoint.every=0", *overrides]
+    run = runs.train(compose([*given, f"trainer.output_dir={folder}"], TINY))
     lines = read_metrics(run / "metrics.jsonl")
     assert undocumented(name for line in lines for name in line) == []
     before, after = (line["eval/accuracy"] for line in lines if "eval/accuracy" in line)
@@ -27,3 +27,7 @@ def test_twenty_steps_lift_held_out_accuracy(runs: Runs, tmp_path: Path) -> None
     assert len(steps) == STEPS
     assert max(line["parity/mean_abs_logprob_diff"] for line in steps) <= 1e-4
     assert max(line["actor/skipped_steps"] for line in steps) == 0
+
+
+def test_twenty_steps_lift_held_out_accuracy(runs: Runs, tmp_path: Path) -> None:
+    assert_learns(runs, tmp_path)

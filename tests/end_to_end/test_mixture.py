@@ -1,9 +1,6 @@
-"""Runs on several sources with a curriculum, end to end: what resumes, also after SIGKILL, is the whole run."""
+"""Runs on several sources with a curriculum, end to end: what resumes is the whole run."""
 
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +9,8 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
-from dapo.faults.points import ONCE, VARIABLE
-from tests.support.cluster import join_cluster
 from tests.support.outcomes import outcome
-from tests.support.runs import SMALL, START_S, TINY, Runs, command
+from tests.support.runs import SMALL, TINY, Runs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -64,17 +59,3 @@ def test_shares_skips_and_functions_are_those_of_the_sources(whole: Path) -> Non
         assert abs(sum(step.get(f"source/{name}/drawn", 0) for step in steps) - share * total) <= 2
     assert sum(step["curriculum/skipped"] > 0 for step in steps) > 0, "the test shows nothing"
     assert all("reward/plain:math" in step for step in steps if "source/plain/drawn" in step)
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_as_the_whole_run(
-    ray_cluster: None, mixture: tuple[str, ...], whole: Path, tmp_path: Path
-) -> None:
-    line = command(tmp_path / "run", "", "data.val_files=[]", *mixture, join_cluster())
-    (tmp_path / "once").mkdir()
-    env = os.environ | {VARIABLE: "driver.collected:kill@4", ONCE: str(tmp_path / "once")}
-    killed = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=env)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
-    assert again.returncode == 0, again.stderr
-    assert outcome(tmp_path / "run") == outcome(whole)

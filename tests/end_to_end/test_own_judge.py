@@ -63,25 +63,21 @@ def untimed(run: Path) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def judged(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.small(tmp_path_factory.mktemp("judged") / "run", *RUN, *JUDGED)
-
-
-def test_what_the_judge_says_is_in_the_rewards(judged: Path) -> None:
-    found = answers(judged)
+def assert_judged(run: Path) -> None:
+    found = answers(run)
     assert len(found) >= 3 * 4 * 4
-    said: dict[str, set[float]] = {}
-    for text, parts, metrics in found:
-        said.setdefault(text, set()).add(parts["judge"])
+    for _, parts, metrics in found:
         assert parts["judge"] in range(10)
         assert metrics["judge/prompt_tokens"] > 5 and metrics["judge/completion_tokens"] > 0
         assert metrics["judge/cost"] == pytest.approx(metrics["judge/prompt_tokens"] * 2e-6)
-    assert len(set.union(*said.values())) > 3, "the judge says the same of everything"
+    assert len({parts["judge"] for _, parts, _ in found}) > 3, "the judge says the same of everything"
+
+
+def test_what_the_judge_says_is_in_the_rewards_and_its_death_changes_no_bit(runs: Runs, tmp_path: Path) -> None:
+    judged = runs.small(tmp_path / "judged", *RUN, *JUDGED)
+    assert_judged(judged)
     assert all_end()
 
-
-def test_a_judge_that_dies_in_the_run_changes_no_bit(runs: Runs, judged: Path, tmp_path: Path) -> None:
     def kill_once_it_has_judged(engines: Any) -> bool:
         if not (tmp_path / "run" / DATABASE).exists() or not answers(tmp_path / "run"):
             return False

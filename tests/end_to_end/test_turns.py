@@ -1,8 +1,11 @@
-"""Whole runs in which engines and actors take turns: equal to the bit to one in which they do not, whatever dies."""
+"""Whole runs in which engines and actors take turns (`time`), or engines wake on the actors' GPUs (`lend`): equal to
+the bit to one without, whatever dies."""
 
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +13,72 @@ import psutil
 import pytest
 import ray
 
-from dapo.faults.points import ONCE, VARIABLE
-from tests.end_to_end.faults.test_faults import break_once
-from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
-from tests.support.runs import Runs, metrics
+from dapo.report.log import read_metrics
+from dapo.sampling.lending import Lending
+from dapo.store.schema import DATABASE
+from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed, break_once
+from tests.support.outcomes import RUN, last_line
+from tests.support.runs import Runs
 from workers.rollout import RolloutPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
 TURNS = ("trainer.colocate=time", "trainer.device=cpu")
-Undisturbed = tuple[str, list[dict[str, Any]]]
+LEND = ("trainer.colocate=lend", "trainer.device=cpu")
 
 
-def kill_engine(pool: Any, number: int = 0) -> None:
-    """Ends the engine's process."""
-    actor = ray.get(pool.workers[number].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
-    [core] = [each for each in psutil.Process(actor).children(recursive=True) if "EngineCore" in each.name()]
-    core.send_signal(signal.SIGKILL)
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets lending pay in every step, for the rule has tests of its own, and keeps work for the engines that wake."""
+    whole = RolloutPool.room
+
+    def room(pool: RolloutPool, n: int) -> int:
+        return whole(pool, n) if pool.keeper.turn.is_set() else min(1, whole(pool, n))
+
+    monkeypatch.setattr(RolloutPool, "room", room)
+    monkeypatch.setattr(Lending, "gain_s", lambda self, waiting, response_s: 1.0)
 
 
-def killing(method: str, *, after: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the engine die before or after the second call of this method of the pool in the run; returns the calls."""
+def killing(method: str, number: int, *, after: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ends an engine's process before or after the second call of this method of the pool that concerns it; returns
+    these calls."""
     calls: list[str] = []
     whole: Callable[..., Any] = getattr(RolloutPool, method)
 
+    def kill(pool: Any) -> None:
+        actor = ray.get(pool.workers[number].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
+        [core] = [each for each in psutil.Process(actor).children(recursive=True) if "EngineCore" in each.name()]
+        core.send_signal(signal.SIGKILL)
+
     async def call(pool: Any, *arguments: Any) -> Any:
-        calls.append(method)
-        if len(calls) == 2 and not after:
-            kill_engine(pool)
+        concerned = number == 0 or any(isinstance(one, tuple) and number in one for one in arguments)
+        calls.extend([method] * concerned)
+        if concerned and len(calls) == 2 and not after:
+            kill(pool)
         answer = await whole(pool, *arguments)
-        if len(calls) == 2 and after:
-            kill_engine(pool)
+        if concerned and len(calls) == 2 and after:
+            kill(pool)
         return answer
 
     monkeypatch.setattr(RolloutPool, method, call)
     return calls
 
 
-def test_turns_change_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    found = runs.small(tmp_path / "run", *RUN, *TURNS)
-    assert outcome(found) == undisturbed
-    assert last_line(found)["perf/sleep_s"] > 0
-    assert_all_draws_are_accounted_for(found)
-
-
 @pytest.mark.parametrize(
     ("method", "after"),
     [
         pytest.param("sleep", True, id="asleep", marks=pytest.mark.long),
-        pytest.param("start_update", False, id="waking", marks=pytest.mark.long),
         pytest.param("start_update", True, id="between the wakes"),
-        pytest.param("finish_update", True, id="awake", marks=pytest.mark.long),
     ],
 )
-def test_an_engine_lost_around_its_sleep_costs_time_and_nothing_else(
+def test_turns_change_no_bit_nor_does_an_engine_lost_in_them(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: bool
 ) -> None:
-    calls = killing(method, after=after, monkeypatch=monkeypatch)
+    calls = killing(method, 0, after=after, monkeypatch=monkeypatch)
     found = runs.small(tmp_path / "run", *RUN, *TURNS)
     assert len(calls) >= 2 and last_line(found)["perf/restarted_engines"] >= 1
-    assert outcome(found) == undisturbed
-    assert_all_draws_are_accounted_for(found)
+    assert last_line(found)["perf/sleep_s"] > 0
+    assert_undisturbed(found, undisturbed)
 
 
 @pytest.mark.long
@@ -79,8 +87,37 @@ def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
 ) -> None:
     break_once("actor.step:kill@6", tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN, *TURNS)
-    assert os.environ[VARIABLE] and list(Path(os.environ[ONCE]).iterdir()), "the point was not reached"
-    assert outcome(found) == undisturbed
     assert last_line(found)["perf/restarted_actors"] == 1
-    assert [line["step"] for line in metrics(found)] == [1, 2, 3]
-    assert_all_draws_are_accounted_for(found)
+    assert_undisturbed(found, undisturbed)
+
+
+def test_lending_changes_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: Path, always: None) -> None:
+    found = runs.small(tmp_path / "run", *RUN, *LEND)
+    assert_undisturbed(found, undisturbed)
+    lines = read_metrics(found / "metrics.jsonl")
+    assert [line["perf/lending/wakes"] for line in lines] == [1.0] * len(lines)
+    assert all(line["perf/lending/awake_s"] > 0 and line["perf/sleep_s"] > 0 for line in lines)
+    with closing(sqlite3.connect(found / DATABASE)) as connection:
+        served = connection.execute("SELECT DISTINCT engine FROM responses ORDER BY engine").fetchall()
+    assert served == [(0,), (1,), (2,)], "one of its own, two on the ranks' devices"
+
+
+@pytest.mark.long
+def test_a_lent_engine_that_is_lost_costs_time_and_nothing_else(
+    runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
+    calls = killing("finish_update", 1, after=True, monkeypatch=monkeypatch)
+    found = runs.small(tmp_path / "run", *RUN, *LEND)
+    assert len(calls) >= 2
+    assert_undisturbed(found, undisturbed)
+
+
+@pytest.mark.long
+def test_a_rank_lost_while_its_device_is_lent_ends_nothing(
+    runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
+    """It dies while it sends the second step's weights to the engines on the ranks' devices."""
+    break_once("actor.gather:kill@4", tmp_path, monkeypatch)
+    found = runs.small(tmp_path / "run", *RUN, *LEND)
+    assert last_line(found)["perf/restarted_actors"] == 1
+    assert_undisturbed(found, undisturbed)

@@ -1,13 +1,12 @@
-"""Whole runs with a rollout function: one turn changes no bit, two turns train, what resumes is the whole run."""
+"""Whole runs with a rollout function: one turn changes no bit, two turns train."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dapo.config.compose import compose
 from tests.support.outcomes import RUN, outcome
-from tests.support.runs import SMALL, TINY, Runs, metrics
+from tests.support.runs import Runs, metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
 
@@ -23,13 +22,6 @@ async def twice(prompt, generate, sampling):
 """
 
 
-def twice(folder: Path) -> tuple[str, ...]:
-    """Overrides that let the policy go on once."""
-    (folder / "my.py").write_text(TWICE)
-    one_worker = "rollout.function.num_workers=1"
-    return f"rollout.function.path={folder / 'my.py'}", "rollout.function.name=twice", one_worker
-
-
 def test_a_function_of_one_turn_gives_the_same_bits(
     runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -39,18 +31,10 @@ def test_a_function_of_one_turn_gives_the_same_bits(
 
 def test_two_turns_train(runs: Runs, tmp_path: Path) -> None:
     """Evaluation included; actors and engines agree on every sampled token, or the run would stop."""
-    lines = metrics(runs.small(tmp_path / "run", *SHORT, *twice(tmp_path)))
+    (tmp_path / "my.py").write_text(TWICE)
+    function = (f"rollout.function.path={tmp_path / 'my.py'}", "rollout.function.name=twice")
+    lines = metrics(runs.small(tmp_path / "run", *SHORT, *function, "rollout.function.num_workers=1"))
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["actor/grad_norm"] > 0 and line["parity/mean_abs_logprob_diff"] < 1e-4
         assert "reward/failed_rollout" not in line and 1 < line["rollout/turns_mean"] <= 2
-
-
-@pytest.mark.long
-def test_a_run_in_parts_is_the_whole_run(runs: Runs, tmp_path: Path) -> None:
-    """Each part has function's workers and actors of its own, and reads its responses with their masks."""
-    given = [*SMALL, *SHORT, "data.val_files=[]", *twice(tmp_path)]
-    for name, ends in (("whole", [2]), ("parts", [1, 2])):
-        for until in ends:
-            runs.train(compose([*given, f"trainer.output_dir={tmp_path / name}"], TINY), until=until)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")

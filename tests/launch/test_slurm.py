@@ -6,6 +6,8 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,7 +42,7 @@ unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0
     env |= {"RAY_TMPDIR": "/elsewhere", "SCRATCH": str(tmp_path / "lustre"), "BASH_ENV": str(tmp_path / "site")}
     logs = "outputs/run/nodes/7.0/*.log"
     driver = (
-        f"until (($(cat {logs} | wc -l) == 2)); do sleep 0.05; done; cat {logs}; {GOT}; wc -c <$RAY_AUTH_TOKEN_PATH"
+        f"until (($(cat {logs} | wc -l) == 4)); do sleep 0.05; done; cat {logs}; {GOT}; wc -c <$RAY_AUTH_TOKEN_PATH"
     )
     driver += '; stat -c "mode %a" $RAY_AUTH_TOKEN_PATH; echo "${RAY_AUTH_TOKEN:-file} $RAY_TMPDIR ${RAY_ADDRESS##*:}"'
     node = f'echo "$*"; echo $RAY_AUTH_MODE $RAY_TMPDIR $(ulimit -Sn); {UNTIL_TERM}'
@@ -225,3 +227,34 @@ def test_an_image_that_was_built_again_is_unpacked_again(tmp_path: Path) -> None
         assert "absent" not in options and "relative" not in options
         names.append(set(re.findall(r"--container-name=(\S+)", options)))
     assert [len(each) for each in names] == [1, 1] and names[0] != names[1]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_run_on_a_real_ray_node_saves_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    """Only srun, scontrol and squeue are stand-ins."""
+    from tests.support.runs import SMALL
+
+    run, words = tmp_path / "run", ["+experiment=dapo_tiny", *SMALL, "data.val_files=[]", "trainer.device=cpu"]
+    words += [f"trainer.output_dir={run}", "trainer.total_steps=4", "checkpoint.every=1", "eval.every=0"]
+    words += ["eval.before_train=false", "eval.after_train=false", "actor.num_workers=1"]
+    env = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    env |= {"SLURM_JOB_NUM_NODES": "1", "READY_S": "300", "LEAD_S": "60", "DOCTOR": "0", "OMP_NUM_THREADS": "1"}
+    env["RAY_OVERRIDE_RESOURCES"] = '{"CPU": 8}'
+    with tempfile.TemporaryDirectory(prefix="d") as disk:  # a short path, for Ray puts sockets below it
+        env["NODE_DISK"] = disk
+        job = start(tmp_path, *words, sleep='"$@"', **env)
+        try:
+            wait_for(run / "metrics.jsonl", 900)
+        finally:
+            job.send_signal(signal.SIGUSR1)
+            said = ended(job, 300)
+        assert job.returncode == 85 and (tmp_path / "scontrol.log").read_text() == "requeue 7\n", said
+        job = start(tmp_path, *words, sleep='"$@"', SLURM_RESTART_COUNT="1", **env)
+        said = ended(job, 900)
+        assert job.returncode == 0 and f"resuming from {run}/checkpoints/step_" in said and "step 4/4" in said, said
+        assert os.listdir(disk) == [f"dapo-cache-{os.getuid()}"], "the caches alone stay"
+        assert not [each for each in psutil.process_iter(["cmdline"]) if disk in str(each.info)]
+    assert all([*(run / f"nodes/7.{i}").glob("*/raylet.out")] for i in (0, 1))
+    assert not list((tmp_path / "outputs").glob(".ray-token*"))

@@ -19,9 +19,13 @@ from dapo.tiny.task import (
     solution,
     split_of,
 )
-from tests.support.addends import addends_of
 
 LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
+
+
+def addends_of(text: str) -> Addends:
+    """Inverts `dapo.tiny.task.problem_text`."""
+    return tuple(int(part) for part in text.removesuffix("=").split("+"))
 
 
 def is_right(source: str, text: str, addends: Addends) -> bool:

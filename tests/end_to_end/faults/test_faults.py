@@ -21,10 +21,19 @@ from dapo.faults.points import ONCE, VARIABLE
 from dapo.report.console import EXIT_RESUMABLE
 from dapo.state.quarantine import QUARANTINE
 from tests.support.cluster import join_cluster
-from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
 from tests.support.runs import START_S, Runs, command, finish, metrics, start_program
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+
+Undisturbed = tuple[str, list[dict[str, Any]]]
+
+
+def assert_undisturbed(found: Path, undisturbed: Undisturbed) -> None:
+    if fault := os.environ.get(VARIABLE):
+        assert Path(os.environ[ONCE], fault).exists(), "the point was not reached"
+    assert outcome(found) == undisturbed
+    assert_all_draws_are_accounted_for(found)
 
 
 def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,45 +44,34 @@ def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(ONCE, str(tmp_path / "once"))
 
 
-@pytest.fixture(scope="module")
-def val_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Eight held-out prompts."""
-    path = tmp_path_factory.mktemp("data") / "val.parquet"
-    pq.write_table(pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8), path)
-    return str(path)
+def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
+    out, err = capfd.readouterr()
+    assert "the actors are lost and start again (1 of 5 within an hour)" in err and "the actors are back" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "restarts"),
+    ("fault", "overrides"),
     [
-        pytest.param("actor.update:kill@2", 1, id="rank killed before a forward pass", marks=pytest.mark.long),
-        pytest.param("actor.step:kill@6", 1, id="rank killed between optimizer steps", marks=pytest.mark.long),
-        pytest.param("actor.step:stop@6", 1, id="rank stopped between optimizer steps", marks=pytest.mark.long),
-        pytest.param("actor.gather:kill@3", 1, id="rank killed in the weight sync", marks=pytest.mark.long),
-        pytest.param("actor.save:kill@2", 1, id="rank killed in a save", marks=pytest.mark.long),
+        pytest.param("actor.step:stop@6", (), id="stopped between optimizer steps"),
+        pytest.param("actor.gather:kill@3", (), id="killed in the weight sync"),
+        pytest.param("actor.write:kill@2", ("checkpoint.async_save=true",), id="killed while it writes beside a step"),
     ],
 )
 def test_a_lost_rank_costs_time_and_nothing_else(
     runs: Runs,
-    undisturbed: tuple[str, list[dict[str, Any]]],
+    undisturbed: Undisturbed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     fault: str,
-    restarts: int,
+    overrides: tuple[str, ...],
 ) -> None:
     break_once(fault, tmp_path, monkeypatch)
-    found = runs.small(tmp_path / "run", *RUN)
-    assert (tmp_path / "once" / fault).exists(), "the point was not reached"
-    assert outcome(found) == undisturbed
-    assert last_line(found)["perf/restarted_actors"] == restarts
-    assert_all_draws_are_accounted_for(found)
+    found = runs.small(tmp_path / "run", *RUN, *overrides)
+    assert_undisturbed(found, undisturbed)
+    assert last_line(found)["perf/restarted_actors"] == 1
     assert_told(capfd)
-
-
-def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
-    out, err = capfd.readouterr()
-    assert f"the actors are lost and start again (1 of {5} within an hour)" in err and "the actors are back" in out
 
 
 def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:
@@ -93,19 +91,17 @@ def kills_an_engine(output_dir: Path) -> Callable[[Any], bool]:
 
 def test_an_engine_and_a_rank_lost_in_a_run_cost_time_and_nothing_else(
     runs: Runs,
-    undisturbed: tuple[str, list[dict[str, Any]]],
+    undisturbed: Undisturbed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The rank in the update of the second step, the engine at any time after the first."""
-    break_once(fault := "actor.step:kill@6", tmp_path, monkeypatch)
+    break_once("actor.step:kill@6", tmp_path, monkeypatch)
     found = runs.small(tmp_path / "run", *RUN, beside=kills_an_engine(tmp_path / "run"))
-    assert (tmp_path / "once" / fault).exists(), "the point was not reached"
-    assert outcome(found) == undisturbed
+    assert_undisturbed(found, undisturbed)
     last = last_line(found)
     assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= 1
-    assert_all_draws_are_accounted_for(found)
     assert_told(capfd)
 
 
@@ -121,16 +117,6 @@ def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(
     last = last_line(found)
     assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= 1
     assert_all_draws_are_accounted_for(found)
-
-
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
-    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_once("save.written:full@2", tmp_path, monkeypatch)
-    found = runs.small(tmp_path / "run", *RUN, "checkpoint.keep=0")
-    assert outcome(found) == undisturbed
-    saved = sorted(path.name for path in (found / "checkpoints").glob("step_*"))
-    assert len(saved) == STEPS - 1 and saved[-1] == f"step_{STEPS:06d}"
 
 
 REWARD = """
@@ -163,22 +149,13 @@ def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_els
     assert_all_draws_are_accounted_for(found)
 
 
-def interrupted(faults_and_ends: Sequence[tuple[str, int]], output_dir: Path, *overrides: str) -> None:
-    """Starts one command again and again: each start but the last is broken by a fault, and ends with its code."""
-    line = command(output_dir, "", *RUN, join_cluster(), *overrides)
-    for fault, end in (*faults_and_ends, ("", 0)):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=os.environ | {VARIABLE: fault})
-        assert done.returncode == end, (fault, done.stdout[-2000:], done.stderr)
-        if end == EXIT_RESUMABLE:
-            assert "the same command continues the run" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     "faults_and_ends",
     [
         pytest.param([("driver.updated:kill@2", -signal.SIGKILL)], id="a kill"),  # step 2 again
         pytest.param(
             [
+                ("driver.collected:kill@1", -signal.SIGKILL),  # nothing but a journal
                 ("driver.updated:kill@1", -signal.SIGKILL),  # step 1 again
                 ("save.written:term@1", EXIT_RESUMABLE),  # saved to its end
                 ("driver.collected:term@1", EXIT_RESUMABLE),  # step 2 is updated to its end, saved, and not evaluated
@@ -188,33 +165,26 @@ def interrupted(faults_and_ends: Sequence[tuple[str, int]], output_dir: Path, *o
             id="signals and kills",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            [
-                ("driver.collected:kill@1", -signal.SIGKILL),  # nothing but a journal
-                ("save.written:kill@1", -signal.SIGKILL),  # step 1 again, though its metrics were written
-                ("save.sealed:kill@1", -signal.SIGKILL),  # step 1 once more: saved, not in its place
-                ("driver.synced:kill@1", -signal.SIGKILL),  # step 2, not saved
-                ("save.aside:kill@1", -signal.SIGKILL),  # step 2 again: saved, not in its place
-            ],
-            id="kills",
-            marks=pytest.mark.long,
-        ),
     ],
 )
 def test_a_driver_that_ends_again_and_again_goes_on_with_the_same_command(
-    ray_cluster: None,
-    undisturbed: tuple[str, list[dict[str, Any]]],
-    val_file: str,
-    tmp_path: Path,
-    faults_and_ends: Sequence[tuple[str, int]],
+    ray_cluster: None, undisturbed: Undisturbed, tmp_path: Path, faults_and_ends: Sequence[tuple[str, int]]
 ) -> None:
     """Nothing is trained twice or left out, in sum: weights and metrics are those of the undisturbed run."""
-    interrupted(faults_and_ends, tmp_path / "run", "eval.every=2", f"data.val_files=[{val_file}]")
-    weights, lines = outcome(tmp_path / "run")
+    held_out = pq.read_table(resolve_path("pkg://dapo.tiny/data/val.parquet")).slice(0, 8)
+    pq.write_table(held_out, tmp_path / "val.parquet")
+    run = tmp_path / "run"
+    line = command(run, str(tmp_path / "val.parquet"), *RUN, "eval.every=2", join_cluster())
+    for fault, end in (*faults_and_ends, ("", 0)):
+        done = subprocess.run(line, capture_output=True, text=True, timeout=START_S, env=os.environ | {VARIABLE: fault})
+        assert done.returncode == end, (fault, done.stdout[-2000:], done.stderr)
+        if end == EXIT_RESUMABLE:
+            assert "the same command continues the run" in done.stderr and len(done.stderr.splitlines()) == 1
+    weights, lines = outcome(run)
     evaluated = [line for line in lines if "eval/accuracy" in line]
     assert [line["step"] for line in evaluated] == [2]
     assert (weights, [line for line in lines if line not in evaluated]) == undisturbed
-    assert_all_draws_are_accounted_for(tmp_path / "run")
+    assert_all_draws_are_accounted_for(run)
 
 
 def test_sigterm_while_everything_starts_ends_the_program_in_order(tmp_path: Path) -> None:

@@ -3,43 +3,25 @@
 import os
 import signal
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dapo.driver.saving import SaveFailed
-from dapo.faults import points as faults
 from dapo.faults.points import ONCE, VARIABLE
+from tests.end_to_end.faults.test_faults import Undisturbed
 from tests.support.cluster import join_cluster
-from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, outcome
 from tests.support.runs import START_S, Runs, command, metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
 
 BESIDE = "checkpoint.async_save=true"
 
 
-@pytest.mark.long
-def test_a_rank_lost_while_it_writes_beside_a_step_costs_time_and_nothing_else(
-    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "once").mkdir()
-    monkeypatch.setattr(faults, "_passed", Counter())
-    monkeypatch.setenv(VARIABLE, "actor.write:kill@2")
-    monkeypatch.setenv(ONCE, str(tmp_path / "once"))
-    found = runs.small(tmp_path / "run", *RUN, BESIDE)
-    assert list((tmp_path / "once").iterdir()), "the point was not reached"
-    assert outcome(found) == undisturbed
-    assert last_line(found)["perf/restarted_actors"] == 1
-    assert_all_draws_are_accounted_for(found)
-
-
-@pytest.mark.long
 def test_a_driver_killed_while_ranks_write_beside_a_step_goes_on_with_the_same_command(
-    ray_cluster: None, undisturbed: tuple[str, list[dict[str, Any]]], tmp_path: Path
+    ray_cluster: None, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """They still write step 2 when step 3 has its batch."""
     line = command(tmp_path / "run", "", *RUN, BESIDE, join_cluster())
@@ -70,9 +52,8 @@ def mount(*arguments: str | Path) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
-@pytest.mark.long
 def test_a_run_outlives_a_disk_that_refuses_its_checkpoints_and_goes_on_with_room(
-    runs: Runs, undisturbed: tuple[str, list[dict[str, Any]]], disk: Path, capsys: pytest.CaptureFixture[str]
+    runs: Runs, undisturbed: Undisturbed, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Step 2 is not saved, which the run may bear, nor step 3, which ends it: step 1 stays, and nothing else is left.
     The same command with room ends as if nothing had happened."""
