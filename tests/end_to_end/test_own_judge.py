@@ -32,11 +32,10 @@ JUDGED = (
 
 def servers() -> list[psutil.Process]:
     """The judges' servers on this machine and their watchers, without those that have ended and wait to be read."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "workers.judging.process" in (process.info["cmdline"] or ()) and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
+    found = [
+        each for each in psutil.process_iter(["cmdline"]) if "workers.judging.process" in (each.info["cmdline"] or ())
+    ]
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def all_end() -> bool:

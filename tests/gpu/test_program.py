@@ -1,4 +1,4 @@
-"""The program on one GPU, from the command to the exported model."""
+"""The program on one GPU, from the command to the exported model, and the benchmark of updates there."""
 
 import json
 import subprocess
@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from dapo.bench.__main__ import main
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ray,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 STEPS = 3
 
 
-@pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("colocate", ["memory", "time"])
 def test_a_few_steps_of_dapo_tiny_1gpu(tmp_path: Path, colocate: str) -> None:
@@ -31,3 +35,13 @@ def test_a_few_steps_of_dapo_tiny_1gpu(tmp_path: Path, colocate: str) -> None:
         assert line["perf/engine/tokens_per_s_per_gpu"] > 0 and line["perf/rank/gpu_peak_bytes"] > 0
         assert ("perf/sleep_s" in line) == (colocate == "time")
     assert list(run.rglob("model.safetensors"))
+
+
+def test_the_benchmark_of_updates_writes_a_row_for_this_device(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    words = "device --models pkg://dapo.tiny/base --tokens 256 --sequences 2 --micro-batches 2 --repeats 1 --output"
+    main([*words.split(), str(output)])
+    row = json.loads(output.read_text())
+    assert row["device"] == torch.cuda.get_device_name() and row["dtype"] == "bfloat16"
+    assert row["tokens_per_s"] == pytest.approx(512 / row["seconds"])
+    assert row["grad_norm"] > 0

@@ -4,10 +4,12 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from dapo.config.paths import resolve_path
 from workers.meeting import serve_store
 from workers.weights.bucket import digest
 from workers.weights.group import WeightGroup
@@ -16,6 +18,7 @@ from workers.weights.memory import place, share, share_again
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda", 0)
+CYCLES = 5
 READER = """
 import json, sys, torch
 from workers.weights.memory import open_shared, place
@@ -74,20 +77,42 @@ def test_a_group_of_nccl_that_is_given_up_ends_no_process_and_another_takes_its_
     assert data.tolist() == list(range(64))
 
 
+@pytest.fixture
+def own_ray() -> Iterator[None]:
+    from workers.cluster import connect, leave  # here, so that the tests above run where Ray and vLLM are not
+
+    connect("local", worker_logs=False)
+    yield
+    leave()
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_both_roles_on_one_gpu(tmp_path):
+def test_both_roles_on_one_gpu(own_ray, tmp_path):
     """Each sync is checked by digest at the engine; a failed one raises."""
-    from dapo.bench.__main__ import parse  # here, so that the tests above run where torch is and Ray and vLLM are not
+    from dapo.bench.__main__ import parse
     from dapo.bench.engines.sync import measure, to_config
     from dapo.tiny.random_model import make_random_model
-    from workers.cluster import connect, leave
 
     path = str(make_random_model(tmp_path / "model", layers=4, hidden=512, heads=8, intermediate=1024))
     options = parse(["sync", "--ranks", "1", "--colocate", "--device", "cuda", "--bucket-mib", "1"])
-    connect("local", worker_logs=False)
-    try:
-        seconds = asyncio.run(measure(to_config(options, path), ["ipc"], 2, 2))
-    finally:
-        leave()
+    seconds = asyncio.run(measure(to_config(options, path), ["ipc"], 2, 2))
     assert {transport: len(each) for transport, each in seconds.items()} == {"ipc": 4}
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_an_engine_that_slept_computes_what_the_actors_do_and_its_memory_was_theirs(own_ray):
+    from dapo.bench.__main__ import parse
+    from dapo.bench.engines.cycle import measure, to_config
+
+    words = ["cycle", "--bucket-mib", "1", "--tokens", "512", "rollout.vllm.enforce_eager=true"]
+    cfg = to_config(parse(words), resolve_path("pkg://dapo.tiny/base"))
+    rows = asyncio.run(measure(cfg, CYCLES, tokens=512))
+    assert len(rows) == CYCLES
+    total = torch.cuda.get_device_properties(0).total_memory
+    for row in rows:
+        assert row["difference"] <= 0.02
+        assert row["free asleep"] - row["free awake"] >= 0.4 * total  # of 0.5 that the engine took, weights and cache
+    asleep = [row["free asleep"] for row in rows]
+    assert max(asleep) - min(asleep) <= 0.01 * total

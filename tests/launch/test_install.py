@@ -3,13 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-REAL = sys.executable
+from tests.support.batch import REAL, ROOT, fake
 
 
 @pytest.fixture
@@ -22,14 +20,6 @@ def machine(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", root)
     (tmp_path / "fake").mkdir()
     return root
-
-
-def fake(folder: Path, name: str, body: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
-    return path
 
 
 def run_script(root: Path, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -155,24 +145,24 @@ def test_quickstart_starts_the_main_job_from_any_folder(installable: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("broken", "pytest_status", "expected"),
+    ("option", "marks", "broken", "pytest_status", "expected"),
     [
-        pytest.param("", 0, 0, id="all_pass"),
-        pytest.param("ruff", 0, 1, id="linter_fails"),
-        pytest.param("mypy", 0, 1, id="types_fail"),
-        pytest.param("", 2, 2, id="tests_fail"),
-        pytest.param("ruff", 2, 2, id="both_fail"),
+        pytest.param("", "not nightly and not long", "", 0, 0, id="all_pass"),
+        pytest.param("--all", "not long", "ruff", 0, 1, id="linter_fails"),
+        pytest.param("--long", "long", "mypy", 0, 1, id="types_fail"),
+        pytest.param("", "not nightly and not long", "ruff", 2, 2, id="both_fail"),
     ],
 )
 def test_test_command_ends_with_pytest_and_hides_no_failure(
-    installable: Path, broken: str, pytest_status: int, expected: int
+    installable: Path, option: str, marks: str, broken: str, pytest_status: int, expected: int
 ) -> None:
     install(installable)
     for name in ("ruff", "mypy"):
         fake(installable / ".venv/bin", name, f"exit {int(name == broken)}")
     fake(installable / ".venv/bin", "python", f'[[ $1 == -c ]] || {{ echo "$*"; exit {pytest_status}; }}')
-    result = run_script(installable, "launch/test.sh", "-x")
+    result = run_script(installable, "launch/test.sh", *filter(None, [option]), "-x", "tests/sampling")
     assert result.returncode == expected
     command = result.stdout.splitlines()[-1]
-    assert command.startswith("-m pytest -m not long -n 2 --dist loadfile ") and command.endswith(" -x")
+    assert command.startswith(f"-m pytest -m {marks} -n 2 --dist loadfile --junitxml=test-results.xml ")
+    assert command.endswith(" -x tests/sampling")
     assert ("test.sh: `" in result.stderr) == bool(broken)

@@ -1,8 +1,6 @@
 """launch/kubernetes: fields that KubeRay has, what both overlays come to, and that they fit their experiments."""
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +86,3 @@ def test_an_overlay_has_the_gpus_of_its_experiment(overlay: str) -> None:
     (worker,) = [pod for pod in pods(read("cluster/raycluster.yaml")["spec"]) if "tolerations" in pod]
     there = nodes * int(worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert there == (max(engines, ranks) if cfg.trainer.colocate != "none" else engines + ranks)
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders overlays")
-@pytest.mark.parametrize("overlay", ["one-node", "sixteen-nodes"])
-def test_what_kustomize_makes_of_it(overlay: str) -> None:
-    done = subprocess.run(["kubectl", "kustomize", str(FOLDER / overlay)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
-    assert set(made) == {"RayJob", "PersistentVolumeClaim", "NetworkPolicy"}
-    job = made["RayJob"]["spec"]
-    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
-    assert (job["entrypoint"], group["minReplicas"]) == patched(overlay)
-    assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
-    all_pods = [*pods(job["rayClusterSpec"]), job["submitterPodTemplate"]["spec"]]
-    assert {pod["containers"][0]["image"] for pod in all_pods} == {"dapo:0.1.0"}

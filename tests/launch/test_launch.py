@@ -1,4 +1,4 @@
-"""launch/ and docker/: the scripts are sound, and hold nothing that belongs in config/."""
+"""launch/ and docker/: the scripts are sound, and name experiments that exist with the nodes that they need."""
 
 import os
 import re
@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo.config.compose import compose, experiments, known_keys
+from dapo.config.compose import compose, experiments
 from workers.placing.asked import pools
 from workers.placing.fit import Node, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch"), ROOT / ".ci/run", ROOT / "docker/lock.sh"]
-# Where a run is, what it waits for and what it reads, not how it learns.
-PLACES = {"trainer.output_dir", "checkpoint.resume", "model.path", "data.train_files", "data.sources", "data.val_files"}
-PLACES |= {"trainer.nodes_timeout_s", "reward.model.path", "reward.judge.engine.path"}
 
 
 def test_shellcheck_finds_nothing_and_scripts_are_executable() -> None:
@@ -63,12 +60,8 @@ def test_a_command_gives_its_experiment_the_nodes_that_it_asks_for(name: str, co
         assert problems(asked, [node] * nodes) == [] != problems(asked, [node] * (nodes - 1) + [Node(0, 8, 0, 8, {})])
 
 
-def test_launch_and_docker_hold_no_hyperparameter_and_name_only_experiments_that_exist() -> None:
-    files = [path for folder in ("launch", "docker") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    texts = {path: path.read_text() for path in files}
-    settings = "\n".join(text for path, text in texts.items() if path.suffix not in {".lock", ".md"})
-    keys = [key for key in known_keys() if "." in key and key not in PLACES]
-    assert len(keys) > 20 and "data.train_batch_size" in keys
-    assert [key for key in keys if re.search(rf"\b{re.escape(key)}\b(?!\.)", settings)] == []
-    named = set(re.findall(r"\+experiment=([\w./-]*\w)", "\n".join(texts.values()))) - {"NAME"}
+def test_launch_and_docker_name_only_experiments_that_exist() -> None:
+    files = [path for folder in ("launch", "docker", ".github/workflows") for path in (ROOT / folder).rglob("*")]
+    text = "\n".join(path.read_text() for path in files if path.is_file())
+    named = set(re.findall(r"\+experiment=([\w./-]*\w)", text)) - {"NAME"}
     assert {"dapo_tiny", "dapo_qwen7b", "dapo_qwen32b"} <= named <= set(experiments())

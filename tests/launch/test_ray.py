@@ -5,14 +5,14 @@ import re
 import resource
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.batch import REAL, ROOT, fake
+
 RUN = ["+experiment=dapo_qwen7b", "data.val_files=[/a b.parquet]"]
 SSH = """
 while [[ $1 == -o ]]; do shift 2; done
@@ -40,21 +40,15 @@ esac
 """
 
 
-def write(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{body}")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def run(tmp_path: Path):
-    write(tmp_path / "fake/ssh", SSH)
-    write(tmp_path / "fake/hostname", '[[ $1 == -I ]] && echo "fd00::7 10.0.0.7 172.17.0.1 " || echo "$MACHINE"')
-    write(tmp_path / "check out/.venv/bin/python", PYTHON)
+    fake(tmp_path, "fake/ssh", SSH)
+    fake(tmp_path, "fake/hostname", '[[ $1 == -I ]] && echo "fd00::7 10.0.0.7 172.17.0.1 " || echo "$MACHINE"')
+    fake(tmp_path, "check out/.venv/bin/python", PYTHON)
 
     def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
         base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/check out"}
-        base["REAL_PYTHON"] = sys.executable
+        base["REAL_PYTHON"] = REAL
         return subprocess.run(
             ["bash", str(ROOT / f"launch/{name}.sh"), *machines],
             env={**base, "READY_S": "1", **env},

@@ -26,6 +26,7 @@ date --date="@$(($(date +%s) + LEFT))" "+$SLURM_TIME_FORMAT"
 
 def fake(folder: Path, name: str, body: str) -> Path:
     path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
     return path
@@ -47,7 +48,6 @@ def start(
     """A batch script on two nodes. driver, node, plan, doctor: bodies of the processes that Python would be; alive:
     nodes that Ray counts; left: seconds of the allocation, a shell word."""
     fakes = folder / "fake"
-    fakes.mkdir(exist_ok=True)
     shutil.copytree(ROOT / "launch/slurm", folder / "launch/slurm", dirs_exist_ok=True)
     fake(fakes, "scontrol", '[[ $1 == show ]] && echo localhost || echo "$*" >>scontrol.log')
     fake(fakes, "srun", SRUN)

@@ -23,8 +23,6 @@ GROUPS = {
         "tests/end_to_end/faults/test_soak.py",
         "tests/end_to_end/faults/test_saves.py",
         "tests/end_to_end/test_own_loss.py",
-        "tests/end_to_end/test_turns_of_functions.py",
-        "tests/end_to_end/test_lending.py",  # with other engines
         "tests/end_to_end/test_experts.py",  # with other engines
     ),
     "two engines": (

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +14,9 @@ import pytest
 from dapo import fleet, run
 from dapo.config.compose import compose
 from dapo.state.run_dir import claim_output_dir
+from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.nodes import Node, OnNodes
-from tests.support.outcomes import RUN, assert_all_draws_are_accounted_for, last_line, outcome
+from tests.support.outcomes import RUN, last_line
 from tests.support.runs import SMALL, TINY
 from workers.training import processes
 
@@ -35,19 +36,15 @@ def nodes(ray_cluster: None) -> Iterator[list[Node]]:
 
 
 class Losses(threading.Thread):
-    """Kills nodes beside a run, and adds one. told: what the run warned of, with the time."""
+    """Kills nodes beside a run, and adds one. told: what the run warned of."""
 
     def __init__(self, nodes: list[Node], output_dir: Path) -> None:
         super().__init__(daemon=True)
         self.nodes = nodes
         self.placement: OnNodes | None = None
-        self.told: list[tuple[float, str]] = []
+        self.told: list[str] = []
         self.failure: BaseException | None = None
         self._log = output_dir / "metrics.jsonl"
-
-    def warn(self, line: str) -> None:
-        self.told.append((time.monotonic(), line))
-        print(f"{time.monotonic():.1f} {line}", flush=True)
 
     def run(self) -> None:
         try:
@@ -60,19 +57,16 @@ class Losses(threading.Thread):
         self._until(lambda: self._steps() >= 1)
         assert self.placement is not None
         assert self.placement.node_of_ranks() == {second.id}
-        self.warn("second node killed")
         second.kill()
-        self._until(lambda: any("a node is gone" in line for _, line in self.told))
+        self._until(lambda: any("a node is gone" in line for line in self.told))
         self.nodes.append(Node(gpus=ENGINES - 1 + RANKS))
-        self.warn("third node joined")
         self._until(lambda: self._steps() >= 2)
-        self.warn("first node killed")
         first.kill()
 
     def _steps(self) -> int:
         return self._log.read_text().count("actor/loss") if self._log.exists() else 0
 
-    def _until(self, condition: Any) -> None:
+    def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, self.told
@@ -90,7 +84,7 @@ async def unless_failed(work: Coroutine[Any, Any, None], losses: Losses) -> None
 
 
 def test_the_loss_of_nodes_costs_time_and_nothing_else(
-    undisturbed: tuple[str, list[dict[str, Any]]],
+    undisturbed: Undisturbed,
     nodes: list[Node],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +99,7 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
 
     monkeypatch.setattr(processes, "_own_space", lambda: "of another machine")
     monkeypatch.setattr(fleet, "Placement", place)
-    monkeypatch.setattr(fleet, "warn", losses.warn)
+    monkeypatch.setattr(fleet, "warn", losses.told.append)
     monkeypatch.setattr(run, "ray_cluster", lambda cfg: nullcontext())
     losses.start()
     found = tmp_path / "run"
@@ -115,8 +109,6 @@ def test_the_loss_of_nodes_costs_time_and_nothing_else(
         asyncio.run(unless_failed(run.train(cfg, run_dir, run_dir.store), losses))
     losses.join(timeout=WAIT_S)
     assert losses.failure is None and not losses.is_alive()
-    assert outcome(found) == undisturbed
+    assert_undisturbed(found, undisturbed)
     last = last_line(found)
-    assert last["perf/restarted_actors"] == 1
-    assert last["perf/restarted_engines"] >= ENGINES
-    assert_all_draws_are_accounted_for(found)
+    assert last["perf/restarted_actors"] == 1 and last["perf/restarted_engines"] >= ENGINES

@@ -10,9 +10,9 @@ import pytest
 
 from dapo.driver.saving import SaveFailed
 from dapo.faults.points import ONCE, VARIABLE
-from tests.end_to_end.faults.test_faults import Undisturbed
+from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.cluster import join_cluster
-from tests.support.outcomes import RUN, STEPS, assert_all_draws_are_accounted_for, outcome
+from tests.support.outcomes import RUN, STEPS
 from tests.support.runs import START_S, Runs, command, metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -33,8 +33,7 @@ def test_a_driver_killed_while_ranks_write_beside_a_step_goes_on_with_the_same_c
     assert any(name.startswith("step_000002.") for name in left) and "step_000001" in left, left
     again = subprocess.run(line, capture_output=True, text=True, timeout=START_S)
     assert again.returncode == 0, again.stderr
-    assert outcome(tmp_path / "run") == undisturbed
-    assert_all_draws_are_accounted_for(tmp_path / "run")
+    assert_undisturbed(tmp_path / "run", undisturbed)
 
 
 @pytest.fixture
@@ -79,4 +78,4 @@ def test_a_run_outlives_a_disk_that_refuses_its_checkpoints_and_goes_on_with_roo
     refused(r"\b1?[0-9] MiB are free", BESIDE)  # torch itself does not say so each time: "unexpected pos 704 vs 598"
     mount("-o", "remount,size=200m", disk)
     runs.small(found, *settings, BESIDE)
-    assert outcome(found) == undisturbed
+    assert_undisturbed(found, undisturbed)
