@@ -241,6 +241,7 @@ def run_program(arguments: list[str], log: Path) -> tuple[str, dict[str, set[int
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "rungs",

@@ -115,6 +115,7 @@ def shared_engines(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["step", "short", "1", *FEW])
     [[row]] = tables(capsys.readouterr().out)
@@ -126,6 +127,7 @@ def test_step(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_overlap(shared_engines: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("dapo.bench.steps.overlap.WARM_UP", 0)
     main(["overlap", "short", "1", "1", ONE_RANK, *FEW])
@@ -134,7 +136,7 @@ def test_overlap(shared_engines: None, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["lend", "short", "1", "1", ONE_RANK, *FEW])
     [[row]] = tables(capsys.readouterr().out)
@@ -142,6 +144,7 @@ def test_lend(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     from dapo.bench.steps.save import KINDS
 
@@ -152,6 +155,7 @@ def test_save(shared_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_decode(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba", reason="n-gram drafts need it; bash launch/install.sh")
     main(["decode", "--requests", "4", "--rounds", "2", "--ngram", "1"])
@@ -161,6 +165,7 @@ def test_decode(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_sync(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape 1m --ranks 1 --colocate --turns 1 --syncs 1 --transports broadcast ipc"
     main(["sync", *words.split()])
@@ -172,6 +177,7 @@ def test_sync(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_cycle(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--device cpu --models pkg://dapo.tiny/base --cycles 2 --tokens 128 --bucket-mib 1"
     main(["cycle", *words.split()])
@@ -183,6 +189,7 @@ def test_cycle(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_host(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["host", *"--device cpu --models pkg://dapo.tiny/base --requests 2 8 --tokens 32 --rounds 1".split()])
     [rows] = tables(capsys.readouterr().out)
@@ -195,6 +202,7 @@ def test_host(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_update(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["update", "--shapes", "short", "--repeats", "2", ONE_RANK, "rollout.n=2"])
     [[row]] = tables(capsys.readouterr().out)

@@ -12,7 +12,7 @@ import pytest
 from dapo.config.paths import resolve_path
 from tests.support.nodes import Node
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 # A node whose mounts are its own: what lies in these directories on the others is not there.
 HIDING = 'for folder in "$OUTPUT" "$MODEL"; do mount -t tmpfs none "$folder" || exit 1; done; exec "$@"'

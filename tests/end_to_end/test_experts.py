@@ -12,7 +12,7 @@ from tests.end_to_end.test_learning import assert_learns
 from tests.support.runs import Runs, checkpoint, metrics
 from tests.support.training.upcycled import upcycle
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 BOUND = 1e-4
 

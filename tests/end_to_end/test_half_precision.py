@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.runs import Runs, metrics
 
-pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
 def test_float16_removes_most_of_the_mismatch_between_engines_and_ranks(runs: Runs, tmp_path: Path) -> None:

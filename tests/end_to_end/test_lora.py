@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from dapo.config.paths import resolve_path
 from tests.support.runs import Runs, checkpoint, metrics
 
-pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=16", "actor.optim.lr=2e-3")
 BOUND = 1e-4

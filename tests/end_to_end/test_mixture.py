@@ -12,7 +12,7 @@ from dapo.config.paths import resolve_path
 from tests.support.outcomes import outcome
 from tests.support.runs import SMALL, TINY, Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 STEPS = 4
 CURRICULUM = ("data.curriculum=weighted", "data.min_weight=0.2")

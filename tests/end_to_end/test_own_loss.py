@@ -11,7 +11,7 @@ from tests.end_to_end.faults.test_faults import Undisturbed, assert_undisturbed
 from tests.support.outcomes import RUN
 from tests.support.runs import Runs, metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 SOURCES = Path(dapo.__file__).parent
 BUILT_IN = {

@@ -9,7 +9,7 @@ from dapo.report.log import read_metrics
 from tests.support.report.reference import undocumented
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 TOOL = "tool_tiny"
 

@@ -67,7 +67,7 @@ def killing(method: str, number: int, *, after: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("method", "after"),
     [
-        pytest.param("sleep", True, id="asleep", marks=pytest.mark.long),
+        pytest.param("sleep", True, id="asleep", marks=pytest.mark.nightly),
         pytest.param("start_update", True, id="between the wakes"),
     ],
 )
@@ -81,7 +81,7 @@ def test_turns_change_no_bit_nor_does_an_engine_lost_in_them(
     assert_undisturbed(found, undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +91,7 @@ def test_a_rank_lost_while_the_engine_sleeps_costs_time_and_nothing_else(
     assert_undisturbed(found, undisturbed)
 
 
+@pytest.mark.nightly
 def test_lending_changes_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: Path, always: None) -> None:
     found = runs.small(tmp_path / "run", *RUN, *LEND)
     assert_undisturbed(found, undisturbed)
@@ -102,7 +103,7 @@ def test_lending_changes_no_bit(runs: Runs, undisturbed: Undisturbed, tmp_path: 
     assert served == [(0,), (1,), (2,)], "one of its own, two on the ranks' devices"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_lent_engine_that_is_lost_costs_time_and_nothing_else(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:
@@ -112,7 +113,7 @@ def test_a_lent_engine_that_is_lost_costs_time_and_nothing_else(
     assert_undisturbed(found, undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_lost_while_its_device_is_lent_ends_nothing(
     runs: Runs, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:

@@ -231,7 +231,7 @@ def test_an_image_that_was_built_again_is_unpacked_again(tmp_path: Path) -> None
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_run_on_a_real_ray_node_saves_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     """Only srun, scontrol and squeue are stand-ins."""

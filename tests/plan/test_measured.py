@@ -17,7 +17,7 @@ from dapo.types import TrainSequence
 from tests.support.training.plain_reference import on_all, start_pool, version_of
 from workers.actor import RankWork
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 WITHIN = 0.15
 LENGTH, PROMPT = 64, 4

@@ -51,6 +51,7 @@ def test_what_another_setting_would_have_made_of_a_step(run: Path, runs: Runs, t
     assert found.weights is None, "the run kept no model of step 3"
 
 
+@pytest.mark.nightly
 def test_one_half_generates_and_the_other_trains_on_it(runs: Runs, tmp_path: Path) -> None:
     """The second trains on tokens of the first policy, with as many updates in between as there were batches."""
     address = join_cluster()

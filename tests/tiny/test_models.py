@@ -44,7 +44,7 @@ def test_the_base_adds_well_greedily_and_slips_at_temperature_one() -> None:
     assert greedy.truncated.mean() == 0 and sampled.truncated.mean() < 0.02
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_checked_base_solves_some_prompts_mostly_and_others_hardly_ever() -> None:
     model, tokenizer = loaded(CHECKED_DIR)
     problems = distinct_problems("heldout", 60, 9, draw_prompt)

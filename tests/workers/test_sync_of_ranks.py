@@ -170,7 +170,7 @@ def buffers_of_stages(worker) -> int:
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
 def test_a_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_path, parallel):

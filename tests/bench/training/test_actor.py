@@ -52,6 +52,7 @@ def test_time_of_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     options = {"--tokens": "256", "--sequences": "2", "--micro-batches": "2", "--repeats": "1", "--peak-flops": "1e12"}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import checkpoint, command, finish, start_program
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 
 def start(output_dir: Path, *overrides: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
@@ -31,7 +31,6 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 2
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "saved"),
     [pytest.param("EngineCore", True, id="engine"), pytest.param("ActorWorker", False, id="actor rank")],
@@ -48,7 +47,6 @@ def test_a_dead_worker_that_may_not_start_again_ends_the_run_with_its_reason(
     assert (tmp_path / "run" / "checkpoints" / "LATEST").exists() == saved
 
 
-@pytest.mark.long
 def test_a_dead_head_of_ray_ends_the_run_in_order(tmp_path: Path) -> None:
     """Ray itself would end all processes a minute later, without a word and with nothing saved."""
     process, children = start(tmp_path / "run")

@@ -49,7 +49,7 @@ def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the actors are lost and start again (1 of 5 within an hour)" in err and "the actors are back" in out
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "overrides"),
     [
@@ -105,6 +105,7 @@ def test_an_engine_and_a_rank_lost_in_a_run_cost_time_and_nothing_else(
     assert_told(capfd)
 
 
+@pytest.mark.nightly
 def test_at_staleness_1_no_draw_is_lost_or_too_old_after_faults(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +153,9 @@ def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_els
 @pytest.mark.parametrize(
     "faults_and_ends",
     [
-        pytest.param([("driver.updated:kill@2", -signal.SIGKILL)], id="a kill"),  # step 2 again
+        pytest.param(
+            [("driver.updated:kill@2", -signal.SIGKILL)], id="a kill", marks=pytest.mark.nightly
+        ),  # step 2 again
         pytest.param(
             [
                 ("driver.collected:kill@1", -signal.SIGKILL),  # nothing but a journal
@@ -163,7 +166,7 @@ def test_numbers_that_are_not_finite_cost_their_step_or_response_and_nothing_els
                 ("save.placed:kill@1", -signal.SIGKILL),  # of step 3
             ],
             id="signals and kills",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -15,7 +15,7 @@ from tests.support.cluster import join_cluster
 from tests.support.outcomes import RUN, STEPS
 from tests.support.runs import START_S, Runs, command, metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 BESIDE = "checkpoint.async_save=true"
 

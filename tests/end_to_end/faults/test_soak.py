@@ -14,7 +14,7 @@ from tests.end_to_end.faults.test_faults import assert_undisturbed, kills_an_eng
 from tests.support.outcomes import RUN, outcome
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
 EVERY = 10  # steps between two faults
 LONG_RUN = (*RUN, "checkpoint.every=5", "actor.max_restarts=100", "checkpoint.keep=2")

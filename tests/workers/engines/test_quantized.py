@@ -17,7 +17,7 @@ from dapo.types import Response, Sampling
 from tests.support.engines.two import started
 from tests.support.local_actors import local_sync
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
 PROMPT = np.array([3, 25, 29, 17, 27, 17, 23, 30, 35, 1, 4], dtype=np.int32)
 FEW = 16  # responses: torch multiplies FP8 slowly on some processors, where 64 of them took eleven minutes

@@ -14,7 +14,7 @@ from tests.support.local_actors import local_sync
 from tests.workers.test_rollout import change, group_of, largest_difference
 from workers.engines.keeper import DEEPEST, LIGHTEST
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 
 # Weights of 42 MB, and 16 KiB of cache for each token. An engine takes 5 to 9 MB more in some of its first ten cycles,
 # in the 30 after them 13 MB together: its allocator keeps them. So the growth of all cycles counts, no single one's.

@@ -22,7 +22,7 @@ from tests.support.local_actors import local_sync
 from tests.support.report.reference import undocumented
 from workers.engines.slot import PULSE_S
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1500)]
 pytest.importorskip("numba", reason="n-gram drafts need it; bash launch/install.sh")
 
 PROBLEMS = ("37+5+18=", "9+9+9=")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.placed_roles import colocated, gpus_of_roles, make_config, places_of_roles
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
