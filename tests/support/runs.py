@@ -122,6 +122,7 @@ class Runs:
                 try:
                     await train(cfg, run_dir, run_dir.store, self._engines, until=until)
                     assert other.done(), "the run ended before what was to happen beside it"
+                    other.result()
                 finally:
                     other.cancel()
 

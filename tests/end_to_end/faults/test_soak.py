@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class Saboteur:
         self._last = steps - 5
         self._random = random.Random(5)
         self._next = 3
-        self._began = time.time()
+        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         self._kill_engine = kills_an_engine(output_dir)
 
     def __call__(self, engines: Any) -> bool:
@@ -55,8 +54,8 @@ class Saboteur:
 
     def _is_rank(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):  # it has just ended
-            line = process.cmdline() or [""]
-            return line[0].startswith("ray::ActorWorker") and process.create_time() > self._began
+            line = "".join(process.cmdline())  # "ray::ActorWorker", with the call while it has one
+            return process.pid not in self._before and line.startswith("ray::ActorWorker")
         return False
 
 
