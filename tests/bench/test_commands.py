@@ -92,7 +92,8 @@ def test_options_of_sync_become_a_configuration_that_the_checks_accept(tmp_path:
 def test_driver(capsys: pytest.CaptureFixture[str]) -> None:
     main(["driver", "8", "20"])
     [[row]] = tables(capsys.readouterr().out)
-    assert float(row["together s"]) >= 0
+    stages = [float(row[name]) for name in ("buffer s", "advantages and batch s", "metrics s")]
+    assert float(row["together s"]) == pytest.approx(sum(stages), abs=0.02)
 
 
 def test_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

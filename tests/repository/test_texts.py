@@ -14,6 +14,7 @@ from dapo.config.compose import compose
 from dapo.inspect import __main__ as inspect
 from dapo.replay import __main__ as replay
 from dapo.simulate import __main__ as simulate
+from tests.support.costs import table
 from tests.support.source import tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,3 +158,14 @@ def test_options_in_readmes_are_known() -> None:
             words = shlex.split(command.removeprefix(program))
             if "--help" not in words:
                 parse(words)
+
+
+def test_the_table_of_costs_adds_up_files(tmp_path: Path) -> None:
+    cases = [("tests.a.test_x", 1.4), ("tests.b.test_y", 3.0), ("tests.a.test_x", 2.2)]
+    rows = "".join(f'<testcase classname="{name}" name="t" time="{seconds}"/>' for name, seconds in cases)
+    (tmp_path / "results.xml").write_text(f"<testsuites><testsuite>{rows}</testsuite></testsuites>")
+    assert table(str(tmp_path / "results.xml")).splitlines()[2:] == [
+        "| `tests/a/test_x.py` | 2 | 4 |",
+        "| `tests/b/test_y.py` | 1 | 3 |",
+        "| all 2 files | 3 | 7 |",
+    ]

@@ -12,10 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo.config.reward import RemoteConfig
-from workers.scoring.process import READ_ERRORS, Child, ForkServer
-from workers.scoring.verdict import CHANGED, CanaryError, Verdict, verdict_of_failure
-
-MAX_FAILED_STARTS = 4  # in a row: what ends one process at once may strike its successor too
+from workers.scoring.process import MAX_FAILED_STARTS, READ_ERRORS, Child, ForkServer, pause
+from workers.scoring.verdict import CHANGED, CanaryError, ChildrenLost, Verdict, verdict_of_failure
 
 
 class Callers:
@@ -65,7 +63,7 @@ class Callers:
         somebody, the request waits for none that do.
 
         Raises:
-            CanaryError: the process does not come to start any more, or would run other functions.
+            ChildrenLost: the process does not come to start any more. CanaryError: it would run other functions.
         """
         if not self._asks.get(request["entry"], self._asks[""]):
             return {}
@@ -81,7 +79,7 @@ class Callers:
         """Returns `given`, or a kind of `failure` and its `detail`."""
         try:
             child = await self._running_child()
-        except CanaryError:
+        except (CanaryError, ChildrenLost):
             raise
         except (RuntimeError, ValueError, OSError) as error:
             return {"failure": "crash", "detail": str(error)}
@@ -99,6 +97,8 @@ class Callers:
         async with self._starting:
             if self._child is not None:
                 return self._child
+            if self._failed_starts:
+                await pause(self._failed_starts)
             try:
                 if self._server is None or self._server.gone.is_set():
                     self._server = await ForkServer.start(self._settings)
@@ -110,7 +110,7 @@ class Callers:
             except (RuntimeError, ValueError, OSError) as error:
                 self._failed_starts += 1
                 if self._failed_starts >= MAX_FAILED_STARTS:
-                    raise CanaryError(
+                    raise ChildrenLost(
                         f"the process of the async reward functions did not start {self._failed_starts} times in a "
                         f"row; the last time: {error}"
                     ) from error

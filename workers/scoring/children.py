@@ -18,11 +18,12 @@ from dapo.config.reward import LimitsConfig, RemoteConfig
 from dapo.rewards.calling.by_entry import Own, Specs, as_values
 from dapo.rewards.calling.fork_server import Item
 from workers.scoring.callers import Callers
-from workers.scoring.process import Child, ForkServer
+from workers.scoring.process import MAX_FAILED_STARTS, Child, ForkServer, pause
 from workers.scoring.verdict import (
     CHANGED,
     LIMIT_REACHED,
     CanaryError,
+    ChildrenLost,
     Verdict,
     verdict_at_limit,
     verdict_from_reply,
@@ -30,7 +31,6 @@ from workers.scoring.verdict import (
 )
 
 CANARY_EVERY = 1000  # items of one child between two checks of the known answers
-MAX_FAILED_STARTS = 4  # in a row and per child: what kills them all at once may strike their successors too
 TOLERANCE = 1e-6  # of a known score
 
 
@@ -68,7 +68,7 @@ class Children:
         self._backlog: deque[_Job] = deque()
         self._waiting: deque[asyncio.Future[_Job | None]] = deque()
         self._open: set[_Job] = set()
-        self._broken: CanaryError | None = None
+        self._broken: CanaryError | ChildrenLost | None = None
         self._failed_starts = 0  # in a row, over all slots
         self._up = asyncio.Event()
         self._slots: list[asyncio.Task[None]] = []
@@ -89,6 +89,7 @@ class Children:
 
         Raises:
             ValueError: a reward function cannot be loaded. CanaryError: a known answer is scored otherwise.
+            ChildrenLost: the children do not come to score.
         """
         self._server = await ForkServer.start(self._settings)
         if self.about["asynchronous"]:
@@ -137,7 +138,7 @@ class Children:
         """Returns the verdict on one item; any number of calls may wait at a time.
 
         Raises:
-            CanaryError: the children failed a check of known answers.
+            CanaryError: the children failed a check of known answers. ChildrenLost: none comes to score any more.
         """
         self._raise_if_broken()
         given = {} if self._callers is None else await self._callers.given(item.request(None, servers=item.servers))
@@ -159,7 +160,7 @@ class Children:
         """Lets every child that scored since its last check score the known answers again.
 
         Raises:
-            CanaryError: one of them failed.
+            CanaryError: one of them failed. ChildrenLost: none comes to score any more.
         """
         self._raise_if_broken()
         checks = []
@@ -204,7 +205,9 @@ class Children:
                 reason = str(error)
             self._failed_starts = count = self._failed_starts + 1
             if count >= MAX_FAILED_STARTS * self._count:
-                self._break(CanaryError(f"{count} reward children in a row did not come to score; the last: {reason}"))
+                self._break(ChildrenLost(f"{count} reward children in a row did not come to score; the last: {reason}"))
+            elif self._up.is_set():
+                await pause(-(-count // self._count))
         return None
 
     async def _running_server(self) -> ForkServer:
@@ -282,7 +285,7 @@ class Children:
         child.check_wanted = None
         return True
 
-    def _break(self, error: CanaryError) -> None:
+    def _break(self, error: CanaryError | ChildrenLost) -> None:
         self._broken = self._broken or error
         for job in list(self._open):
             if not job.done.done():

@@ -19,6 +19,7 @@ from workers.remote import RemoteError
 from workers.scoring.verdict import CanaryError
 
 START_ATTEMPTS = 3  # of a worker in another's place: what killed that one may not be over
+PAUSE_S = 1.0  # after one that failed; doubles with each
 MAX_LOST_IN_A_ROW = 5  # workers, per worker of the fleet, with no result in between: then it is no accident
 GAP_S = 0.01  # between two calls to a worker: what ends meanwhile goes together
 
@@ -151,9 +152,9 @@ class Fleet:
         handle = worker.handle
         try:
             return await asyncio.wait_for(handle.check.remote(), self._timeout_s)
-        except RayTaskError as error:
-            raise self._break(f"{self._name} {worker.index}: {error.cause}") from error.cause
-        except (RayError, TimeoutError):
+        except (RayError, TimeoutError) as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError):
+                raise self._break(f"{self._name} {worker.index}: {error.cause}") from error.cause
             await self._replace(worker, handle)  # the new one is checked as it starts
 
     def _plan(self, delay_s: float = 0.0) -> None:
@@ -253,6 +254,7 @@ class Fleet:
         """Replaces a lost worker, once for all calls that it had."""
         if worker.handle is not handle or not worker.up:
             return
+        worker.up = False  # at once: its other calls fail in this same turn of the event loop
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW * len(self._workers):
             self._break(f"{self._name}s were lost {self._lost_in_a_row} times in a row; the last time {reason}")
@@ -276,6 +278,7 @@ class Fleet:
                 if left == 0 or late or isinstance(error.__cause__, CanaryError):
                     self._break(str(error))
                     return
+                await asyncio.sleep(PAUSE_S * 2 ** (START_ATTEMPTS - 1 - left))
 
     def _break(self, reason: str) -> RemoteError:
         """Lets every call of `score` raise from now on, those that wait included: better than to wait for ever."""

@@ -20,6 +20,8 @@ from dapo.report.redact import is_secret
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 
 START_S = 120.0  # the imports of the reward functions
+MAX_FAILED_STARTS = 8  # in a row, of one process: with the pauses between them 11 s
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a start that failed; doubles with each
 FORK_S = 20.0
 REPORT_S = 5.0  # from the end of a child's stream to the report of its exit status
 LIMITS = {-signal.SIGPROF: "cpu", EXIT_MEMORY: "memory"}  # what an exit status tells; all else is a crash
@@ -105,7 +107,9 @@ class Child:
                 words = await _read_frame(self._reader)
         except (TimeoutError, *READ_ERRORS) as error:
             self.end("crash")
-            raise RuntimeError(f"a reward child did not start within {FORK_S:g} s ({type(error).__name__})") from None
+            late = isinstance(error, TimeoutError)
+            how = f"within {FORK_S:g} s" if late else "(is a limit of processes or memory reached?)"
+            raise RuntimeError(f"a reward child did not start {how}") from None
         self.pid, self.granted, self._clock = words["pid"], words["granted"], words["clock"]
 
     def exited(self, status: int) -> None:
@@ -133,6 +137,11 @@ class Child:
         if self.pid and not self.exit_status.done():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)  # with what a function was allowed to start
+
+
+async def pause(failed_starts: int) -> None:
+    """Waits after so many starts that failed in a row: what made them fail may soon be over."""
+    await asyncio.sleep(min(PAUSE_S * 2 ** (failed_starts - 1), LONGEST_PAUSE_S))
 
 
 class ForkServer:

@@ -18,7 +18,7 @@ LIMIT_REACHED = {
 
 
 class CanaryError(RuntimeError):
-    """Says that known answers are scored wrong, or that no process comes to score: no verdict can be trusted."""
+    """Says that known answers are scored wrong, or by other functions: no verdict can be trusted."""
 
     @classmethod
     def of_answer(cls, request: dict[str, Any], got: Any) -> "CanaryError":
@@ -29,6 +29,10 @@ class CanaryError(RuntimeError):
             f"({ascii(known['solution_str'][-80:])}, truth {known['ground_truth']!r}); no verdict of this worker can "
             "be trusted: fix the function or its `canaries`"
         )
+
+
+class ChildrenLost(RuntimeError):
+    """Says that the processes of a reward worker do not come to score any more; another worker may do better."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from workers.turns.worker import TurnWorker
 GRACE_S = 10.0  # beyond its deadline for a function: a worker that does not answer by then is held up by one
 MAX_LOST_IN_A_ROW = 5  # workers without an answer in between: then it is no accident
 START_ATTEMPTS = 3  # of a worker in the place of one that was lost
+PAUSE_S = 1.0  # after one that failed; doubles with each
 KEY = "rollout.function.timeout_s"
 
 
@@ -184,6 +185,7 @@ class TurnFleet:
                     return
                 self._warn(f"the worker of `rollout.function` number {place.index} did not start: {error}")
             _kill(place.handle)
+            await asyncio.sleep(PAUSE_S * 2 ** (START_ATTEMPTS - 1 - left))
             place.handle = self._make()
 
     def _break(self, error: RemoteError) -> None:

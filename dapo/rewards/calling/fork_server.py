@@ -117,7 +117,11 @@ def _serve(
                 if programs is not None:
                     programs.close()
                 return
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:  # the worker sees it by the end of the child's socket, and asks again
+                os.close(channels[0])
+                continue
             if pid == 0:
                 keep_out = [control.fileno(), wake_read, wake_write, *(programs.descriptors() if programs else ())]
                 _become_child(channels[0], functions, limits, remote, keep_out)

@@ -15,9 +15,10 @@ import pytest
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardFunctionConfig
 from dapo.rewards.calling.calls import Pace, Retry, Unanswered, answer
 from dapo.rewards.calling.fork_server import Item
-from workers.scoring.callers import MAX_FAILED_STARTS
+from workers.scoring import process
 from workers.scoring.children import Children
-from workers.scoring.verdict import CanaryError, Verdict
+from workers.scoring.process import MAX_FAILED_STARTS
+from workers.scoring.verdict import CanaryError, ChildrenLost, Verdict
 
 HEAD = "import asyncio, os, time\nfrom dapo.rewards.calling.calls import Retry\ncalls = {}\n"
 SIGNATURE = "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -148,8 +149,11 @@ def test_a_process_that_ends_or_hangs_is_replaced(tmp_path: Path, line: str, fai
     assert second.score.reward == 1.0
 
 
-def test_a_process_that_cannot_start_again_as_it_was_breaks_the_worker(tmp_path: Path) -> None:
+def test_a_process_that_cannot_start_again_as_it_was_breaks_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Functions that changed would give other rewards; one failure for each response would hide the cause."""
+    monkeypatch.setattr(process, "PAUSE_S", 0.0)
     file = tmp_path / "mine.py"
     file.write_text(HEAD + SIGNATURE + "    return 1.0\n")
     item = Item(source="s", text="x", ground_truth="7", extra_info={})
@@ -164,7 +168,7 @@ def test_a_process_that_cannot_start_again_as_it_was_breaks_the_worker(tmp_path:
                 await asyncio.sleep(0.01)
             for _ in range(MAX_FAILED_STARTS - 2):  # its end was one
                 assert (await children.score(item)).score.failure == "crash"
-            with pytest.raises(CanaryError, match="did not start 4 times in a row.*no_such_module"):
+            with pytest.raises(ChildrenLost, match=f"did not start {MAX_FAILED_STARTS} times in a row.*no_such_module"):
                 await children.score(item)
             file.write_text(HEAD + SIGNATURE + "    return 0.0\n")
             with pytest.raises(CanaryError, match="have changed during the run"):

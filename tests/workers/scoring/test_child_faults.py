@@ -10,7 +10,7 @@ import pytest
 from tests.support.rewards.reward_children import item, runs, use
 from tests.support.rewards.reward_programs import CANARIES, PROGRAM
 from workers.scoring import children as module
-from workers.scoring.verdict import CanaryError
+from workers.scoring.verdict import CanaryError, ChildrenLost
 
 
 def test_memory_that_others_left_behind_makes_no_response_wrong(program):
@@ -64,6 +64,42 @@ def test_one_that_hangs_holds_up_no_other(program):
     hanging, others = use(program, body, count=2)
     assert hanging.score.failure == "wall"
     assert all(other.score.accuracy == 1.0 for other in others)
+
+
+LIMITED = """
+import os
+
+fork = os.fork
+
+
+def limited():
+    if os.path.exists({full!r}):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+
+os.fork = limited  # in the fork server, which imports this file
+"""
+
+
+def test_no_process_to_be_had_for_a_moment_costs_no_verdict(tmp_path):
+    full, file = tmp_path / "full", tmp_path / "limited.py"
+    file.write_text(PROGRAM + LIMITED.format(full=str(full)))
+
+    async def body(children):
+        server = children.about["pid"]
+        full.touch()
+        [child] = children.pids
+        os.kill(child, signal.SIGKILL)
+        while children.pids:
+            await asyncio.sleep(0.02)
+        scoring = asyncio.ensure_future(children.score(item("7")))
+        await asyncio.sleep(2)
+        full.unlink()
+        return await scoring, children.about["pid"] == server
+
+    verdict, same = use(str(file), body)
+    assert verdict.score.accuracy == 1.0 and same, "nor does the fork server end"
 
 
 @pytest.mark.parametrize("victim", ["child", "clean"])
@@ -168,7 +204,7 @@ GIVES = "def canaries(name, kwargs):\n    yield "
         pytest.param(f"{GIVES}'7', '7', {{}}, -1.0\n", CanaryError, "gave 1.0", id="wrong"),
         pytest.param(f"{GIVES}'none', '7', {{}}, 1.0\n", CanaryError, "gave nan", id="none"),
         pytest.param(f"{GIVES}'raise x', '7', {{}}, 1.0\n", CanaryError, "KeyError", id="raises"),
-        pytest.param(f"{GIVES}'exit', '7', {{}}, 1.0\n", CanaryError, "did not come to", id="dies"),
+        pytest.param(f"{GIVES}'exit', '7', {{}}, 1.0\n", ChildrenLost, "did not come to", id="dies"),
         pytest.param(f"{GIVES}1\n", ValueError, "functions[0].path", id="no-canaries"),
         pytest.param("1 / 0\n", ValueError, "ZeroDivisionError", id="does-not-load"),
     ],

@@ -203,6 +203,32 @@ def test_items_are_dealt_by_cost_and_one_of_the_whole_window_goes_alone():
     assert calls == [3, 1, 1, 1, 1]  # 3 + 3 + 3, then 10, then 3, then more than the window, then 1
 
 
+def test_a_worker_that_is_lost_with_many_calls_under_way_is_one_loss():
+    calls = 2 * reward_fleet.MAX_LOST_IN_A_ROW
+    dies = asyncio.Event()
+
+    class Dies(Worker):
+        async def _score(self, items):
+            self.log.append(len(items))
+            await dies.wait()
+            raise DEAD
+            yield
+
+    async def body(fleet):
+        scoring = []
+        for number in range(calls):
+            scoring.append(asyncio.ensure_future(fleet.score(ITEM)))
+            while len(log) <= number:  # a call of its own
+                await asyncio.sleep(0.01)
+        dies.set()
+        lost = await asyncio.gather(*scoring, return_exceptions=True)
+        return [type(error) for error in lost], await fleet.score(ITEM), fleet.respawned
+
+    log, warnings = [], []
+    assert run([Dies(log), Worker()], body, warn=warnings.append) == ([WorkerLost] * calls, ("a verdict", 0), 1)
+    assert len(warnings) == 1
+
+
 def test_workers_that_are_lost_again_and_again_break_the_fleet_and_a_result_in_between_does_not():
     async def score_until(fleet, count):
         lost = 0
