@@ -91,12 +91,13 @@ class Lease:
     def take(self, *, locked: bool) -> None:
         """Takes the lease: at once where there is none, or where its owner is known to be dead.
 
-        locked: this process holds the kernel's lock on the directory, so that an owner on this host has ended.
-        Otherwise the file is watched, at most `STALE_S` seconds. Raises LeaseHeld as soon as it changes.
+        Otherwise the file is watched, at most `STALE_S` seconds. locked: this process holds the kernel's lock, so that
+        no other on this host takes the lease over at the same time. (It does not say that the owner has ended: somebody
+        may have removed the lock file of a live run.) Raises LeaseHeld as soon as the file changes.
         """
         if not self._created():
             owner = _owner(self._path)
-            if not (_is_here(owner) and (locked or not _is_alive(owner))):
+            if not _is_here(owner) or _is_alive(owner):
                 self._watch(owner)
             self._write(replace=True)
             if not (_is_here(owner) and locked):
@@ -160,6 +161,9 @@ class Lease:
                     if owner.get("token") == self._token:
                         os.utime(file.fileno())  # needs no space on a full disk
                         return
+                if not owner:  # emptied or damaged: another run would have put a whole file in its place
+                    self._write(replace=True)
+                    return
             except FileNotFoundError:
                 if self._created():
                     return
@@ -180,6 +184,7 @@ class Lease:
     def _write(self, *, replace: bool) -> bool:
         temporary = self._path.with_name(f"{self._path.name}.{self._token}")
         about = {"host": socket.gethostname(), "boot": _boot(), "pid": str(os.getpid()), "token": self._token}
+        about["started"] = _started(about["pid"])
         text = json.dumps(about | {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         temporary.write_text(text + "\n", encoding="utf-8")
         try:
@@ -238,13 +243,19 @@ def _is_here(owner: dict[str, str]) -> bool:
 
 
 def _is_alive(owner: dict[str, str]) -> bool:
+    """Returns whether the owner's process is there: its number may be another process's by now."""
+    started = _started(owner.get("pid", ""))
+    return started != "" and owner.get("started", started) == started
+
+
+def _started(pid: str) -> str:
+    """Returns when a process of this host started, in clock ticks since the boot (proc(5)); "" where it has ended."""
     try:
-        os.kill(int(owner["pid"]), 0)
-    except (ProcessLookupError, KeyError, ValueError):
-        return False
-    except PermissionError:
-        pass
-    return True
+        text = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
+    state, *fields = text.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]  # a zombie has ended, and waits for its parent
 
 
 def _boot() -> str:

@@ -34,14 +34,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / ".lease"
 
 
-def written_by(path: Path, *, host: str = "", boot: str = "", pid: int = 0) -> None:
+def written_by(path: Path, *, host: str = "", boot: str = "", pid: int = 0, **more: str) -> None:
     """The lease of another process; by default of one on this host that is dead."""
     if not pid:
         ended = subprocess.Popen(["true"])
         ended.wait(timeout=60)
         pid = ended.pid
     about = {"host": host or socket.gethostname(), "boot": boot or lease._boot(), "pid": str(pid)}
-    path.write_text(json.dumps(about | {"token": "theirs", "since": "yesterday"}))
+    path.write_text(json.dumps(about | {"token": "theirs", "since": "yesterday"} | more))
 
 
 @pytest.fixture
@@ -96,13 +96,37 @@ def test_it_says_who_holds_it_is_touched_and_goes_with_its_owner(path):
 
 def test_a_dead_owner_on_this_host_is_not_waited_for(path, monkeypatch, nobody_beats):
     written_by(path, pid=os.getppid())
-    assert waited(path, locked=False), "it lives, or its number is that of another process by now"
+    assert waited(path, locked=False), "it lives"
     monkeypatch.setattr(Lease, "_watch", no_watch)
-    written_by(path, pid=os.getppid())
-    taken(path, locked=True).release()  # the kernel's lock is free, so it is another process
     for locked in (True, False):
         written_by(path)
         taken(path, locked=locked).release()
+        written_by(path, pid=os.getppid(), started="7")  # its number is another process's by now
+        taken(path, locked=locked).release()
+    zombie = subprocess.Popen(["true"])
+    while Path(f"/proc/{zombie.pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    written_by(path, pid=zombie.pid)
+    taken(path).release()
+    zombie.wait(timeout=60)
+
+
+def test_a_live_run_keeps_a_directory_whose_lock_was_removed(tmp_path):
+    run = claim(tmp_path)
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(ValueError, match=f"in use by a live run .process {os.getpid()} on "):
+        claim(tmp_path)
+    run.release()
+    claim(tmp_path).release()
+
+
+@pytest.mark.parametrize("content", ["", '{"token": "th', "[]"])
+def test_a_lease_that_names_nobody_is_written_again(content, path):
+    held = taken(path)
+    path.write_text(content)
+    held.check()
+    assert json.loads(path.read_text())["token"] == held._token
+    held.release()
 
 
 @pytest.mark.parametrize("where", [{"host": "elsewhere"}, {"boot": "before-the-restart"}])
