@@ -44,18 +44,20 @@ class CheckpointStore:
         origin: Path | None = None,
         record: Callable[[Path], None] = lambda directory: None,
         guard: Callable[[], None] = lambda: None,
+        placed: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Opens the store at root, usually OUTPUT_DIR/checkpoints, which need not exist.
 
         keep: newest checkpoints kept, 0 = all. origin: a checkpoint of another run that counts while there is none
         here. record: adds what the run knows of itself to a checkpoint. guard: raises where the run may not write any
-        more.
+        more. placed: called with the step of each checkpoint that is in its place.
         """
         self._root = root
         self._keep = keep
         self._origin = origin
         self._record = record
         self._guard = guard
+        self._placed = placed
         self._writing = asyncio.Lock()
         self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
         self._misnamed: str | None = None
@@ -68,8 +70,9 @@ class CheckpointStore:
         raises.
 
         Hashing and moving files is left to a thread, so that generation can go on meanwhile. A checkpoint of the same
-        step is replaced. Later ones go: they belong to a course that resuming has left. A second call waits for the
-        first one. A cancellation after the body does not undo what it wrote: it is raised once that is committed.
+        step is replaced. Later ones are set aside: they belong to a course that resuming has left. A second call waits
+        for the first one. A cancellation after the body does not undo what it wrote: it is raised once that is
+        committed.
         """
         async with self._writing:
             self._guard()  # or what another run is writing by now would be cleared away
@@ -94,6 +97,7 @@ class CheckpointStore:
         fault_point("save.sealed")
         self._place(temporary, self._root / f"step_{step:06d}")
         fault_point("save.placed")
+        self._placed(step)
         self._prune(step)
         self.keeps_groups = True
 
@@ -168,8 +172,8 @@ class CheckpointStore:
             broken.append(self._faults[path])
         if broken:
             raise ValueError(
-                f"no checkpoint under {self._root} is whole ({'; '.join(broken)}); remove that directory to start the "
-                "run again, or give another `trainer.output_dir`"
+                f"no checkpoint under {self._root} is whole ({'; '.join(broken)}); give another `trainer.output_dir` "
+                "to start the run again"
             )
         if self._origin is not None:
             try:
@@ -220,12 +224,15 @@ class CheckpointStore:
             return
         path, later = self._back
         for found in later:
-            left = found.with_name(found.name.replace("step_", LEFT, 1))
-            if left.exists():
-                remove(left)
-            found.replace(left)
+            self._leave(found)
         write_text(self._root / LATEST, path.name + "\n")
         self._back = None
+
+    def _leave(self, path: Path) -> None:
+        left = path.with_name(path.name.replace("step_", LEFT, 1))
+        if left.exists():
+            remove(left)
+        path.replace(left)
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, whole or not."""
@@ -255,8 +262,10 @@ class CheckpointStore:
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
         superseded = [path for path in self._steps() if step_of(path) > written]
-        for path in superseded:
-            self._discard(path)
+        for (
+            path
+        ) in superseded:  # perhaps all that is left of another course: no start finds them, and nothing removes them
+            self._leave(path)
         for path in earlier[self._keep - 1 :] if self._keep > 0 else []:
             try:
                 self._discard(path)

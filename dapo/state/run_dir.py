@@ -6,6 +6,7 @@ asked for. What a run knows of itself (`ABOUT`) also lies in each checkpoint: th
 with.
 """
 
+import logging
 import secrets
 import shutil
 from datetime import datetime
@@ -25,8 +26,11 @@ from dapo.state.journal import holds_groups
 from dapo.state.lease import LEASE, LOCK, Lease, hold
 from dapo.state.manifest import BrokenCheckpoint
 
+log = logging.getLogger(__name__)
+
 CONFIG, CHECKPOINTS, METRICS = "config.yaml", "checkpoints", "metrics.jsonl"
 FINGERPRINT, STARTED, TOKEN = "data_fingerprint", "started", ".shared"
+SAVED = "saved"  # the step of the newest checkpoint that the run has written
 ABOUT, NODES = "run", "nodes"  # folders: in a checkpoint, for copies of these files; logs that a launcher began
 COPIED = (CONFIG, FINGERPRINT, STARTED, INPUTS)
 HEADER = "# The resolved configuration of this dapo run.\n"  # marks a config.yaml as ours to overwrite
@@ -59,7 +63,8 @@ class RunDirectory:
 
     def _open(self, origin: Path | None) -> CheckpointStore:
         keep = int(value_of(self._config, "checkpoint.keep") or 0)
-        return CheckpointStore(self.checkpoints, keep=keep, origin=origin, record=self._record, guard=self.check)
+        hooks: dict[str, Any] = {"record": self._record, "guard": self.check, "placed": self._note_saved}
+        return CheckpointStore(self.checkpoints, keep=keep, origin=origin, **hooks)
 
     @property
     def started(self) -> datetime:
@@ -113,6 +118,8 @@ class RunDirectory:
             )
         self.store.recover()
         back = None if resume in RESUME else self._start_from(Path(resume).expanduser().absolute(), resume, held)
+        if back is None and not self.store.steps():
+            self._check_none_was_saved()
         if (newest := back or self.store.latest()) is not None or held:
             self._before = _about(newest, self.path)
             self._compare(read_config(self._before / CONFIG, self._where))
@@ -120,6 +127,26 @@ class RunDirectory:
         if back is not None and (later := self.store.go_back_to(back)):
             told = f"going back to step {step_of(back)}; {len(later)} later checkpoints are kept as left_*"
             self.notices.insert(0, f"`checkpoint.resume` ({resume}): {told}")
+
+    def _check_none_was_saved(self) -> None:
+        """Raises ValueError where this run has had checkpoints: to begin anew would erase its records, and they come
+        back perhaps."""
+        saved = self.path / SAVED
+        if saved.exists():
+            step = saved.read_text(encoding="utf-8", errors="replace").strip()
+            raise ValueError(
+                f"{self._where} has had checkpoints, the last one of step {step}, and {self.checkpoints} holds none; "
+                "is its disk mounted? Bring them back, or give another `trainer.output_dir`; to begin at step 0 and "
+                f"lose the run's records, remove {saved}"
+            )
+
+    def _note_saved(self, step: int) -> None:
+        try:
+            write_text(self.path / SAVED, f"{step}\n")
+        except OSError as error:
+            log.warning(
+                "%s could not be written (%s); the checkpoint is complete all the same", self.path / SAVED, error
+            )
 
     def _start_from(self, chosen: Path, resume: str, held: bool) -> Path | None:
         """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already.

@@ -194,3 +194,32 @@ def test_a_left_over_is_recovered_before_the_run_looks_for_its_checkpoint(tmp_pa
         claim(tmp_path, resume="never")
     with claim(tmp_path) as run:
         assert run.store.latest() == run.checkpoints / "step_000001"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a dangling link"])
+@pytest.mark.parametrize("resume", ["auto", "origin"])
+def test_checkpoints_that_are_not_there_are_no_new_start(left, resume, tmp_path):
+    """Their disk is not mounted, or somebody has removed them: records and the checkpoints themselves would go."""
+    with claim(tmp_path / "origin") as other:
+        save(other, 7)
+    from_origin = str(other.checkpoints / "step_000007")
+    resume = from_origin if resume == "origin" else resume
+    config = {**CONFIG, "checkpoint": {**CONFIG["checkpoint"], "resume": resume}}
+    with claim(tmp_path / "run", config, resume) as run:
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+        save(run, 1)
+        save(run, 2)
+    disk = run.checkpoints.rename(tmp_path / "disk")
+    if left == "an empty folder":
+        run.checkpoints.mkdir()
+    elif left == "a dangling link":
+        run.checkpoints.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match="checkpoints, the last one of step 2, .*holds none; is its disk mounted?"):
+        claim(run.path, config, resume)
+    if run.checkpoints.is_symlink():
+        run.checkpoints.unlink()
+    elif run.checkpoints.exists():
+        run.checkpoints.rmdir()
+    disk.rename(run.checkpoints)
+    with claim(run.path, config, resume) as again:
+        assert again.store.latest() == run.checkpoints / "step_000002"
