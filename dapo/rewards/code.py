@@ -19,9 +19,9 @@ RUNS_PROGRAMS = True
 LANGUAGES = ("python", "python3", "py", "")
 _FENCE = re.compile(
     # Behind a tag or words it opens with a name alone.
-    r"^([ \t]*|[^\n`~]+(?=[`~]{3,}[ \t]*[\w+-]+[ \t\r]*\n))(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n"
+    r"^([ \t]*|[^\n`~]+(?=[`~]{3,}+[ \t]*[\w+-]+[ \t\r]*\n))(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n`]*+\n"
     # It ends where a line begins with its fence, whatever stands behind, such as a tag; a word there opens another one.
-    r"(.*?)(?:^[ \t]*\2[`~]*(?![`~\w+-])|(?=^[ \t]*\2)|\Z)",
+    r"(.*?)(?:^[ \t]*\2[`~]*+(?![`~\w+-])|(?=^[ \t]*\2)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
 _TIME = ("cpu", "wall")

@@ -170,3 +170,16 @@ def test_only_the_first_tests_count_where_asked():
     text = "```\nprint(input())\n```"
     assert [compute_score("", text, truth, max_tests=n)["score"] for n in (0, 2)] == [-1.0, 1.0]
     assert compute_score("", text, truth, partial=True)["passed"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("head", ["", "```", "```python\n"])
+def test_repeated_text_costs_bounded_work(head: str) -> None:
+    """A pattern that can split the same text in several ways takes time that grows with its square."""
+    slow = []
+    for unit in ("`", "~", "`~", "```\n", "~~~\n", "```python\n", "``` ", "a", " ", "\t", "a`", "-"):
+        began = time.process_time()
+        last_block(head + unit * (64_000 // len(unit)))
+        if time.process_time() - began > 1:
+            slow.append(unit)
+    assert slow == []

@@ -98,3 +98,122 @@ def test_an_expression_that_failed_once_is_read_again(monkeypatch: pytest.Monkey
         patch.setattr(math_verify, "parse", lambda *arguments, **options: [])
         assert math_verify.compute_score("", r"Answer: $\sqrt{98}$", r"7\sqrt{2}")["acc"] is False
     assert math_verify.compute_score("", r"Answer: $\sqrt{98}$", r"7\sqrt{2}")["acc"] is True
+
+
+# What the patterns that read an answer can match again and again, alone and in pairs.
+UNITS = (
+    *(
+        "</s>",
+        "<s>",
+        "</b>",
+        "<eos>",
+        "<|end|>",
+        "<\uff5cend\uff5c>",
+        "$",
+        "$$",
+        "\\$",
+        "\\,",
+        "\\!",
+        "\\;",
+        "\\ ",
+        "~",
+        " ",
+        "*",
+        "_",
+        "`",
+    ),
+    *(
+        "{",
+        "}",
+        "{}",
+        "(",
+        ")",
+        "[",
+        "]",
+        "()",
+        "\\(",
+        "\\)",
+        "\\boxed{",
+        "\\boxed{1}",
+        "\\text{",
+        "\\text{a}",
+        "\\frac{",
+        "\\frac12",
+    ),
+    *(
+        "\\sqrt",
+        "\\sqrt{",
+        "^",
+        "^2",
+        "_{1}",
+        "\\circ",
+        "\u00b0",
+        "\\quad",
+        "\\qquad ",
+        "1",
+        "1,",
+        "1,000",
+        "1.",
+        "1/",
+        "1 ",
+        "-",
+        "+",
+    ),
+    *(
+        "=",
+        "<",
+        ">",
+        "x",
+        "x=",
+        "x < ",
+        "A",
+        "A,",
+        "(A)",
+        "or ",
+        " and ",
+        ", or ",
+        ";",
+        ":",
+        "Answer:",
+        "answer: ",
+        "\n",
+        "#### ",
+        "cm",
+        "cm ",
+        "%",
+    ),
+    *(
+        "1 cm",
+        "sq. ",
+        "per ",
+        "dollars ",
+        "million ",
+        '"',
+        '["a"',
+        "\\cup",
+        "\\infty",
+        "(1,2)",
+        "[1,2]",
+        "\\pm",
+        "\\times",
+        "is ",
+        "the answer is ",
+    ),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("module", [math, gsm8k, math_verify], ids=["math", "gsm8k", "math_verify"])
+def test_repeated_text_costs_bounded_work(module: Any) -> None:
+    """A pattern that can match the same text in several ways takes time that doubles with each repetition."""
+    slow = []
+    for first, second in [(unit, "") for unit in UNITS] + [("</s>", unit) for unit in UNITS]:
+        unit = first + second
+        for end in ("", "x", "}", "<"):
+            label = "####" if module is gsm8k else "Answer:"
+            text = f"{label} 42{unit * (280 // len(unit))}{end}"
+            began = time.process_time()
+            is_tame(text) if module is math_verify else module.compute_score("source", text, "42")
+            if time.process_time() - began > 1:
+                slow.append((unit, end))
+    assert slow == []

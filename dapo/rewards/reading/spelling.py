@@ -26,7 +26,7 @@ _DAPO_FRAC = re.compile(r"(frac)([^{])(.)")
 _DAPO_SQRT = re.compile(r"(sqrt)([^{])")
 
 _SPECIAL_TOKENS = re.compile(
-    r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</[a-z]{1,20}>)\s*)+$"
+    r"(?:(?:<\|[^<>|]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>|</?s>|<(?:eos|pad|end_of_turn)>|</(?!s>)[a-z]{1,20}>)\s*+)++$"
 )
 _BOXED = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 # TeX boxes one character where no brace stands; of a number that a person wrote all digits, and no half of a formula.
