@@ -247,7 +247,7 @@ def test_a_run_on_a_real_ray_node_saves_is_queued_again_and_goes_on(tmp_path: Pa
         env["NODE_DISK"] = disk
         job = start(tmp_path, *words, sleep='"$@"', **env)
         try:
-            wait_for(run / "metrics.jsonl", 900)
+            wait_for(run / "checkpoints/LATEST", 900)
         finally:
             job.send_signal(signal.SIGUSR1)
             said = ended(job, 300)

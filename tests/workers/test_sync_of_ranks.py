@@ -172,8 +172,7 @@ def buffers_of_stages(worker) -> int:
 @pytest.mark.ray
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_a_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_path, parallel):
+def test_a_tensor_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_path):
     from dapo.tiny.random_model import make_random_model
     from tests.support.engines.two import make_config as engine_config
     from tests.workers.test_rollout import change, group_of, largest_difference
@@ -183,7 +182,7 @@ def test_a_parallel_engine_gets_its_parts_from_each_transport(ray_cluster, tmp_p
 
     path = str(make_random_model(tmp_path / "model", layers=2))
     cfg = engine_config(path, 1)
-    cfg.rollout.vllm |= {f"{parallel}_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cfg.rollout.vllm |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
 

@@ -24,8 +24,9 @@ class Outside:
         self.secret.write_text(TRUTH)
         for file in (self.checkpoint, self.secret):
             file.chmod(0o666)  # what a user of its own would be kept from anyway
-        command = [sys.executable, "-c", "import time; time.sleep(3600)"]
-        self.victim = subprocess.Popen(command, env={**os.environ, "SECRET": TRUTH})
+        command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(3600)"]
+        self.victim = subprocess.Popen(command, env={**os.environ, "SECRET": TRUTH}, stdout=subprocess.PIPE)
+        assert self.victim.stdout is not None and self.victim.stdout.readline(), "it did not start"
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(self.tcp.getsockname())
@@ -67,7 +68,7 @@ class Outside:
 
     def close(self) -> None:
         self.victim.kill()
-        self.victim.wait()
+        self.victim.communicate()
         for one in (self.tcp, self.udp, self.unix):
             one.close()
 
