@@ -261,11 +261,8 @@ class CheckpointStore:
 
     def _prune(self, written: int) -> None:
         earlier = sorted((path for path in self._steps() if step_of(path) < written), key=step_of, reverse=True)
-        superseded = [path for path in self._steps() if step_of(path) > written]
-        for (
-            path
-        ) in superseded:  # perhaps all that is left of another course: no start finds them, and nothing removes them
-            self._leave(path)
+        for path in [path for path in self._steps() if step_of(path) > written]:
+            self._leave(path)  # it may be all that is left of another course
         for path in earlier[self._keep - 1 :] if self._keep > 0 else []:
             try:
                 self._discard(path)

@@ -155,6 +155,9 @@ class Fleet:
         except (RayError, TimeoutError) as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError):
                 raise self._break(f"{self._name} {worker.index}: {error.cause}") from error.cause
+            self._warn(
+                f"{self._name} {worker.index} is replaced: no answer to its check ({str(error).splitlines()[:1]})"
+            )
             await self._replace(worker, handle)  # the new one is checked as it starts
 
     def _plan(self, delay_s: float = 0.0) -> None:
