@@ -11,9 +11,8 @@ from dapo.config.sources import SourceConfig
 from dapo.data.order import PromptOrder
 from dapo.replay.batches import BATCHES, SavedStream
 from dapo.types import Group
-from tests.support.driver.loops import PROMPTS, killed, make_trainer, seen, tiny_config, tokens, whole
+from tests.support.driver.loops import PROMPTS, cancelled, killed, make_trainer, seen, tiny_config, tokens, whole
 from tests.support.fakes import FakeRollouts
-from tests.support.faulty_pools import turns
 
 STEPS = 10
 CHANGES = {
@@ -83,13 +82,7 @@ def test_a_run_in_parts_and_with_another_timing_is_the_whole_run(tmp_path, strai
 
 async def stopped(trainer, version: int, count: int) -> set[int]:
     """As `killed`, and saved by a signal."""
-    await trainer._resume()
-    while trainer.version < version:
-        await trainer.step()
-    running = asyncio.create_task(trainer.step())
-    await turns(count)
-    running.cancel()
-    await asyncio.wait([running])
+    await asyncio.wait([await cancelled(trainer, version, count)])
     await trainer.stream.close()
     await trainer.save()
     trainer.saver.close()

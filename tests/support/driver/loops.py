@@ -77,15 +77,20 @@ def whole(trainer: Trainer) -> None:
     trainer.saver.close()
 
 
-async def killed(trainer: Trainer, version: int, count: int) -> set[int]:
-    """The process dies so many turns of the event loop after it has come to a version, and saves nothing. Returns the
-    draws whose groups it had."""
+async def cancelled(trainer, version: int, count: int) -> asyncio.Task:
+    """A step that is cancelled so many turns of the event loop after the run has come to a version."""
     await trainer._resume()
     while trainer.version < version:
         await trainer.step()
     running = asyncio.create_task(trainer.step())
     await turns(count)
     running.cancel()
+    return running
+
+
+async def killed(trainer: Trainer, version: int, count: int) -> set[int]:
+    """The process dies there and saves nothing. Returns the draws whose groups it had."""
+    await cancelled(trainer, version, count)
     trainer.saver.journal.close()
     return {group.draw.index for group, _ in trainer._buffer.held()}
 

@@ -60,12 +60,6 @@ def idle(rest):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return 1.0
 
-def fork(rest):
-    """Leaves a process behind that holds the socket, and computes without end."""
-    if os.fork() == 0:
-        time.sleep(300)
-    spin(rest)
-
 def write(rest):
     with open(rest, "w") as file:
         file.write("x" * (2 << 20))
@@ -75,7 +69,7 @@ ACTIONS = {
     "hang": lambda rest: time.sleep(1000),
     "pause": lambda rest: time.sleep(float(rest)) or 1.0,
     "spin": spin, "leak": leak, "keep": keep, "once": once, "hold": hold, "linger": linger, "idle": idle,
-    "thread": thread, "forkspin": fork, "write": write,
+    "thread": thread, "write": write,
     "power": lambda rest: float(9 ** 9 ** 9),
     "segfault": lambda rest: ctypes.string_at(0),
     "exit": lambda rest: os._exit(0),
