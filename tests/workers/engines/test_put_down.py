@@ -19,8 +19,8 @@ GROUPS = 6
 
 
 def cap_of(place: int) -> int:
-    """One that every fourth response runs into, in every other group."""
-    return 160 if place % 2 else LONG
+    """One that most responses run into, in every other group."""
+    return 60 if place % 2 else LONG
 
 
 def is_whole(response, tokenizer, place: int) -> bool:
