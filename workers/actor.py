@@ -38,6 +38,8 @@ from workers.training.work import MicroBatches, RankWork, equal_at, known_shape,
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
 
+COLLECTIVE_S = 600.0  # one of an update's many: no rank lets the others wait as long, if not for good
+
 
 class ActorWorker:
     """Runs one FSDP rank, a Ray actor. Every method but the first three and `close_weights` is a collective over all.
@@ -65,7 +67,7 @@ class ActorWorker:
         check_allocator(self._cfg, self._device)
         if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
-        self._rank, limit_s = rank, self._cfg.actor.timeout_s
+        self._rank, limit_s = rank, min(self._cfg.actor.timeout_s, COLLECTIVE_S)
         mesh.join(
             self._device, rank=rank, world_size=world_size, address=master_addr, port=master_port, timeout_s=limit_s
         )
@@ -76,7 +78,7 @@ class ActorWorker:
         cfg = self._cfg
         self._mesh = mesh.arrange(
             self._device,
-            timeout_s=cfg.actor.timeout_s,
+            timeout_s=min(cfg.actor.timeout_s, COLLECTIVE_S),
             files_timeout_s=cfg.checkpoint.timeout_s,
             fsdp_size=cfg.actor.fsdp_size,
             sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RaySystemError
 
 from dapo.config.sampling import RolloutConfig
+from dapo.config.schema import Config
 from dapo.pools import ActorsLost
 from dapo.report.watchdog import Member, Watchdog
 from tests.support.faulty_pools import turns
-from workers.actor import ActorPool
+from workers.actor import ActorPool, ActorWorker
 from workers.engines.life import Pulse
 from workers.engines.load import EngineMeter
 from workers.engines.slot import EngineSlot
@@ -157,3 +159,17 @@ def test_ranks_that_are_lost_as_they_first_start_start_again(losses, error, monk
     again = min(max(losses, 0), 2)
     assert loads == ["load", *["restart", "load"] * again]
     assert capsys.readouterr().err.count("rank 1 died") == again
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(3600.0, 600.0), (6.0, 6.0)])
+def test_a_collective_that_hangs_is_found_before_its_update_is_late(timeout_s, limit_s, monkeypatch):
+    limits = []
+    monkeypatch.setattr("workers.actor.check_allocator", lambda cfg, device: None)
+    monkeypatch.setattr("workers.actor.mesh.join", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("workers.actor.mesh.arrange", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("workers.actor.fsdp.load_policy", lambda cfg, mesh: 1 / 0)
+    cfg = Config()
+    cfg.actor.timeout_s, cfg.actor.cpu_threads = timeout_s, torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError):
+        ActorWorker(cfg, "cpu").start(0, 1, "127.0.0.1", 1)
+    assert limits == [limit_s] * 2
