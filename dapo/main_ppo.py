@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _end_early(number: int, frame: object) -> None:
-    end("stopped by a signal before anything was trained; the same command starts the run", EXIT_RESUMABLE)
+    end("stopped by a signal as it started, and trained nothing new; the same command goes on", EXIT_RESUMABLE)
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")

@@ -46,7 +46,7 @@ die() {
 # Starts one node of the machine that it runs on: node_up DIR IP PORT, and `head` where it is one.
 node_up() {
   set -euo pipefail
-  local python=$1/.venv/bin/python own files ray client
+  local python=$1/.venv/bin/python own files ray client sessions
   own=$HOME/.dapo-ray/$(hostname -s)
   [[ -x $python ]] || { echo "$python does not exist; make .venv there as launch/README.md says" >&2 && exit 1; }
   ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
@@ -72,6 +72,14 @@ sys.exit(f"no port from {first} to {port} is free, for the client of Ray; give a
   cd "$1"
   # shellcheck source=/dev/null
   source "$own/env"
+  # Ray lets everyone write to its sessions. Not in the home: on a shared one there are no sockets.
+  sessions=${RAY_TMPDIR:-${TMPDIR:-/tmp}}/dapo-$(id -u)
+  mkdir -m 700 "$sessions" 2>/dev/null || true
+  if ! [[ -d $sessions && -O $sessions && ! -L $sessions ]]; then
+    echo "$sessions is no folder of yours; remove it, or name another place: NODE_ENV=RAY_TMPDIR" >&2 && exit 1
+  fi
+  chmod 700 "$sessions"
+  ray+=(--temp-dir="$sessions/ray")
   # Ray raises the limit of open files in drivers alone; what a node starts keeps what it is started with.
   files=$(ulimit -Hn)
   [[ $files != unlimited ]] && ((files < 65536)) || files=65536

@@ -16,8 +16,10 @@ from dapo.allocator import check_allocator
 from dapo.config.schema import Config
 from dapo.derived import LENT_TRANSPORT, transfer_timeout_s
 from dapo.faults.points import fault_point
+from dapo.faults.restarts import Restarts
 from dapo.own.loading import Source, load, source_of
-from dapo.pools import BatchRefused, Updated
+from dapo.pools import ActorsLost, BatchRefused, Updated
+from dapo.report.console import warn
 from dapo.types import Float32Array, TrainBatch, TrainSequence
 from workers.remote import RemoteError, wait
 from workers.training import fsdp, mesh
@@ -35,6 +37,8 @@ from workers.training.use import begin_use, end_use, rank_metrics
 from workers.training.work import MicroBatches, RankWork, equal_at, known_shape, split_batch, split_sequences
 from workers.weights.bucket import Bucket, Endpoint
 from workers.weights.sender import WeightSender
+
+COLLECTIVE_S = 600.0  # one of an update's many: no rank lets the others wait as long, if not for good
 
 
 class ActorWorker:
@@ -63,7 +67,7 @@ class ActorWorker:
         check_allocator(self._cfg, self._device)
         if self._device == "cpu" or self._cfg.actor.offload == "host":  # Ray gives a process with a GPU one thread
             torch.set_num_threads(self._cfg.actor.cpu_threads)
-        self._rank, limit_s = rank, self._cfg.actor.timeout_s
+        self._rank, limit_s = rank, min(self._cfg.actor.timeout_s, COLLECTIVE_S)
         mesh.join(
             self._device, rank=rank, world_size=world_size, address=master_addr, port=master_port, timeout_s=limit_s
         )
@@ -74,7 +78,7 @@ class ActorWorker:
         cfg = self._cfg
         self._mesh = mesh.arrange(
             self._device,
-            timeout_s=cfg.actor.timeout_s,
+            timeout_s=min(cfg.actor.timeout_s, COLLECTIVE_S),
             files_timeout_s=cfg.checkpoint.timeout_s,
             fsdp_size=cfg.actor.fsdp_size,
             sequence_parallel_size=cfg.actor.ulysses_sequence_parallel_size,
@@ -224,7 +228,20 @@ class ActorPool(Checkpoints, Sending):
         await self._ranks.find_processes(self._cfg.actor.start_timeout_s, "actor.start_timeout_s")
 
     async def start(self) -> None:
-        """Loads the model on all ranks, which are then at policy version 0."""
+        """Loads the model on all ranks, which are then at policy version 0. Where they are lost meanwhile they start
+        again, `actor.max_restarts` times."""
+        restarts = Restarts(self._cfg.actor.max_restarts)
+        while True:
+            try:
+                return await self._load()
+            except ActorsLost as error:
+                if restarts.spent():
+                    raise
+                restarts.add()
+                warn(f"the actors were lost as they started, and start again ({restarts.count()}): {error}")
+            await self._ranks.restart("actor.start_timeout_s")
+
+    async def _load(self) -> None:
         timeout_s, key = self._cfg.actor.start_timeout_s, "actor.start_timeout_s"
         await self.find()
         [(address, port)] = await wait([self._ranks.workers[0].free_address.remote()], timeout_s, "actor rank 0", key)
@@ -241,7 +258,7 @@ class ActorPool(Checkpoints, Sending):
         if self.before_restart is not None:
             await self.before_restart()
         await self._ranks.restart("actor.start_timeout_s")
-        await self.start()
+        await self._load()
 
     async def until_lost(self) -> str:
         """Returns why the ranks are lost, as soon as they are, also while nothing is asked of them."""

@@ -3,52 +3,109 @@
 In: the address. Out: a process that can start workers there; nodes with their GPUs.
 """
 
+import asyncio
 import logging
 import os
+import re
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
 from ray._common.utils import get_system_memory
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+from ray.exceptions import RpcError
 
-from workers.own_cluster import deaf_to_hangups, on_loopback, own_token
+from dapo.faults.head import ASK_S, end_with_raylet, reach
+from dapo.report.console import warn
+from workers.own_cluster import deaf_to_hangups, on_loopback, own_token, session_folder
 from workers.placing.fit import Node
+from workers.within import Late, left_behind, within
 
 GIB = 1 << 30
 OWN_HEAD_S, HEAD_S = 5.0, 30.0  # Ray itself gives up after 60 s, and leaves no time to save
+FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
+KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
 _own = ExitStack()  # what a cluster of our own has changed in this process
+_left = threading.Event()
 
 
 def connect(address: str, *, worker_logs: bool) -> None:
     """Joins the cluster at `address` (`auto`, host:port), or starts one on this machine, and for it alone, where it is
-    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it.
+    `local` or where neither it nor RAY_ADDRESS is set. `leave` ends it. A signal ends the wait.
 
     Raises:
         ValueError: the address is of Ray's client (`ray://`) or job server; a run is a process of a node.
+        OSError: nothing is there, or it does not answer.
     """
+    global _left
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     target = _target(address)
     local: dict[str, Any] = {}
     if target == "local":
-        local = {"include_dashboard": False, "object_store_memory": _object_store_bytes()}
+        local = {
+            "include_dashboard": False,
+            "object_store_memory": _object_store_bytes(),
+            "_temp_dir": session_folder(),
+        }
         _own.enter_context(own_token())
+    else:
+        target = _found(target)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that is not the main one
+
+    def join() -> None:
+        ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+
     try:
         with deaf_to_hangups(), on_loopback() if target == "local" else nullcontext():
-            ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
+            within(JOIN_S, join, f"to start Ray, or to join it ({KEY}),")
     except BaseException:
-        leave()
+        if not left_behind.is_set():
+            leave()
         raise
+    _left = threading.Event()
+    if (node := ray._private.worker._global_node) is not None:
+        end_with_raylet(node.raylet_socket_name, node.gcs_address, _left)
 
 
 def leave() -> None:
-    """Leaves the cluster, or ends the one that `connect` has started."""
+    """Leaves the cluster, or ends the one that `connect` has started. Where Ray does not let go in time, or a signal
+    comes, the program goes on without it, and ends its processes as it ends itself."""
+    _left.set()
     try:
-        ray.shutdown()
+        within(LEAVE_S, ray.shutdown, "Ray's end")
+    except Late as late:
+        warn(f"{late}: its head process may stand still. The program ends without it")
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        pass
     finally:
-        _own.close()
+        if not left_behind.is_set():
+            _own.close()
+
+
+def _found(target: str) -> str:
+    """Returns HOST:PORT of the head. Raises OSError where none is or answers, which Ray would try for minutes."""
+    if target == "auto":
+        return canonicalize_bootstrap_address("auto")
+    remedy = "start Ray there, give HOST:PORT of the head, or `trainer.ray_address=local`"
+    try:
+        reach(target, FIND_S)
+    except OSError as error:
+        raise ConnectionError(f"no Ray at {target} ({KEY}): {error}; {remedy}") from error
+    try:
+        within(FIND_S, lambda: GcsClient(address=target), "an answer")
+    except Late:
+        raise ConnectionError(
+            f"what listens at {target} ({KEY}) has not answered as Ray's head does for {FIND_S:g} s; {remedy}"
+        ) from None
+    except Exception:  # it answers, and what it refuses `ray.init` explains
+        pass
+    return target
 
 
 def _target(address: str) -> str:
@@ -59,15 +116,30 @@ def _target(address: str) -> str:
             "process on a node of the cluster: give HOST:PORT of the head, or `auto`, there, or hand the run over by "
             "`ray job submit --address http://HEAD:8265`"
         )
+    if target not in ("local", "auto") and not re.search(r":\d+$", target):
+        raise ValueError(f"{target} ({KEY}) is no address: give HOST:PORT of the head, `auto` or `local`")
     return target
 
 
-def head(address: str) -> tuple[str, float]:
-    """Returns where Ray's head process takes connections, HOST:PORT, and for how many seconds it may take none.
+def head(address: str) -> tuple[str, float, Callable[[], bool]]:
+    """Returns where Ray's head process takes connections, HOST:PORT, for how many seconds it may take none, and what
+    asks it: False after `ASK_S` without an answer.
 
     Nobody starts that of a cluster of our own again. address: as in `connect`, which comes first.
     """
-    return ray.get_runtime_context().gcs_address, OWN_HEAD_S if _target(address) == "local" else HEAD_S
+    place: str = ray.get_runtime_context().gcs_address
+    clients: list[GcsClient] = []
+
+    def answers() -> bool:
+        try:
+            if not clients:
+                clients.append(GcsClient(address=place))
+            clients[0].check_alive([], timeout=ASK_S)
+        except RpcError:
+            return False
+        return True
+
+    return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, answers
 
 
 def _object_store_bytes() -> int:

@@ -1,4 +1,5 @@
-"""Keeps a Ray cluster that this process starts to this machine and to this run: loopback, and a token of its own.
+"""Keeps a Ray cluster that this process starts to this machine and to this run: loopback, a token of its own, files
+that nobody else reads.
 
 In: nothing. Out: the environment that Ray and its processes see while the cluster lives. The token is in the
 environment alone, which only the same user reads: no file, no command line, no `runtime_env`.
@@ -7,15 +8,41 @@ environment alone, which only the same user reads: no file, no command line, no 
 import os
 import secrets
 import signal
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "lo"
+LONGEST = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")  # of Linux for a socket
+
+
+def session_folder() -> str:
+    """Returns where Ray may put its sessions: in a folder of this user's, for Ray lets everyone write to its own.
+
+    Raises ValueError where RAY_TMPDIR or TMPDIR names a place that does not do."""
+    place = Path(get_default_system_temp_dir())
+    own = place / f"dapo-{os.getuid()}"
+    found = str(own / "ray")
+    if len(os.fsencode(found)) > LONGEST:
+        raise ValueError(
+            f"Ray's sockets would lie in {found}, and Linux allows {LONGEST} characters there: set RAY_TMPDIR to a "
+            "folder with a shorter name"
+        )
+    place.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    there = own.lstat()
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid():
+        raise ValueError(f"{own} is no folder of yours: remove it, or set RAY_TMPDIR to another place")
+    own.chmod(0o700)
+    return found
 
 
 def makes_token() -> bool:

@@ -38,6 +38,7 @@ from workers.scoring.verdict import (
     CanaryError,
     KnownMetrics,
     Verdict,
+    gave_nothing,
     is_told,
     remedy,
     verdict_of_failure,
@@ -249,8 +250,10 @@ class RewardPool:
     def _watch(self, verdict: Verdict, where: str, tokens: int) -> None:
         """Counts and warns of failures; stops the run where there is nothing but failures. tokens: of the response; the
         longest may be too long for a judge, and end together: longer than any with a verdict, it says nothing."""
-        failure = verdict.score.failure
-        unscorable = bool(failure) and math.isnan(verdict.score.accuracy)
+        unscorable = math.isnan(verdict.score.accuracy)
+        failure, detail = verdict.score.failure, verdict.detail
+        if unscorable and not failure:
+            failure, detail = "none", gave_nothing(verdict.score)
         if not unscorable:
             self._failed_in_a_row, self._longest_scored = 0, max(tokens, self._longest_scored)
         elif tokens <= self._longest_scored or not self._longest_scored:
@@ -261,11 +264,11 @@ class RewardPool:
         count = self.failures[failure]
         outcome = "unscorable" if unscorable else "wrong"
         if is_told(count):
-            self._warn(f"reward: {where}: {outcome}: {verdict.detail} (`{failure}` number {count})")
+            self._warn(f"reward: {where}: {outcome}: {detail} (`{failure}` number {count})")
         if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RemoteError(
                 f"the reward functions gave no verdict on {self._failed_in_a_row} responses in a row; the last was "
-                f"{where}: {verdict.detail}; {remedy(failure)}"
+                f"{where}: {detail}; {remedy(failure)}"
             )
 
     def _with_penalty(self, score: Score, prompt: Prompt, tokens: int) -> Score:

@@ -145,7 +145,7 @@ USES: dict[str, tuple[Name, ...]] = {
     "workers/weights/receiver.py": (
         Name(path="vllm.config:VllmConfig"),
         Name(path="vllm.config:ParallelConfig", has="rank"),
-        Name(path="vllm.config:ModelConfig", has="hf_config"),
+        Name(path="vllm.config:ModelConfig", has="hf_config word_embeddings_untied_by_checkpoint"),
         Name(path="vllm.config:set_current_vllm_config", call="config"),
         Name(path=f"{_TRANSFER}:WeightTransferEngineFactory"),
         Name(path=f"{_TRANSFER}:WeightTransferEngineFactory.register_engine", call="name engine"),

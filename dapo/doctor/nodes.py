@@ -4,12 +4,10 @@ In: the address of a cluster. Out: `dapo.doctor.machines.Machines` over its node
 """
 
 import copy
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -24,7 +22,6 @@ from workers.placing.asked import OWN_GPUS, pools
 from workers.placing.fit import Node, lines, problems
 from workers.training.processes import free_address
 
-CONNECT_S = 10.0
 ANSWER_S = 120.0  # for a worker process to start and import, beside 60 s of the hub's and nvidia-smi's own deadlines
 
 
@@ -33,7 +30,6 @@ class RayNodes:
 
     def __init__(self, address: str) -> None:
         """Joins the cluster. Raises OSError, ValueError or RuntimeError where there is none, or it refuses."""
-        _reachable(address)
         with waiting("Ray to be joined"):
             connect(address, worker_logs=False)
         own = ray.get_runtime_context().get_node_id()
@@ -108,11 +104,3 @@ def _answers(refs: list[Any], limit_s: float) -> list[Any]:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             found.append(Silent(lines[-1].strip()))
     return found
-
-
-def _reachable(address: str) -> None:
-    """Raises OSError where nothing takes connections at HOST:PORT, which Ray would try for a minute."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    if parts.hostname and parts.port:
-        with socket.create_connection((parts.hostname, parts.port), timeout=CONNECT_S):
-            pass

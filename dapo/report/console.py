@@ -28,6 +28,7 @@ AGAIN_S = 3600.0  # after which a warning that comes again is printed again
 _MEASURE = re.compile(r"\b\d[\d.,]*(?= ?(?:%|(?:ms|s|min|h|bytes|B|[KMGT]i?B|tokens|lines|groups|rows)\b))")
 
 _printed_at = -float("inf")
+_code = 0  # with which the program ends
 
 
 def say(line: str) -> None:
@@ -118,13 +119,24 @@ def _let_go() -> None:
             continue
 
 
-def end_at_once(message: str) -> NoReturn:
+def end_at_once(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Leaves the process with one message; kills all that it has started, and does no other clean-up."""
     _print(f"dapo: {message}", sys.stderr)
+    _vanish(code)
+
+
+def vanish_at_exit() -> None:
+    """Has the process kill all that it has started and leave when Python would begin to clean up: a library would wait
+    there for what never comes."""
+    atexit.register(lambda: _vanish(_code or int(hasattr(sys, "last_type"))))
+
+
+def _vanish(code: int) -> NoReturn:
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    os._exit(EXIT_FAILED)
+    _let_go()
+    os._exit(code)
 
 
 @contextmanager
@@ -143,5 +155,7 @@ def hearing_warnings(listener: Callable[[str], None]) -> Iterator[None]:
 
 def end(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Leaves the program with one message."""
+    global _code
     _print(f"dapo: {message}", sys.stderr)
+    _code = code
     sys.exit(code)

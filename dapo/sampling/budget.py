@@ -10,13 +10,14 @@ from collections import Counter
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, OVERLONG, UNSCORABLE
 from dapo.types import Group
 
-FAILED = "failed"  # unscorable, for most responses have come to no end
+FAILED = "failed"  # unscorable, for the responses have come to no end
 REMEDIES = {
     ALL_CORRECT: "the prompts are too easy for this policy: take harder ones",
     ALL_WRONG: "the prompts are too hard for this policy, or the reward function finds no right answer: score a few "
     "responses by hand, take easier prompts or a stronger model",
-    UNSCORABLE: "the reward function gives no verdict: look at its errors and at `filter_groups.min_scored`",
-    FAILED: "`rollout.function` fails for most responses: the warnings say why; mend it, or give it more time "
+    UNSCORABLE: "the reward function gives no verdict on too many responses: see its warnings (a missing `return`?) "
+    "and at `filter_groups.min_scored`",
+    FAILED: "`rollout.function` fails for too many responses: the warnings say why; mend it, or give it more time "
     "(`rollout.function.timeout_s`)",
     OVERLONG: "what tells right from wrong is truncated and out of the loss: raise `data.max_response_length`, or set "
     "`reward.overlong_filtering.enable=false`",
@@ -55,6 +56,7 @@ class Budget:
         self._outcomes: Counter[str] = Counter()
         self._fates: Counter[str] = Counter()
         self._bins: Counter[int] = Counter()
+        self._responses = self._unscored = 0
 
     def counted(self, running: int) -> int:
         """Counts the draws of the update that is collected, or of the next one, that have ended. running: the others,
@@ -80,10 +82,17 @@ class Budget:
     def add(self, group: Group, outcome: str, fate: str) -> None:
         """Notes a scored group: its outcome by accuracy, and why it would be dropped, if it is."""
         self._outcomes[outcome] += 1
-        failed = fate == UNSCORABLE and 2 * sum(one.failed for one in group.responses) > len(group.responses)
-        self._fates[FAILED if failed else fate] += 1
+        accuracies = group.accuracies
+        unscored = len(group.scores) - len(accuracies)
+        self._responses += len(group.scores)
+        self._unscored += unscored
+        cause = fate
+        if fate in (UNSCORABLE, ALL_CORRECT, ALL_WRONG) and unscored:  # with the others it might have been mixed
+            failed = sum(one.failed for one in group.responses)
+            cause = FAILED if 2 * failed > unscored else UNSCORABLE
+        self._fates[cause] += 1
         self._barren = self._barren + 1 if fate in REMEDIES else 0
-        if accuracies := group.accuracies:
+        if accuracies:
             self._bins[_bin(sum(accuracies) / len(accuracies))] += 1
 
     def _explain(self, *, usable: int, wanted: int) -> str:
@@ -95,7 +104,8 @@ class Budget:
         more = "raise `filter_groups.max_num_gen_batches`, " if self._max_draws else ""
         return (
             f"{self.drawn} draws for one update, and {usable} of the {wanted} usable groups that it needs{barren}: "
-            f"{shares}, stale {self.stale / max(1, self.drawn):.0%}; groups by pass rate: {self._histogram()}\n"
+            f"{shares}, stale {self.stale / max(1, self.drawn):.0%}; responses without a verdict "
+            f"{self._unscored / max(1, self._responses):.0%}; groups by pass rate: {self._histogram()}\n"
             f"{REMEDIES[most]}; or {more}lower `data.train_batch_size`, or set "
             "`filter_groups.on_budget=train_partial`; the groups accepted so far are kept for the next run"
         )

@@ -1,13 +1,19 @@
 """A block ends when nothing answers at an address any more, whatever it was doing; a real server is what answers."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from dapo.faults import head
 from dapo.faults.head import HeadLost, while_reachable
+from dapo.report.watchdog import Watchdog
 
 GRACE_S = 0.15
 
@@ -57,7 +63,7 @@ def test_a_block_that_cannot_save_does_not_keep_the_process(monkeypatch):
 
     async def body(server: asyncio.Server, address: str) -> None:
         with pytest.raises(HeadLost):
-            async with while_reachable(address, GRACE_S, end):
+            async with while_reachable(address, GRACE_S, end=end):
                 server.close()
                 try:
                     await asyncio.Event().wait()
@@ -81,6 +87,71 @@ def test_a_block_whose_head_is_there_ends_as_it_does():
     assert asyncio.run(beside_a_server(body)) == "ended"
 
 
+@pytest.mark.parametrize(("silences", "lost"), [(3, False), (4, True)])
+def test_a_head_that_takes_connections_and_answers_nothing_is_named_and_given_up_later(monkeypatch, silences, lost):
+    """The kernel takes connections for a process that is stopped."""
+    monkeypatch.setattr(head, "STILL_S", 4 * head.ASK_S)
+    answers, named = iter([False] * 3 + [True] + [False] * silences), []
+    answered = threading.Event()
+
+    def scripted() -> bool:
+        answer = next(answers, None)
+        if answer is None:
+            answered.set()
+        return answer is not False
+
+    async def body(server: asyncio.Server, address: str) -> bool:
+        try:
+            async with while_reachable(address, GRACE_S, scripted):
+                while not answered.is_set():
+                    named.extend(told())
+                    await asyncio.sleep(0.005)
+                assert not told(), "it answers again"
+        except HeadLost as error:
+            assert f"at {address} has not answered for 40 s" in str(error)
+            return True
+        return False
+
+    assert asyncio.run(beside_a_server(body)) == lost
+    assert named
+
+
+@pytest.mark.parametrize(("how", "messages"), [("dies", 1), ("dies with the head", 0), ("is left", 0)])
+def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, messages):
+    """Ray would end the process by its C++ code, with a dump of its state."""
+    place, over, ended = tmp_path / "raylet", threading.Event(), []
+    script = (
+        f"import socket, time; s = socket.socket(socket.AF_UNIX); s.bind({str(place)!r}); s.listen(); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as raylet:
+        while not place.exists() or not listens(place):
+            time.sleep(0.01)
+        monkeypatch.setattr(head, "takes_connections", lambda address: how != "dies with the head")
+        head.end_with_raylet(str(place), "head:1", over, lambda message, code: ended.append((message, code)))
+        [thread] = [each for each in threading.enumerate() if each.name == "raylet"]
+        if how == "is left":
+            over.set()
+        raylet.kill()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(ended) == messages
+    for message, code in ended:
+        assert "the same command continues" in message and code == 85
+
+
+def told() -> list[str]:
+    return [line for line in Watchdog(60.0).due(time.monotonic() + 100) if "stands still" in line]
+
+
+def listens(place: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.connect(str(place))
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("misses", "lost"), [(5, False), (6, True)])
 def test_only_misses_in_a_row_count(monkeypatch, misses, lost):
     """GRACE_S is six of them. A process that stood still itself, for as long, missed one."""
@@ -102,5 +173,5 @@ def test_only_misses_in_a_row_count(monkeypatch, misses, lost):
             return True
         return False
 
-    monkeypatch.setattr(head, "_answers", scripted)
+    monkeypatch.setattr(head, "takes_connections", scripted)
     assert asyncio.run(body()) == lost

@@ -1,6 +1,7 @@
 """launch/ray_up.sh, ray_down.sh and cloud.yaml: with a stand-in for ssh that makes each machine a home folder here."""
 
 import json
+import os
 import re
 import resource
 import socket
@@ -48,7 +49,8 @@ def run(tmp_path: Path):
 
     def script(name: str, *machines: str, **env: str) -> subprocess.CompletedProcess[str]:
         base = {"PATH": f"{tmp_path}/fake:/usr/bin:/bin", "HOMES": f"{tmp_path}/homes", "DIR": f"{tmp_path}/check out"}
-        base["REAL_PYTHON"] = REAL
+        base |= {"REAL_PYTHON": REAL, "TMPDIR": str(tmp_path / "tmp")}
+        (tmp_path / "tmp").mkdir(exist_ok=True)
         return subprocess.run(
             ["bash", str(ROOT / f"launch/{name}.sh"), *machines],
             env={**base, "READY_S": "1", **env},
@@ -85,6 +87,9 @@ def test_a_cluster_comes_up_under_a_private_token_and_goes(run, tmp_path: Path) 
     head, worker = ((home / "started").read_text() for home in (a, b))
     assert "--head --node-ip-address=10.0.0.1 --port=20379 --dashboard-host=127.0.0.1" in head
     assert "--address=10.0.0.1:20379" in worker and "--head" not in worker
+    sessions = tmp_path / "tmp" / f"dapo-{os.getuid()}"
+    assert all(f"--temp-dir={sessions}/ray" in line for line in (head, worker))
+    assert sessions.stat().st_mode & 0o777 == 0o700
     tokens = {(own(home) / "token").read_text().strip() for home in (a, b)}
     assert len(tokens) == 1 and not tokens & set((tmp_path / "homes/arguments").read_text().split())
     files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65536)
@@ -119,6 +124,13 @@ def test_what_does_not_come_up_leaves_nothing_behind(run, tmp_path: Path, env: d
     assert up.returncode == 1 and said in up.stderr, up.stderr
     assert not list((tmp_path / "homes").glob("*/.dapo-ray/*/token"))
     assert not any(alive(tmp_path / "homes" / name) for name in "ab")
+
+
+def test_a_folder_of_somebody_else_takes_no_sessions(run, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / f"dapo-{os.getuid()}").symlink_to(tmp_path)
+    up = run("ray_up", "a", "b", "--", *RUN)
+    assert up.returncode == 1 and "is no folder of yours; remove it" in up.stderr and "RAY_TMPDIR" in up.stderr
 
 
 def test_named_variables_reach_nodes_doctor_and_run_and_no_command_line(run, tmp_path: Path) -> None:

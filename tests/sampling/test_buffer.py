@@ -160,6 +160,7 @@ def test_the_rates_are_shares_of_the_scored_groups():
     assert rates == {MIXED: 20, ALL_CORRECT: 50, ALL_WRONG: 20, UNSCORABLE: 10}
     assert sum(histogram(message).values()) == 9
     assert share(message, "stale") == 25, "of the draws"
+    assert share(message, "responses without a verdict") == 3  # 4 of 148
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,8 @@ def test_the_rates_are_shares_of_the_scored_groups():
         pytest.param([right(16)] * 3 + [right(0)] * 2, ALL_CORRECT, id="too easy"),
         pytest.param([right(16)] * 2 + [right(0)] * 3, ALL_WRONG, id="too hard"),
         pytest.param([right(16)] * 2 + [[NAN] * 16] * 3, UNSCORABLE, id="no verdicts"),
+        pytest.param([[1.0] * 9 + [NAN] * 7] * 5, UNSCORABLE, id="verdicts on right answers alone"),
+        pytest.param([right(16)] * 3 + [[1.0] * 9 + [NAN] * 7] * 2, ALL_CORRECT, id="too easy, but for a few"),
         pytest.param([right(8)] * 9 + [right(0)], ALL_WRONG, id="mostly mixed, and the rest too hard"),
     ],
 )

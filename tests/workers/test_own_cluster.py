@@ -2,16 +2,21 @@
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from workers import cluster, own_cluster
+from workers import cluster, own_cluster, within
 from workers.own_cluster import INTERFACES, MODE, TOKEN, TOKEN_PATH, on_loopback, own_token
 
 OURS = (MODE, TOKEN, TOKEN_PATH, *INTERFACES)
@@ -91,6 +96,7 @@ def test_an_address_of_rays_client_or_job_server_is_refused(address: str, monkey
 
 def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = dict(os.environ), []
+    monkeypatch.setattr(cluster, "_found", lambda target: target)
     monkeypatch.setattr(cluster.ray, "init", lambda **how: seen.append((how["address"], own())))
     cluster.connect("10.0.0.1:6379", worker_logs=False)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
@@ -98,6 +104,62 @@ def test_a_cluster_that_is_joined_is_left_to_its_owner(monkeypatch: pytest.Monke
     assert seen == [("10.0.0.1:6379", {}), ("10.0.0.2:6379", {})]
     changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
     assert changed <= {"RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"}
+
+
+@pytest.mark.parametrize("what", ["nothing", "a server that is no head", "no port"])
+def test_an_address_without_a_head_is_refused_with_its_key(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try for minutes, and hear no signal."""
+    monkeypatch.setattr(cluster.ray, "init", lambda **how: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(cluster, "FIND_S", 0.5)
+    monkeypatch.setattr(within, "vanish_at_exit", lambda: None)
+    monkeypatch.setattr(within, "left_behind", threading.Event())
+    monkeypatch.setattr(cluster, "left_behind", within.left_behind)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}" if what != "no port" else "head"
+        if what == "nothing":
+            server.close()
+        with pytest.raises(
+            (OSError, ValueError), match=rf"{address} \(`trainer.ray_address`, or RAY_ADDRESS\).*HOST:PORT"
+        ):
+            cluster.connect(address, worker_logs=False)
+
+
+def test_a_cluster_that_does_not_end_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its head process stands still."""
+    told: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **how: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", threading.Event().wait)
+    monkeypatch.setattr(cluster, "LEAVE_S", 0.1)
+    monkeypatch.setattr(cluster, "warn", told.append)
+    monkeypatch.setattr(within, "vanish_at_exit", lambda: told.append("vanishes"))
+    monkeypatch.setattr(within, "left_behind", threading.Event())
+    monkeypatch.setattr(cluster, "left_behind", within.left_behind)
+    cluster.connect("local", worker_logs=False)
+    cluster.leave()
+    assert told[0] == "vanishes" and "more than 0.1 s" in told[1]
+
+
+def test_nobody_else_writes_to_the_files_of_its_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray lets everyone write to its folder and to those below."""
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(cluster.ray, "init", lambda **given: started.update(given))
+    monkeypatch.setenv("RAY_TMPDIR", str(place := Path(tempfile.mkdtemp(dir="/tmp"))))
+    try:
+        for _ in range(2):
+            cluster.connect("local", worker_logs=False)
+            cluster.leave()
+            found = Path(started["_temp_dir"])
+            assert found.parent.parent == place and found.parent.stat().st_mode & 0o777 == 0o700
+            found.parent.chmod(0o755)
+        found.parent.rmdir()
+        found.parent.symlink_to(tmp_path)
+        with pytest.raises(ValueError, match="is no folder of yours.*RAY_TMPDIR"):
+            cluster.connect("local", worker_logs=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(place / ("long" * 10)))
+        with pytest.raises(ValueError, match="sockets would lie in .*set RAY_TMPDIR"):
+            cluster.connect("local", worker_logs=False)
+    finally:
+        shutil.rmtree(place)
 
 
 @pytest.mark.parametrize(("memory", "store"), [(6 << 30, (6 << 30) // 5), (128 << 30, 8 << 30)])

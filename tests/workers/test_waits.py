@@ -5,15 +5,20 @@ import gc
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RaySystemError
 
 from dapo.config.sampling import RolloutConfig
+from dapo.config.schema import Config
+from dapo.pools import ActorsLost
 from dapo.report.watchdog import Member, Watchdog
 from tests.support.faulty_pools import turns
+from workers.actor import ActorPool, ActorWorker
 from workers.engines.life import Pulse
 from workers.engines.load import EngineMeter
 from workers.engines.slot import EngineSlot
@@ -128,3 +133,43 @@ def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_by_the_event_l
     asyncio.run(whole())
     gc.collect()
     assert told == []
+
+
+@pytest.mark.parametrize(("losses", "error"), [(2, None), (3, ActorsLost), (-1, RemoteError)])
+def test_ranks_that_are_lost_as_they_first_start_start_again(losses, error, monkeypatch, capsys):
+    """Not those that all raise: the model is no better the second time."""
+    loads = []
+
+    class Lost:
+        async def restart(self, key):
+            loads.append("restart")
+
+    async def load(self):
+        loads.append("load")
+        if losses < 0:
+            raise RemoteError("no model")
+        if loads.count("load") <= losses:
+            raise ActorsLost("rank 1 died")
+
+    monkeypatch.setattr(ActorPool, "_load", load)
+    pool = object.__new__(ActorPool)
+    pool._cfg, pool._ranks = SimpleNamespace(actor=SimpleNamespace(max_restarts=2)), Lost()
+    with nullcontext() if error is None else pytest.raises(error):
+        asyncio.run(pool.start())
+    again = min(max(losses, 0), 2)
+    assert loads == ["load", *["restart", "load"] * again]
+    assert capsys.readouterr().err.count("rank 1 died") == again
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(3600.0, 600.0), (6.0, 6.0)])
+def test_a_collective_that_hangs_is_found_before_its_update_is_late(timeout_s, limit_s, monkeypatch):
+    limits = []
+    monkeypatch.setattr("workers.actor.check_allocator", lambda cfg, device: None)
+    monkeypatch.setattr("workers.actor.mesh.join", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("workers.actor.mesh.arrange", lambda *where, timeout_s, **how: limits.append(timeout_s))
+    monkeypatch.setattr("workers.actor.fsdp.load_policy", lambda cfg, mesh: 1 / 0)
+    cfg = Config()
+    cfg.actor.timeout_s, cfg.actor.cpu_threads = timeout_s, torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError):
+        ActorWorker(cfg, "cpu").start(0, 1, "127.0.0.1", 1)
+    assert limits == [limit_s] * 2

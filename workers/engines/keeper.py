@@ -57,11 +57,27 @@ class Keeper:
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, model_path: str, engine_args: dict[str, Any], gpus: Gpus) -> None:
-        """Starts all engines side by side. Raises RemoteError where one does not start."""
-        await wait_for_all(slot.start(model_path, engine_args, gpus) for slot in self.slots)
+        """Starts all engines side by side, and those that fail again. Raises RemoteError where one does not start."""
+        await wait_for_all(self._start(slot, model_path, engine_args, gpus) for slot in self.slots)
         for slot in self.slots:
             slot.serving = True
             self._watches.append(asyncio.create_task(self._watch(slot, model_path, engine_args, gpus)))
+
+    async def _start(self, slot: EngineSlot, *arguments: Any) -> None:
+        """Starts an engine for the first time: as often as one that is lost, but not after a failure that comes again
+        in the same words, as a wrong argument's does."""
+        before, start = "", slot.start
+        while not slot.started:
+            try:
+                await start(*arguments)
+            except RemoteError as error:
+                slot.drop()
+                if slot.limit.spent() or str(error) == before:
+                    raise
+                before, start = str(error), slot.restart
+                self._warn(f"engine {slot.number} did not start, and is started again: {error}")
+                await asyncio.sleep(PAUSE_S)
+        slot.limit.worked()
 
     async def _watch(self, slot: EngineSlot, *arguments: Any) -> None:
         """Replaces an engine whenever it is lost, as long as `rollout.max_restarts` allows it."""

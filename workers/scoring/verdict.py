@@ -97,6 +97,14 @@ def is_told(count: int) -> bool:
     return count <= WARNINGS or count & (count - 1) == 0
 
 
+def gave_nothing(score: Score) -> str:
+    """Says which functions gave no number, where none failed."""
+    labels = [f"`{label}`" for label, value in score.parts.items() if math.isnan(value)]
+    if labels:
+        return f"reward function {', '.join(labels)} gave None or NaN as its score"
+    return "the reward functions gave None or NaN as `acc`"
+
+
 def remedy(failure: str) -> str:
     """Returns what to do where no response gets a verdict any more. failure: of the last one."""
     if failure == "away":
@@ -106,6 +114,8 @@ def remedy(failure: str) -> str:
             "see to the server that it asks, or give it more time: `reward.remote.call_timeout_s`, "
             "`reward.remote.timeout_s` and, above it, `reward.timeout_s`"
         )
+    if failure == "none":
+        return "have it give a number: a `return` may be missing"
     return "fix the function or raise its `reward.limits`"
 
 

@@ -150,7 +150,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             initialize_layerwise_reload(self.model)
             self._next = 0
             self._missing = {name for name, _ in self.model.named_parameters()}
-            if self.model_config.hf_config.tie_word_embeddings:
+            config = self.model_config  # of files with a copy of the head vLLM says untied, and ties it after loading
+            if config.hf_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint:
                 self._missing.discard("lm_head.weight")  # it is the embedding; see finish_weight_update
 
     def _forget_packing(self) -> None:

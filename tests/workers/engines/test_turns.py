@@ -30,12 +30,15 @@ class Slot:
         self.ends, self.let_start = asyncio.Event(), asyncio.Event()
         self.let_start.set()
         self.refuses, self.known = "", False
-        self.limit = SimpleNamespace(spent=lambda: False, worked=lambda: None, most=5)
+        self.limit = SimpleNamespace(spent=lambda: self.restarts >= 5, worked=lambda: None, most=5)
+        self.failures = []
 
     started = property(lambda self: self.size is not None)
 
     async def start(self, *arguments):
         await self.let_start.wait()
+        if self.failures:
+            raise RemoteError(self.failures.pop(0))
         self.size = 1
 
     async def restart(self, *arguments):
@@ -95,6 +98,35 @@ async def kept(test, lent=0):
         await asyncio.wait_for(test(keeper, said), 10)
     finally:
         await keeper.stop(0.0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "restarts"),
+    [("ab", 2), ("abcde", 5), ("abcdef", None), ("aa", None)],
+    ids=["mended", "mended at the last", "too often", "the same again"],
+)
+def test_an_engine_that_does_not_start_at_first_is_started_again(failures, restarts, monkeypatch):
+    """As one is whose port was taken, or whose GPU a former job still frees; not one with a wrong argument."""
+    monkeypatch.setattr(keeping, "EngineSlot", Slot)
+    monkeypatch.setattr(keeping, "PAUSE_S", 0.0)
+    said = []
+
+    async def whole():
+        keeper = keeping.Keeper([{}, {}], RolloutConfig(num_engines=2), said.append, lambda number: None)
+        keeper.slots[1].failures = [*failures]
+        try:
+            await keeper.start("model", {}, lambda number: ())
+            return keeper.slots[1].restarts, [slot.serving for slot in keeper.slots]
+        finally:
+            await keeper.stop(0.0)
+
+    if restarts is None:
+        with pytest.raises(RemoteError, match=failures[-1]):
+            asyncio.run(whole())
+    else:
+        assert asyncio.run(whole()) == (restarts, [True, True])
+    told = failures[:-1] if restarts is None else failures
+    assert said == [f"engine 1 did not start, and is started again: {why}" for why in told]
 
 
 async def settled():

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -195,3 +196,30 @@ def test_the_reward_adds_the_overlong_penalty_and_the_reward_model() -> None:
         assert found.parts == {"judge": 1.0, "overlong": penalty, "reward_model": value}
     unknown = score(12, math.nan)
     assert math.isnan(unknown.accuracy) and math.isnan(unknown.reward) and unknown.failure == "model"
+
+
+@pytest.mark.parametrize("parts", [{"mine": math.nan}, {"mine": 1.0}], ids=["score", "acc"])
+def test_a_function_that_gives_nothing_is_told_and_ends_the_run(
+    parts: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without a `return` does."""
+    monkeypatch.setattr(reward, "MAX_FAILURES_IN_A_ROW", 5)
+    nothing = Verdict(
+        score=replace(RIGHT, accuracy=math.nan, reward=math.nan, parts=parts), detail="", cpu_s=0.0, wall_s=0.0
+    )
+    warnings: list[str] = []
+
+    class Silent(Fleet):
+        async def score(self, item: Any, *, avoid: int) -> tuple[Verdict, int]:
+            return nothing, 0
+
+    async def scores() -> None:
+        pool = pool_over(Silent(), warn=warnings.append)
+        for sample in range(9):
+            found = await pool.score(make_prompt(0), sample, make_response())
+            assert math.isnan(found.accuracy) and not found.failure
+
+    with pytest.raises(RemoteError, match=r"no verdict on 5 responses in a row.*response 4: .*None or NaN.*`return`"):
+        asyncio.run(scores())
+    assert [re.findall(r"number (\d+)", warning) for warning in warnings] == [["1"], ["2"], ["3"], ["4"]]
+    assert all(("`mine`" in warning) == math.isnan(parts["mine"]) for warning in warnings)

@@ -55,6 +55,14 @@ def receiver():
         del sys.modules[module.__name__]
 
 
+def model_config(*, tied: bool = False, has_copy: bool = False) -> SimpleNamespace:
+    """As vLLM leaves it where the files hold a copy of a tied head."""
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(tie_word_embeddings=tied and not has_copy),
+        word_embeddings_untied_by_checkpoint=tied and has_copy,
+    )
+
+
 def make_engine(receiver, slots: list[torch.Tensor]):
     """AsyncLLM's calls to two processes, which vLLM's own executor carries; process k reads buckets from slot k."""
 
@@ -62,7 +70,7 @@ def make_engine(receiver, slots: list[torch.Tensor]):
         def __init__(self, rank: int) -> None:
             self.vllm_config = SimpleNamespace(
                 parallel_config=SimpleNamespace(rank=rank),
-                model_config=SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=False)),
+                model_config=model_config(),
             )
             self.weight_transfer_engine = receiver.BucketTransferEngine(None, self.vllm_config, "cpu", Model())
             self.weight_transfer_engine._device = torch.device("cpu")
@@ -189,3 +197,15 @@ async def test_an_engine_that_vllm_leaves_in_no_known_state_is_lost(engine, rece
         await worker.leave_weights()
     with pytest.raises(WorkerLost, match="vLLM failed: RuntimeError: Worker failed .*CUDA out of memory"):
         await worker.pulse()
+
+
+@pytest.mark.parametrize(("tied", "has_copy"), [(False, False), (True, False), (True, True)])
+def test_only_a_head_of_its_own_must_come(receiver, tied, has_copy):
+    model, config = nn.Module(), SimpleNamespace(model_config=model_config(tied=tied, has_copy=has_copy))
+    model.lm_head = Model()
+    config.parallel_config = SimpleNamespace(rank=0)
+    engine = receiver.BucketTransferEngine(None, config, "cpu", model)
+    engine._device = torch.device("cpu")
+    engine.start_weight_update()
+    engine.finish_weight_update()
+    assert ("lm_head.weight" in engine.failure) == (not tied), engine.failure
