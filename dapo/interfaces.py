@@ -1,6 +1,7 @@
 """Chooses the network interface of process groups that span machines.
 
-In: the address of the first of their processes. Out: gloo listens where the others reach it, and nowhere else.
+In: the address of the first of their processes. Out: gloo and NCCL's sockets listen where the others reach them, and
+nowhere else.
 """
 
 import os
@@ -8,17 +9,21 @@ import socket
 
 import psutil
 
-GLOO = "GLOO_SOCKET_IFNAME"
+GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 
 
-def gloo_towards(address: str) -> None:
-    """Lets gloo in this process use the interface by which it reaches `address`, unless GLOO_SOCKET_IFNAME names one.
+def sockets_towards(address: str) -> None:
+    """Lets gloo, and NCCL where it meets and where it has TCP alone, use the interface by which this process reaches
+    `address`, unless the environment names one.
 
     By itself gloo takes what the machine's own name means: on Debian and many clouds 127.0.1.1, which every other
-    machine takes for itself.
+    machine takes for itself. NCCL takes the first interface of the machine, which the others may not reach.
     """
-    if GLOO not in os.environ and (name := _interface_towards(address)):
-        os.environ[GLOO] = name
+    mine = [GLOO] if NCCL_FAMILY in os.environ else [GLOO, NCCL]
+    unnamed = [name for name in mine if name not in os.environ]
+    if unnamed and (found := _interface_towards(address)):
+        values = {GLOO: found, NCCL: f"={found}"}  # NCCL reads a bare name as the beginning of several
+        os.environ.update({name: values[name] for name in unnamed})
 
 
 def _interface_towards(address: str) -> str:

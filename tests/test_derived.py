@@ -6,7 +6,7 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.derived import device_of
-from dapo.interfaces import GLOO, gloo_towards
+from dapo.interfaces import GLOO, NCCL, NCCL_FAMILY, sockets_towards
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,17 @@ def test_where_a_run_computes_does_not_depend_on_what_is_there(device, dtype, ex
 @pytest.mark.parametrize(
     ("named", "address", "expected"),
     [
-        pytest.param(None, "127.0.0.1", "lo", id="this_machine"),
-        pytest.param("ib0", "127.0.0.1", "ib0", id="a_site_has_named_one"),
-        pytest.param(None, "no.such.host.invalid", None, id="no_way_there"),
+        pytest.param({}, "127.0.0.1", {GLOO: "lo", NCCL: "=lo"}, id="this_machine"),
+        pytest.param({GLOO: "ib0", NCCL: "ib"}, "127.0.0.1", {GLOO: "ib0", NCCL: "ib"}, id="a_site_has_named_both"),
+        pytest.param({GLOO: "ib0"}, "127.0.0.1", {GLOO: "ib0", NCCL: "=lo"}, id="a_site_has_named_gloos"),
+        pytest.param({NCCL_FAMILY: "AF_INET6"}, "127.0.0.1", {GLOO: "lo"}, id="nccl_looks_by_a_family"),
+        pytest.param({}, "no.such.host.invalid", {}, id="no_way_there"),
     ],
 )
-def test_gloo_uses_the_interface_that_reaches_the_others(named, address, expected, monkeypatch):
-    monkeypatch.setenv(GLOO, named or "")  # what the test sets goes with it
-    if named is None:
-        monkeypatch.delenv(GLOO)
-    gloo_towards(address)
-    assert os.environ.get(GLOO) == expected
+def test_groups_use_the_interface_that_reaches_the_others(named, address, expected, monkeypatch):
+    for name in (GLOO, NCCL, NCCL_FAMILY):
+        monkeypatch.setenv(name, named.get(name, ""))  # what the test sets goes with it
+        if name not in named:
+            monkeypatch.delenv(name)
+    sockets_towards(address)
+    assert {name: os.environ[name] for name in (GLOO, NCCL) if name in os.environ} == expected

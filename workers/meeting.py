@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dapo.interfaces import gloo_towards
+from dapo.interfaces import sockets_towards
 
 
 def serve_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
@@ -19,7 +19,7 @@ def serve_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
     Raises:
         OSError: the node has no such address, or the port is taken.
     """
-    gloo_towards(address)
+    sockets_towards(address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, port), family=family)
     taken = server.getsockname()[1]
@@ -32,7 +32,7 @@ def serve_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
 
 def find_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Connects to what another process serves; waits for it for at most `timeout_s`."""
-    gloo_towards(address)
+    sockets_towards(address)
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 

@@ -23,10 +23,19 @@ class PlanConfig:
     )
     gpus_per_node: int = positive(8, "GPUs of one node")
     gpu_flops: float = positive(PEAK_FLOPS["H200"], "dense peak of one GPU in `model.dtype`, FLOP/s")
-    hfu: float = share(0.5, "share of it that an update reaches, recomputation counted (hardware FLOPs utilization)")
+    hfu: float = share(
+        0.4,
+        "share of it that an update reaches, recomputation counted (hardware FLOPs utilization); measured at 7B: "
+        "0.36 to 0.42",
+    )
+    layer_s: float = at_least(
+        0, 0.004, "seconds of its host that a rank takes to launch a layer in a pass, which bounds small models"
+    )
     gpu_bandwidth: float = positive(3.35e12, "byte/s of one GPU's memory")
     bandwidth_share: float = share(0.6, "share of it that decoding reaches")
-    network_bandwidth: float = positive(50e9, "byte/s that one GPU receives from other nodes")
+    network_bandwidth: float = positive(
+        50e9, "byte/s of one GPU's network adapter; those of a node's GPUs carry a group that fills nodes together"
+    )
     node_bandwidth: float = positive(300e9, "byte/s that one GPU receives within its node")
     engine_step_s: float = at_least(
         0, 0.003, "seconds that vLLM adds to each decoding step (scheduling, launches, sampling)"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.doctor.checked import cluster, files, inputs, judge, limits, planned, software, storage
+from dapo.doctor.checked import cluster, files, inputs, judge, limits, network, planned, software, storage
 from dapo.doctor.checked.allreduce import judged
 from dapo.doctor.finding import FAULT, OK, SKIPPED, Finding, fault, worst
 from dapo.doctor.machines import Machines, Silent, ThisMachine
@@ -44,8 +44,8 @@ class Outcome:
 def all_reduce(subject: Subject, machines: Machines) -> Finding:
     """Sums a tensor over all machines of the run."""
     device = "cuda" if subject.uses_gpus and machines.gpus() else "cpu"
-    measured = machines.all_reduce(device)
-    return judged(measured, device, len(machines.names), subject.cfg.plan.network_bandwidth)
+    count = machines.having_gpus() if device == "cuda" else len(machines.names)
+    return judged(machines.all_reduce(device), device, count, subject.cfg.plan.network_bandwidth)
 
 
 CHECKS = (  # what each looks at: README.md
@@ -54,6 +54,7 @@ CHECKS = (  # what each looks at: README.md
     Check("libraries", NODE, software.libraries, cheap=True),
     Check("GPUs", NODE, software.gpus),
     Check("allocator", NODE, software.allocator, cheap=True),
+    Check("RDMA", NODE, network.rdma),
     Check("open files", NODE, limits.open_files, cheap=True),
     Check("processes", NODE, limits.processes, cheap=True),
     Check("shared memory", NODE, limits.shared_memory, cheap=True),
@@ -80,8 +81,9 @@ CHECKS = (  # what each looks at: README.md
 
 def diagnose(subject: Subject, machines: Machines, checks: Sequence[Check] = CHECKS) -> Iterator[Outcome]:
     """Yields an outcome per check, as soon as it is known."""
-    driver = isinstance(machines, ThisMachine)
-    asked = question(subject.cfg, joined=bool(subject.address), driver=driver, gpus=subject.uses_gpus)
+    driver, gpus = isinstance(machines, ThisMachine), subject.uses_gpus
+    everywhere = 0 if driver else machines.gpus()
+    asked = question(subject.cfg, joined=bool(subject.address), driver=driver, gpus=gpus, cluster_gpus=everywhere)
     missing: set[str] = set()
     for check in checks:
         began, said = time.monotonic(), dict[str, Finding]()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dapo.doctor.checked.allreduce import LIMIT_S
+from dapo.doctor.checked.allreduce import LIMIT_S, Measured
 from dapo.doctor.checked.devices import visible_gpus
 
 CPU_RANKS = 2
@@ -42,8 +42,11 @@ class Machines(Protocol):
     def gpus(self) -> int:
         """Counts the GPUs of all."""
 
+    def having_gpus(self) -> int:
+        """Counts the machines that have any."""
+
     def all_reduce(self, device: str) -> list[Any]:
-        """Returns the seconds that each rank of a ring over all of them measures (`doctor.checked.allreduce`), or a
+        """Returns what each rank of a ring over all of them measures (`doctor.checked.allreduce`), or a
         `Silent`; a rank per GPU, without GPUs one per machine, at least two."""
 
 
@@ -64,6 +67,10 @@ class ThisMachine:
     def gpus(self) -> int:
         """Counts this machine's."""
         return len(visible_gpus())
+
+    def having_gpus(self) -> int:
+        """Counts this one, where it has any."""
+        return min(1, self.gpus())
 
     def all_reduce(self, device: str) -> list[Any]:
         """Starts a process per rank."""
@@ -91,4 +98,4 @@ def _answer(process: "subprocess.Popen[str]") -> Any:
         return Silent(f"no answer within {LIMIT_S:g} s")
     if process.returncode:
         return Silent((err.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    return json.loads(out.splitlines()[-1])
+    return Measured(*json.loads(out.splitlines()[-1]))

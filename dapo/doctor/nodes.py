@@ -52,6 +52,10 @@ class RayNodes:
         """Counts the GPUs that Ray knows."""
         return sum(self._gpus.values())
 
+    def having_gpus(self) -> int:
+        """Counts the nodes whose GPUs Ray knows."""
+        return sum(count > 0 for count in self._gpus.values())
+
     def all_reduce(self, device: str) -> list[Any]:
         """Starts a task per rank; those on one node see a GPU each."""
         ranks = [name for name in self.names for _ in range(self._gpus[name] if device == "cuda" else 1)]

@@ -28,7 +28,7 @@ class Question:
     `pins`, empty without one. pins: versions by package. models: paths or hub names by key. files: paths on the
     driver by key: code that every node runs. data: the same, which the driver alone reads. sizes: bytes of the files in
     a local model's directory, as the driver sees them. gpus: whether the run computes on GPUs. shares: whether ranks
-    hand weights to engines in memory of a GPU.
+    hand weights to engines in memory of a GPU. cluster_gpus: GPUs of all nodes of a cluster.
     """
 
     joined: bool
@@ -42,9 +42,10 @@ class Question:
     sizes: dict[str, dict[str, int]]
     gpus: bool
     shares: bool
+    cluster_gpus: int
 
 
-def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question:
+def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool, cluster_gpus: int = 0) -> Question:
     """Returns what the nodes of a run are asked. gpus: whether it computes on GPUs."""
     models = {"model.path": resolve_path(cfg.model.path)}
     beside = {"reward.model.path": cfg.reward.model.path, "reward.judge.engine.path": cfg.reward.judge.engine.path}
@@ -72,6 +73,7 @@ def question(cfg: Config, *, joined: bool, driver: bool, gpus: bool) -> Question
         sizes={key: sizes_of(Path(path)) for key, path in models.items() if Path(path).is_dir()},
         gpus=gpus,
         shares=gpus and hands_over_memory(cfg),
+        cluster_gpus=cluster_gpus,
     )
 
 

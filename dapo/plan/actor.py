@@ -251,8 +251,11 @@ class ActorMemory:
             yield product("one on its way in float32", FLOAT32, shape.embedding_parameters)
 
     def _in_sync(self) -> Term:
-        width, shape = FLOAT32 + self.element % FLOAT32, self.shape
-        term = product("", width, shape.largest_parameter)
-        name = "one parameter gathered, in float32 and in the type it travels in"
+        """Sizes the largest parameter as `workers.training.fsdp.gather` brings it: converted before it travels, then
+        as it arrives, shard after shard, and in one piece. What adapters are merged into stays float32."""
+        shape, width = self.shape, FLOAT32 if self.cfg.model.lora.rank else self.element
+        term = product("", 2 * width, shape.largest_parameter)
         what = "embedding" if shape.largest_parameter == shape.embedding_parameters else "a layer's experts"
-        return Term(name=name, amount=term.amount, formula=f"{term.formula} ({what})")
+        return Term(
+            name="one parameter gathered, in shards and whole", amount=term.amount, formula=f"{term.formula} ({what})"
+        )

@@ -8,6 +8,7 @@ from dapo.derived import device_of, num_shards
 from dapo.plan.engine import EngineMemory
 from dapo.plan.step import Step, mean_tokens
 
+GRAPH_SEQUENCES = 512  # vLLM 0.32: the largest batch that is captured, unless its configuration says otherwise
 LOW_FILL, LOW_BALANCE, MANY_IDLE, SLOW_NETWORK = 0.6, 0.9, 0.05, 0.05
 
 
@@ -96,6 +97,19 @@ def _engines(cfg: PlannedConfig, step: Step, engine: EngineMemory) -> Iterator[s
             f"a group of `rollout.n` ({cfg.rollout.n}) at full length does not run at once in one engine, which holds "
             f"{engine.at_full_length:.1f} such sequences: late in a group requests are put off and computed again"
         )
+    if device_of(cfg) == "cuda" and admitted > GRAPH_SEQUENCES and not _captures_more(cfg, admitted):
+        yield (
+            f"an engine runs {admitted} sequences at once (`rollout.vllm.{key}`), and vLLM's CUDA graphs end at "
+            f"{GRAPH_SEQUENCES}: fuller steps are launched kernel by kernel; "
+            f"'rollout.vllm.compilation_config={{max_cudagraph_capture_size: {admitted}}}' captures them too"
+        )
     slots = cfg.rollout.num_engines * running
     if wanted < slots:
         yield f"{wanted:.0f} responses per step do not fill the {slots} places of `rollout.num_engines` engines"
+
+
+def _captures_more(cfg: PlannedConfig, sequences: int) -> bool:
+    """Returns whether the engines' own arguments speak of it: larger graphs, or none at all."""
+    given = cfg.rollout.vllm.get("compilation_config") or {}
+    own = isinstance(given, dict) and given.get("max_cudagraph_capture_size")
+    return bool(cfg.rollout.vllm.get("enforce_eager")) or (not isinstance(given, dict)) or int(own or 0) >= sequences

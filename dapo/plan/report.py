@@ -169,6 +169,11 @@ def _time(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
             f"    {name}: {duration(computing)} of computing, overlapped with {duration(wire)} of communication"
             for name, (computing, wire) in step.passes.items()
         ),
+        *(
+            [f"    gradients added up on the host, with nothing computed meanwhile: {duration(step.offload_s)}"]
+            if step.offload_s
+            else []
+        ),
         f"    each micro-batch brings a rank {size(step.traffic[0])} of parameters for either pass, "
         f"{size(step.traffic[1])} of gradients, at {short(step.bandwidth, 'B/s')} (assumed)",
         f"  weight sync {duration(sync_s)}: {size(sync_bytes(shape))}",

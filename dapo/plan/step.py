@@ -205,9 +205,13 @@ class Step:
 
     @property
     def bandwidth(self) -> float:
-        """Returns the byte/s at which shards travel: within a node where a copy of the parameters fits one."""
-        inside = ActorMemory(self.cfg, self.shape).shards <= self.cfg.plan.gpus_per_node
-        return self.cfg.plan.node_bandwidth if inside else self.cfg.plan.network_bandwidth
+        """Returns the byte/s at which a rank receives shards: within a node where a copy of the parameters fits one.
+        Beyond, NCCL lays rings that each cross a node's border once, through the adapters of all GPUs that a group has
+        there; from one to the next of these the same bytes travel within the node."""
+        plan, shards = self.cfg.plan, ActorMemory(self.cfg, self.shape).shards
+        if shards <= plan.gpus_per_node:
+            return plan.node_bandwidth
+        return min(plan.node_bandwidth, math.gcd(shards, plan.gpus_per_node) * plan.network_bandwidth)
 
     @property
     def rounds(self) -> int:
@@ -218,27 +222,44 @@ class Step:
     @cached_property
     def passes(self) -> dict[str, tuple[float, float]]:
         """Returns the seconds of computing and of communication by pass over the batch; the two overlap. All ranks wait
-        for the heaviest one."""
+        for the heaviest one, and a GPU for its host, which launches each layer."""
         speed = self.cfg.actor.num_workers * self.cfg.plan.gpu_flops * self.cfg.plan.hfu * self.packing.balance
         gathered, summed = (size / self.bandwidth for size in self.traffic)
         epochs = self.cfg.actor.ppo_epochs
         forward, rounds = epochs * self.forward_flops, self.rounds
-        found = {name: (flops, rounds / epochs * gathered) for name, flops in self.extra_passes.items()}
-        found["forward"] = (forward, rounds * gathered)
-        found["backward"] = (self.update_flops - forward, rounds * (gathered + summed))
-        return {name: (flops / speed, wire) for name, (flops, wire) in found.items()}
+        launched = (
+            optimizer_steps(self.cfg) * self.packing.micro_batches * self.shape.num_layers * self.cfg.plan.layer_s
+        )
+        again = 1 if self.cfg.model.gradient_checkpointing == "none" else 2  # checkpoints run the layer once more
+        found = {
+            name: (flops, launched / epochs, rounds / epochs * gathered) for name, flops in self.extra_passes.items()
+        }
+        found["forward"] = (forward, launched, rounds * gathered)
+        found["backward"] = (self.update_flops - forward, again * launched, rounds * (gathered + summed))
+        return {name: (max(flops / speed, host), wire) for name, (flops, host, wire) in found.items()}
+
+    @property
+    def offload_s(self) -> float:
+        """Returns the seconds in which nothing is computed because gradients are added up on the host: from an
+        optimizer step's second micro-batch on, the backward pass waits for the sum over ranks and for the copy."""
+        memory = ActorMemory(self.cfg, self.shape)
+        if not memory.offloaded() or self.cfg.actor.offload != "host":
+            return 0.0
+        moved = 4 * memory.trained / memory.shards
+        again = self.rounds - optimizer_steps(self.cfg)
+        return again * (self.traffic[1] / self.bandwidth + moved / self.cfg.plan.host_bandwidth)
 
     @property
     def update_s(self) -> float:
         """Returns the seconds of the update with its extra passes, each as long as the slower of computing and
         communication."""
-        return sum(max(pair) for pair in self.passes.values())
+        return sum(max(pair) for pair in self.passes.values()) + self.offload_s
 
     @property
     def mfu(self) -> float:
         """Returns the model FLOPs utilization of forward and backward pass, the latter counted as twice the former, or
         once with LoRA."""
-        seconds = max(self.passes["forward"]) + max(self.passes["backward"])
+        seconds = max(self.passes["forward"]) + max(self.passes["backward"]) + self.offload_s
         flops = (1 + self.backward) * self.forward_flops * self.cfg.actor.ppo_epochs
         return flops / (seconds * self.cfg.actor.num_workers * self.cfg.plan.gpu_flops)
 

@@ -16,7 +16,8 @@ from dapo.config.compose import compose
 from dapo.config.paths import resolve_path
 from dapo.doctor import machines, question
 from dapo.doctor.before_run import check_machine
-from dapo.doctor.checked import cluster, limits, software, storage
+from dapo.doctor.checked import cluster, limits, network, software, storage
+from dapo.doctor.checked.allreduce import Measured, bytes_of, judged, network_of
 from dapo.doctor.checks import CHECKS, diagnose
 from dapo.doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding
 from dapo.doctor.machines import Silent, ThisMachine
@@ -294,8 +295,11 @@ class OtherNodes:
     def gpus(self) -> int:
         return 0
 
+    def having_gpus(self) -> int:
+        return 0
+
     def all_reduce(self, device: str) -> list[Any]:
-        return [0.1, Silent("connection refused"), 0.1]
+        return [Measured(0.1), Silent("connection refused"), Measured(0.1)]
 
 
 def reads_without_writing(call: Any, folder: str, name: str) -> str:
@@ -341,6 +345,72 @@ def test_gpus_that_are_asked_for_are_compared_with_what_is_there(
     monkeypatch.setattr(ThisMachine, "gpus", lambda self: gpus)
     subject = Subject(compose(["+experiment=dapo_qwen7b", "trainer.device=cuda", *overrides], plan=True))
     assert_says(cluster.placement(subject, ThisMachine()), level, parts)
+
+
+GIB = 1 << 30
+OTHERS, ALONE = 16, 8  # GPUs of the cluster, where the node has eight
+
+
+@pytest.mark.parametrize(
+    ("lacks", "cluster_gpus", "level", "parts"),
+    [
+        pytest.param("library", OTHERS, FAULT, ["libibverbs.so.1 cannot be", "ibverbs-providers", "TCP"], id="library"),
+        pytest.param("library", ALONE, WARNING, ["libibverbs.so.1 cannot be"], id="library, one node"),
+        pytest.param("files", OTHERS, FAULT, ["no {files}", "--device", "launch/kubernetes/rdma"], id="files"),
+        pytest.param("files", ALONE, OK, ["no {files}"], id="files, one node"),
+        pytest.param("locked", OTHERS, FAULT, ["8.39 MB", "ulimit -l unlimited", "LimitMEMLOCK=infinity"], id="locked"),
+        pytest.param("locked", 0, WARNING, ["8.39 MB"], id="locked, no cluster"),
+        pytest.param("locked, but for IPC_LOCK", OTHERS, OK, ["any amount"], id="a capability"),
+        pytest.param("nothing", OTHERS, OK, ["2 RDMA devices (mlx5_0 ...)", "68.72 GB"], id="well"),
+        pytest.param("devices", OTHERS, OK, ["no InfiniBand"], id="no devices"),
+        pytest.param("library, and is told to do without", OTHERS, OK, ["do without"], id="not wanted"),
+        pytest.param("library and GPUs", OTHERS, OK, ["no GPU here"], id="a head"),
+    ],
+)
+def test_what_rdma_between_nodes_needs(
+    lacks: str, cluster_gpus: int, level: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, files, status = tmp_path / "sys", tmp_path / "dev", tmp_path / "status"
+    for folder in () if "devices" in lacks else (devices / "mlx5_0", devices / "mlx5_1"):
+        folder.mkdir(parents=True)
+    if "files" not in lacks:
+        files.mkdir()
+    status.write_text(f"Name:\tx\nCapBnd:\t4000\nCapEff:\t{4000 if 'IPC_LOCK' in lacks else 0:016}\n")
+    for name, value in {"DEVICES": devices, "FILES": files, "STATUS": status}.items():
+        monkeypatch.setattr(network, name, value)
+    monkeypatch.setattr(network, "seen_gpus", lambda: [] if "GPUs" in lacks else [None] * 8)
+    monkeypatch.setattr(network.ctypes, "CDLL", lambda name: open(tmp_path / name) if "library" in lacks else None)
+    locked = 8 << 20 if "locked" in lacks else 64 * GIB
+    limit(resource.RLIMIT_MEMLOCK, locked)(tmp_path, monkeypatch)
+    if "told" in lacks:
+        monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    asked = question.question(compose([], "dapo_tiny"), joined=True, driver=False, gpus=True, cluster_gpus=cluster_gpus)
+    assert_says(network.rdma(asked), level, [part.format(files=files) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "using", "devices", "machines", "level", "parts"),
+    [
+        pytest.param(3, "Socket", (), 16, FAULT, ["by Socket", "400.00 GB/s", "network_bandwidth"], id="TCP"),
+        pytest.param(5.5, "IB", (), 16, FAULT, ["5.50 GB/s by IB", "NCCL_IB_HCA"], id="a tenth"),
+        pytest.param(46, "IB", ("mlx5_0",), 16, WARNING, ["400.00 GB/s", "x 8 GPUs"], id="one of eight adapters"),
+        pytest.param(350, "IB", ("mlx5_0",), 16, OK, ["350.00 GB/s by IB (1024 MiB"], id="well"),
+        pytest.param(350, "Socket", ("mlx5_0",), 16, FAULT, ["TCP beside mlx5_0", "NCCL_IB_DISABLE=1"], id="shunned"),
+        pytest.param(5.5, "Socket", ("mlx5_0",), 1, OK, ["128 ranks on 1 machine"], id="one machine"),
+    ],
+)
+def test_a_network_is_judged_by_what_all_gpus_of_a_node_carry(
+    gigabytes: float, using: str, devices: tuple[str, ...], machines: int, level: str, parts: list[str]
+) -> None:
+    world = 128
+    seconds = 2 * (world - 1) / world * bytes_of("cuda") / (gigabytes * GB)
+    assert_says(judged([Measured(seconds, using, devices)] * world, "cuda", machines, 50e9), level, parts)
+
+
+def test_nccls_log_names_the_network_that_it_uses() -> None:
+    log = "n:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\nn:1:2 [0] NCCL INFO Using network {}\nn:1:2 INFO end\n"
+    assert [network_of(log.format(name)) for name in ("Socket", "AWS Libfabric")] == ["Socket", "AWS Libfabric"]
+    assert network_of("") == ""
 
 
 JUDGED = "reward.functions=[{path: math}, {path: judge}]"

@@ -31,6 +31,11 @@ def test_an_image_is_pinned_unprivileged_watched_and_a_change_of_code_reinstalls
         assert i > packages or not re.search(r"dapo/|config|workers|(^| )\.( |$)", " ".join(copied))
 
 
+def test_the_gpu_image_has_what_nccl_opens_for_rdma() -> None:
+    installed = re.search(r"apt-get install([^&]+)", DOCKERFILES[0].read_text())
+    assert installed and {"libibverbs1", "ibverbs-providers"} <= set(installed[1].split())
+
+
 def test_a_container_is_alive_while_its_raylet_is(tmp_path: Path) -> None:
     source = (ROOT / "docker/alive.py").read_text()
     name = shutil.copy("/bin/sleep", tmp_path / "raylet")

@@ -55,6 +55,8 @@ def test_pods_are_unprivileged_see_the_shared_volume_and_hold_no_secret() -> Non
         (container,) = pod["containers"]
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert set(container["resources"]) == {"requests", "limits"}
+        memory = int(container["resources"]["requests"].get("memory", "0Gi").removesuffix("Gi"))
+        assert memory <= 950, "a node of 1 TiB has less to give"
     for pod in cluster:
         (container,) = pod["containers"]
         assert user and pod["securityContext"]["runAsUser"] == int(user[1])
@@ -64,6 +66,16 @@ def test_pods_are_unprivileged_see_the_shared_volume_and_hold_no_secret() -> Non
         assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         secret = [one for one in container["env"] if re.search("TOKEN|KEY|SECRET", one["name"])]
         assert secret and all("value" not in one for one in secret)
+
+
+def test_no_capability_is_added_to_a_user_for_whom_it_has_no_effect() -> None:
+    """Kubernetes has no ambient capabilities: what is added to a container whose user is not root is in no mask that
+    counts. Its manifests must then get locked memory from the node."""
+    texts = [path.read_text() for path in FOLDER.rglob("*.yaml")]
+    root = any(re.search(r"runAsUser(: |\n +value: )0\b", text) for text in texts)
+    adds = [text for text in texts if re.search(r"capabilities/add|^ +add: ", text, re.MULTILINE)]
+    assert root or not adds
+    assert "LimitMEMLOCK=infinity" in (FOLDER / "rdma/kustomization.yaml").read_text()
 
 
 def patched(overlay: str) -> tuple[str, int]:

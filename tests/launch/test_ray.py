@@ -205,3 +205,19 @@ def test_the_cloud_is_one_that_rays_launcher_takes() -> None:
         assert "RAY_AUTH_MODE=token" in command and set(re.findall(r"--[\w-]+", command)) <= known
     assert any("docker/gpu.lock" in command for command in cloud["setup_commands"])
     assert "/home/ubuntu/.ray/auth_token" in cloud["file_mounts"]
+
+
+def test_the_clouds_gpu_nodes_have_the_adapters_that_nccl_needs() -> None:
+    """32 of EFA, each at a place of its own, as AWS' documentation has it for p5.48xlarge."""
+    cloud = yaml.safe_load((ROOT / "launch/cloud.yaml").read_text())
+    gpu = cloud["available_node_types"]["gpu"]["node_config"]
+    assert gpu["InstanceType"] == "p5.48xlarge" and gpu["Placement"]["GroupName"]
+    first, *others = gpu["NetworkInterfaces"]
+    assert (first["NetworkCardIndex"], first["DeviceIndex"], first["InterfaceType"]) == (0, 0, "interface")
+    places = [(one["NetworkCardIndex"], one["DeviceIndex"]) for one in others]
+    assert places == [(0, 1), *((card, 0) for card in range(1, 32))]
+    assert {one["InterfaceType"] for one in others} == {"efa-only"}
+    assert not {"SubnetIds", "SecurityGroupIds"} & set(gpu), "Ray's launcher takes them from the interfaces alone"
+    assert all(one["SubnetId"] and one["Groups"] for one in gpu["NetworkInterfaces"]), "and asks each for them"
+    assert cloud["provider"]["use_internal_ips"], "EC2 gives several interfaces no public address"
+    assert "ofi-nccl" in cloud["worker_start_ray_commands"][-1]

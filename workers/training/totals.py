@@ -131,8 +131,8 @@ def row_of(correction: Correction, staleness: Tensor, result: Objective | None) 
         per_token = [result.clipped_low, result.clipped_high, result.dual_clipped, result.log_ratio]
         per_token += [result.log_ratio.exp() * result.trained, result.kl, result.entropy]
         sums[3:] = torch.stack([values.double().sum() for values in per_token])
-        if bool(result.trained.any()):
-            maxima[0] = result.log_ratio[result.trained].max()
+        if result.trained.numel():  # whether any is true, only the device knows: asking would wait for it
+            maxima[0] = result.log_ratio.where(result.trained, -torch.inf).max()
     bucket = staleness.clamp(0, STALENESS_BUCKETS - 1)
     difference, ratio = correction.difference.double().abs(), correction.ratio.double()
     finite = difference.isfinite() & ratio.isfinite()

@@ -1,24 +1,43 @@
 """Measures an all-reduce between ranks, as the actors will do it: gloo on CPUs, NCCL on GPUs.
 
-In: a rank's place in a ring. Out: seconds of the fastest of a few, after it was checked that the sums are right.
-As a program (`python -m dapo.doctor.checked.allreduce JSON`) it is one rank, and prints them as JSON.
+In: a rank's place in a ring. Out: seconds of the fastest of a few, after it was checked that the sums are right, and
+the network that NCCL says it uses. As a program (`python -m dapo.doctor.checked.allreduce JSON`) it is one rank, and
+prints them as JSON.
 """
 
 import json
+import os
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
+from dapo.doctor.checked.network import rdma_devices
 from dapo.doctor.finding import Finding, fault, ok, warning
-from dapo.interfaces import gloo_towards
+from dapo.interfaces import sockets_towards
 from dapo.plan.terms import size
 
 START_S, LIMIT_S = 60.0, 90.0  # for the ranks to find each other; for all of it
-CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20
-ROUNDS = 4  # the first one warms up
-SLOW_SHARE = 0.1  # of the bandwidth that the planner assumes
+CPU_BYTES, GPU_BYTES = 16 << 20, 1 << 30  # in smaller ones a large ring measures latency
+ROUNDS = 3  # the first one warms up
+SLOW_SHARE, BROKEN_SHARE = 1 / 3, 1 / 10  # of the bandwidth that the planner assumes
+LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+SOCKETS = "Socket"  # NCCL's name for TCP
+MAX_NAMED = 4
+
+
+class Measured(NamedTuple):
+    """Holds what one rank measured. network: NCCL's name of what it uses between nodes, empty of gloo. devices: RDMA
+    devices of the rank's machine."""
+
+    seconds: float
+    network: str = ""
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +52,43 @@ class Ring:
     gpu: int
 
 
-def measure(ring: Ring) -> float:
-    """Returns seconds. Raises RuntimeError where ranks do not find each other in time, or a sum is wrong."""
+def measure(ring: Ring) -> Measured:
+    """Raises RuntimeError where ranks do not find each other in time, or a sum is wrong."""
+    if ring.device != "cuda":
+        return Measured(_seconds(ring))
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        os.environ.update(LOG, NCCL_DEBUG_FILE=str(log))  # of this process, which measures and nothing else
+        try:
+            seconds = _seconds(ring)
+        except Exception as error:
+            raise RuntimeError("; NCCL: ".join([str(error), *warned(_text(log))[-1:]])) from error
+        return Measured(seconds, network_of(_text(log)), rdma_devices())
+
+
+def network_of(log: str) -> str:
+    """Returns what NCCL's log says that it uses: IB (also for RoCE), Socket, or a plugin's name."""
+    found = re.findall(r"Using network (.+)", log)
+    return found[-1].strip() if found else ""
+
+
+def warned(log: str) -> list[str]:
+    """Returns the warnings of NCCL's log."""
+    return re.findall(r"NCCL WARN (.+)", log)
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+
+def _seconds(ring: Ring) -> float:
     import torch
     import torch.distributed as dist
 
     device = torch.device("cuda", ring.gpu) if ring.device == "cuda" else torch.device("cpu")
     if ring.device == "cuda":
         torch.cuda.set_device(device)
-    gloo_towards(ring.host)
+    sockets_towards(ring.host)
     dist.init_process_group(
         "nccl" if ring.device == "cuda" else "gloo",
         init_method=f"tcp://{ring.host}:{ring.port}",
@@ -72,24 +119,37 @@ def bytes_of(device: str) -> int:
 
 
 def judged(measured: Sequence[object], device: str, machines: int, assumed: float) -> Finding:
-    """Returns the verdict. measured: seconds, or why there are none, by rank. assumed: bytes per second that a GPU
-    receives, as the planner counts them."""
+    """Returns the verdict. measured: a `Measured`, or why there is none, by rank. assumed: bytes per second that a GPU
+    receives from other nodes, as the planner counts them: all of a node carry the ring together."""
     backend = "NCCL" if device == "cuda" else "gloo"
-    world, seconds = len(measured), [one for one in measured if isinstance(one, float)]
+    world, those = len(measured), [one for one in measured if isinstance(one, Measured)]
     where = f"{backend}, {world} ranks on {machines} {'machines' if machines > 1 else 'machine'}"
-    if len(seconds) < world:
-        reasons = sorted({str(one) for one in measured if not isinstance(one, float)})
+    if len(those) < world:
+        reasons = sorted({str(one) for one in measured if not isinstance(one, Measured)})
         return fault(
             f"{where}: {'; '.join(reasons)[:400]}",
-            "name the network interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), open the ports between the nodes, "
-            "and see NCCL_DEBUG=INFO",
+            "name the network interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and open the ports between the nodes",
         )
-    bandwidth = 2 * (world - 1) / world * bytes_of(device) / max(seconds)
-    found = f"{where}: {size(bandwidth)}/s ({bytes_of(device) >> 20} MiB in {max(seconds) * 1000:.0f} ms)"
-    if device == "cuda" and machines > 1 and bandwidth < SLOW_SHARE * assumed:
-        return warning(
-            f"{found}, and the planner assumes {size(assumed)}/s (`plan.network_bandwidth`)",
-            "NCCL may use TCP in place of InfiniBand or RoCE: see NCCL_DEBUG=INFO, NCCL_IB_HCA, ulimit -l unlimited",
+    slowest = max(one.seconds for one in those)
+    bandwidth = 2 * (world - 1) / world * bytes_of(device) / slowest
+    networks = sorted({one.network for one in those} - {""})
+    using = f" by {', '.join(networks)}" if networks else ""
+    found = f"{where}: {size(bandwidth)}/s{using} ({bytes_of(device) >> 20} MiB in {slowest * 1000:.0f} ms)"
+    if device != "cuda" or machines == 1:
+        return ok(found)
+    see = "see the line `RDMA`, and which devices NCCL_IB_HCA and NCCL_SOCKET_IFNAME name"
+    if shunned := sorted({name for one in those if one.network == SOCKETS for name in one.devices}):
+        return fault(
+            f"{found}; NCCL uses TCP beside {', '.join(shunned[:MAX_NAMED])}",
+            f"{see}; NCCL_IB_DISABLE=1 where TCP is meant",
+        )
+    expected = assumed * world / machines
+    if bandwidth < SLOW_SHARE * expected:
+        short = fault if bandwidth < BROKEN_SHARE * expected else warning
+        return short(
+            f"{found}, and the planner assumes {size(expected)}/s (`plan.network_bandwidth` x {world / machines:g} "
+            "GPUs of a node)",
+            f"{see}; set `plan.network_bandwidth` where the network has no more",
         )
     return ok(found)
 
