@@ -8,15 +8,17 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read
+from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, TAIL_CHARS, Reading, agree, read, truth_text
+from dapo.rewards.reading.dress import NUMBER_WORD
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
 
 _MARK = "####"
 # Up to three words of what is counted. Words that make another number of it, or a second answer, are none.
 _WORD = (
-    r"\s+(?!(?:or|and|to|by|in|of|plus|minus|times|divided|over|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|"
-    r"millions?|[bt]rillions?|percent)\b)[a-z]+"
+    rf"\s+(?!(?:{NUMBER_WORD}|or|and|to|by|in|of|plus|minus|times|divided|over|under|above|below|less|more|fewer|percent"
+    r"|squared|cubed|root|factorial|choose|mod|negative|maybe|perhaps|possibly|probably|not|but|else|if|is|are|was"
+    r"|bn|mn|mil|mio|tn)(?![a-z]))[a-z]{2,}"
 )
 _COUNTED = re.compile(rf"(?<=[0-9])(?:{_WORD}){{1,3}}\.?$", re.IGNORECASE)
 
@@ -54,5 +56,6 @@ def _after_mark(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _read_truth(truth: str) -> Reading:
+    truth = truth_text(truth)
     number = _after_mark(truth) if _MARK in truth else truth
     return read(number[:MAX_TRUTH_CHARS])

@@ -1,10 +1,11 @@
 """Verifies answers by DAPO's rule (paper section 2.4), the default: solution and ground truth in, +1 or -1 out.
 
 `dapo.rewards.reading.answer` finds and reads the answer, and compares it as a number (integer, decimal or fraction,
-exactly) or else as a string; of an answer that says more, `5 apples` or `(C) 42`, the number or the choice. Whatever
-that rule accepts is right, but for lists of answers, calculations that were not carried out, digits other than 0 to 9,
-words such as [INVALID], and 0.3 where the ground truth is the repeating decimal. The text is adversarial and never
-evaluated.
+exactly) or else as a string; of an answer that says more, `5 apples` or `(C) 42`, the number or the choice. A ground
+truth that is an equation or inequality, and no value with a name, is right only as a whole. Whatever DAPO's rule
+accepts is right, but for one side of such a relation, another unit than the ground truth's, lists of answers,
+calculations that were not carried out, digits other than 0 to 9, words such as [INVALID], and 0.3 where the ground
+truth is the repeating decimal. The text is adversarial and never evaluated.
 """
 
 from collections.abc import Iterable

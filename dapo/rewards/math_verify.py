@@ -1,5 +1,7 @@
 """Verifies symbolic answers: `dapo.rewards.math`, and where that finds no match, the library math-verify.
 
+A list without brackets is a set: 2,1 is right for 1,2. A ground truth whose order counts has brackets, (1,2), or names.
+
 The library sees only an expression that `reading/latex_filter.py` lets through, in dollar signs, and only its LaTeX
 reader, a grammar that builds expressions, looks at it: its reader of plain expressions hands text to Python and is
 never configured. A number of that grammar still goes through sympy's own text reader, which evaluates: digits, dot,
@@ -9,6 +11,7 @@ outside. Its log is silent, because it quotes the model's text.
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -21,16 +24,17 @@ from dapo.rewards.reading.answer import (
     TAIL_CHARS,
     Reading,
     agree,
+    as_written,
     find_answer,
     read,
     read_truth,
     truth_text,
-    with_dollars,
 )
-from dapo.rewards.reading.dress import UNIT_AS_TEXT
+from dapo.rewards.reading.dress import UNIT_AS_TEXT, choice_text
 from dapo.rewards.reading.intervals import as_intervals, is_of_intervals
 from dapo.rewards.reading.latex_filter import MAX_CHARS, is_tame
-from dapo.rewards.reading.lists import items
+from dapo.rewards.reading.lists import alternatives, items
+from dapo.rewards.reading.relations import RELATION, has_inequality, is_name
 from dapo.rewards.reading.spelling import formula, without_units
 
 READS_LAST = TAIL_CHARS  # characters of a solution that the score depends on
@@ -43,13 +47,13 @@ _NORMAL = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
 )
 _LATEX = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMAL)]
-# Left of its `=`, an answer has only a name: x, y_1, f(x), (a,b). Else it is an equation, and its answer all of it.
 _LETTERS = re.compile(r"[A-Z]{3,}")  # an order of points or choices, not a product
-_NAMED = re.compile(r"[A-Za-z\\]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\)")
 _OPERATION = re.compile(r"^(?!.*(?<![A-Za-z\\])[A-Za-z]{3}).*[-+*/^0-9\\]")  # in no sentence
-_INEQUALITY = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
-_RELATION = re.compile(rf"=|{_INEQUALITY.pattern}")
 _BASE = re.compile(r"[0-9] ?_ ?\{? ?([0-9]+)")  # of a number, 1010_2: the library drops it
+_COUNT = re.compile(
+    r"\\[dt]?binom ?\{([^{}]{1,12})\} ?\{([^{}]{1,12})\}"
+    r"|(?<![0-9A-Za-z\\.!)}^])(?:([0-9]{1,2}|[A-Za-z])|\(([^()!]{1,12})\)) ?!(?! ?!)"
+)
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _SPARE = "zwqvukshgjtrnmlcabfpxy"  # without those that the library takes for numbers and differentials
 _ITEM_NAME = re.compile(r"(?<![^ ,])([A-Za-z](?:_[0-9A-Za-z])?) *= *")
@@ -62,7 +66,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     Returns score (1.0 right, -1.0 wrong), acc (the same as a bool) and pred, as `dapo.rewards.math` does. A ground
     truth that is a number is left to that rule, so that 1+1 is not 2. Never raises, but for MemoryError.
     """
-    text, truth = with_dollars(find_answer(solution_str)), with_dollars(truth_text(str(ground_truth)))
+    text, truth = as_written(find_answer(solution_str)), as_written(truth_text(str(ground_truth)))
     answer = read(text)
     correct = _is_right(text, answer, truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer.shown}
@@ -82,21 +86,27 @@ def _is_right(text: str, answer: Reading, truth: str) -> bool:
     expected = read_truth(truth)
     if answer.nothing or expected.nothing:
         return False
-    whole = not expected.several and (_is_relation(truth) or (expected.value is None and _is_other_form(text, truth)))
-    if not whole and agree(answer, expected):
+    other = not expected.several and expected.value is None and _is_other_form(text, truth)
+    if not other and agree(answer, expected):
         return True
+    whole = other or bool(expected.relation)
     if (expected.value is not None and not whole) or _LETTERS.fullmatch(truth.strip(" $")):
         return False
+    if answer.unit and expected.unit and answer.unit != expected.unit:
+        return False
+    text = choice_text(text)
     if (same := _solved(text, truth)) is not None:
         return same
+    if answer.several and not expected.several and (parts := alternatives(text)):
+        return all(_is_right(part, read(part), truth) for part in parts)
     if (answer.several or "\\pm" in text) != (expected.several or "\\pm" in truth):
         return False
     if expected.several:
         left, right = _items(truth), _items(text)
     else:
         left, right = _expression(truth, right_side=not whole), _expression(text, right_side=not whole)
-    if whole and not _RELATION.search(right):  # 4 is not x^2 + y^2 = 4
-        solved = _SET.fullmatch(right) if _INEQUALITY.search(left) else None
+    if whole and not RELATION.search(right):  # 4 is not x^2 + y^2 = 4
+        solved = _SET.fullmatch(right) if has_inequality(left) else None
         if solved is None or (solved[1] or "") not in left:
             return False
         right = solved[2]
@@ -119,17 +129,10 @@ def _solved(text: str, truth: str) -> bool | None:
     return None
 
 
-def _is_relation(truth: str) -> bool:
-    """Returns whether a ground truth is an inequality, or an equation that is more than a value with a name."""
-    text = _expression(truth, right_side=False)
-    left = _RELATION.split(text, maxsplit=1)[0].strip()
-    return bool(_INEQUALITY.search(text)) or ("=" in text and not _NAMED.fullmatch(left))
-
-
 def _is_other_form(text: str, truth: str) -> bool:
     """Returns whether a value with a name is answered by an equation of more than a name: y = 2x by 2x - y = 0."""
     left, equals, _ = _expression(text, right_side=False).partition("=")
-    return "=" in truth and bool(equals and _OPERATION.search(left)) and not _NAMED.fullmatch(left.strip())
+    return "=" in truth and bool(equals and _OPERATION.search(left)) and not is_name(left)
 
 
 def _items(text: str) -> str:
@@ -156,6 +159,7 @@ def _equal(left: str, right: str) -> bool:
 
     Raises MemoryError, which is the child's limit and has a verdict of its own.
     """
+    left, right = _without_counts(left, right)
     if not is_tame(left) or not is_tame(right):
         return False
     left, right = _without_twins(left, right)
@@ -166,6 +170,27 @@ def _equal(left: str, right: str) -> bool:
         raise
     except Exception:  # the library raises what it likes on expressions that have no value, or that it cannot read
         return False
+
+
+def _without_counts(*sides: str) -> list[str]:
+    """Returns expressions with the values of small factorials and binomial coefficients, and a letter, the same in all,
+    for those of letters: the filter lets neither through."""
+    text = " ".join(sides)
+    spare = (letter for letter in _SPARE if letter not in text.lower())
+    letters: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        top, bottom, single, many = match.groups()
+        number = top if bottom is not None else single or many
+        if number.isdigit() and (bottom or "0").isdigit():
+            if max(len(number), len(bottom or "")) > 2:
+                return match[0]
+            count = math.factorial(int(number)) if bottom is None else math.comb(int(number), int(bottom))
+            return f"({count})"
+        name = f"{number};{bottom}".replace(" ", "")
+        return letters.get(name) or letters.setdefault(name, next(spare, match[0]))
+
+    return [_COUNT.sub(value, side) for side in sides]
 
 
 def _without_twins(*sides: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Checks data files: does a verifier find each reference answer right, and wrong against another row's?
 
 To run before training on new data: a ground truth that the verifier cannot read makes every response to it wrong. It
-warns of an equation as ground truth, such as 7 = 11a + c, that the verifier takes for a name with a value, and of a
-JSON list of several texts.
+warns of a ground truth that only an equation meets, such as m + n = 113, of a JSON list of several texts, and of texts
+that stand for no answer, such as proof.
 
     python -m dapo.rewards.selfcheck train.parquet test.jsonl --function gsm8k
 
@@ -24,14 +24,21 @@ from typing import Any
 
 from dapo.data.values import shown
 from dapo.rewards import selfcheck_code
-from dapo.rewards.reading.answer import agree, read_truth, truth_text, truth_texts
+from dapo.rewards.reading.answer import MAX_TRUTH_CHARS, agree, read, read_truth, truth_text, truth_texts
+from dapo.rewards.reading.relations import relation
+from dapo.rewards.reading.spelling import careful_spelling
 from dapo.sandbox.program import SandboxError
 
 FUNCTIONS = ("math", "math_verify", "gsm8k", "code")
 MAX_SHOWN = 10  # failures of a file that are printed, and warnings
-_NAME = re.compile(
-    r"[\s$\\(\[]*(?:[A-Za-z]{1,8}(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z0-9, ]{1,9}\))?|\([A-Za-z, ]{1,9}\))\s*"
+MAX_SHOWN_CHARS = 100  # of a ground truth or an answer
+# A text without a digit that so many rows share may stand for no answer; choices, yes and no are none.
+MANY, MANY_SHARE = 5, 0.01
+_NO_ANSWER = re.compile(
+    r"(?:the|see)?(?:proof|proofs|prove|proved|proven|qed|solution|above|below|(?:answer)?not(?:found|available|given|provided)"
+    r"|unavailable|unknown|missing|omitted|tbd|todo|no(?:final)?answer(?:given|provided|found)?)"
 )
+_CHOICE = re.compile(r"\(?[A-Z]\)?|yes|no|true|false", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ def _check_code(name: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """Counts references: right for themselves, compared with another one, wrong for that. lines: one per failure;
-    warnings: one per equation that its right side alone meets, and per list of texts."""
+    warnings: one per equation whose right side alone is wrong, per list of texts, and per text that is no answer."""
 
     right: int
     compared: int
@@ -113,11 +120,13 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
         verdict = _verdict(compute_score, own, own.truth)
         right += verdict["acc"]
         if not verdict["acc"]:
-            failures.append(f"row {own.row}: {own.short!r} is not right against itself (read as {verdict['pred']!r})")
-        if half := _half(compute_score, own):
+            failures.append(
+                f"row {own.row}: {_cut(own.short)} is not right against itself (read as {_cut(verdict['pred'])})"
+            )
+        elif half := _half(compute_score, own):
             warnings.append(
-                f"row {own.row}: the ground truth {own.short!r} holds `=`, and {half!r} alone is right too; write the "
-                "truth without `=`, or take a verifier that compares equations (math_verify)"
+                f"row {own.row}: the ground truth {_cut(own.short)} is an equation, and {half!r} alone is wrong; write "
+                "the value alone if that is the answer"
             )
         if len(truth_texts(own.truth)) > 1 and truth_text(own.truth) == own.truth:
             warnings.append(
@@ -130,8 +139,33 @@ def verdicts(references: Sequence[Reference], compute_score: Callable[..., Any])
             verdict = _verdict(compute_score, own, other.truth)
             wrong += not verdict["acc"]
             if verdict["acc"]:
-                failures.append(f"row {own.row}: {own.short!r} is right against {other.short!r} of row {other.row}")
-    return Verdicts(right, compared, wrong, failures, warnings)
+                failures.append(
+                    f"row {own.row}: {_cut(own.short)} is right against {_cut(other.short)} of row {other.row}"
+                )
+    return Verdicts(right, compared, wrong, failures, [*no_answers(references), *warnings])
+
+
+def no_answers(references: Sequence[Reference]) -> list[str]:
+    """Returns a line per ground truth that stands for no answer, as `proof` does, or may: a text without a digit that
+    many rows share. A policy would learn to write it."""
+    rows: dict[str, list[Reference]] = {}
+    for reference in references:
+        if not any(map(str.isdigit, reference.short)):
+            rows.setdefault(careful_spelling(reference.short[:MAX_TRUTH_CHARS]).lower(), []).append(reference)
+    lines = []
+    for text, found in rows.items():
+        first = found[0]
+        of = f"the ground truth {_cut(first.short)} of {len(found)} of {len(references)} rows, the first {first.row},"
+        if _NO_ANSWER.fullmatch(text):
+            lines.append(f"{of} is no answer; leave such rows out")
+        elif len(found) >= max(MANY, MANY_SHARE * len(references)) and not _CHOICE.fullmatch(text):
+            lines.append(f"{of} may stand for no answer; leave such rows out if it does")
+    return lines
+
+
+def _cut(text: str) -> str:
+    """Returns a text as it is shown."""
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "...")
 
 
 def read_references(name: str, function: str) -> Iterable[Reference]:
@@ -149,7 +183,7 @@ def read_references(name: str, function: str) -> Iterable[Reference]:
 
 def reference(row: int, truth: str, function: str) -> Reference:
     """Returns the answer that `function` must find right. truth: `reward_model.ground_truth` of a row."""
-    short = truth.rpartition("####")[2].strip()
+    short = truth_text(truth).rpartition("####")[2].strip()
     return Reference(row, f"{'####' if function == 'gsm8k' else 'Answer:'} {short}", truth, short)
 
 
@@ -172,14 +206,12 @@ def _question_and_answer(path: Path) -> list[tuple[int, str]] | None:
 
 
 def _half(compute_score: Callable[..., Any], own: Reference) -> str:
-    """Returns the right side of an equation that is more than a value with a name, where that alone is right; or ""."""
-    left, _, right = own.short.rpartition("=")
-    if not left or _NAME.fullmatch(left):
+    """Returns the number on the right of an equation as ground truth, where that alone is wrong; or ""."""
+    half = own.short.rpartition("=")[2].strip(" $")
+    if not relation(own.short) or read(half).value in (None, 0):
         return ""
-    half = right.strip(" $")
-    solution = own.solution.replace(own.short, half)
-    alone = Reference(own.row, solution, own.truth, half)
-    return half if _verdict(compute_score, alone, own.truth)["acc"] else ""
+    alone = Reference(own.row, own.solution.replace(own.short, half), own.truth, half)
+    return "" if _verdict(compute_score, alone, own.truth)["acc"] else half
 
 
 def _next_different(references: Sequence[Reference], index: int) -> Reference | None:

@@ -64,14 +64,37 @@ def test_a_verifier_that_accepts_another_truth_fails(check: Any, monkeypatch: py
     assert "row 0: '0' is right against '1' of row 1" in output and "and 2 more" in output
 
 
-def test_an_equation_that_its_right_side_meets_is_warned_of(check: Any) -> None:
-    rows = [row("x = 5"), row("$7 = 11a+c$"), row("y \\ge= 3"), row("$f(x) = 2x$"), row("12")]
-    status, output, _ = check(rows)
-    assert status == 0 and "5 of 5 right against themselves" in output
-    assert "warning: row 1: the ground truth '$7 = 11a+c$' holds `=`, and '11a+c' alone is right too" in output
+@pytest.mark.parametrize("function", ["math", "math_verify"])
+def test_an_equation_that_its_value_does_not_meet_is_warned_of(check: Any, function: str) -> None:
+    rows = [row("x = 5"), row("$m+n = 113$"), row("x >= 3"), row("$f(x) = 2x$"), row("12"), row("x + 2y = 0")]
+    status, output, _ = check(rows, function)
+    assert status == 0 and "6 of 6 right against themselves" in output
+    assert "warning: row 1: the ground truth '$m+n = 113$' is an equation, and '113' alone is wrong" in output
     assert [line.split(":")[1] for line in output.splitlines() if "warning" in line] == [" row 1", " row 2"]
-    status, output, _ = check(rows, "math_verify")
-    assert status == 0 and "row 1" not in output
+
+
+@pytest.mark.parametrize("function", ["math", "math_verify", "gsm8k"])
+def test_a_list_of_one_text_is_that_text(check: Any, function: str) -> None:
+    status, output, _ = check([row('["3"]'), row('["34", "34.0"]'), row("12")], function)
+    assert status == 0 and "3 of 3 right against themselves, 3 of 3 wrong" in output
+
+
+@pytest.mark.parametrize("word", ["proof", "Proof.", "notfound", "not found", "\\text{Not found}", "see solution"])
+def test_a_truth_that_is_no_answer_is_warned_of(check: Any, word: str) -> None:
+    status, output, _ = check([row("12"), row(word), row("34"), row(word)])
+    assert status == 0 and "of 2 of 4 rows, the first 1, is no answer; leave such rows out" in output
+
+
+def test_a_text_that_many_rows_share_is_warned_of(check: Any) -> None:
+    shared = [row(truth) for truth in ("nada", "C", "yes", "7", "(D)") for _ in range(6)]
+    _, output, _ = check([*shared, *[row("few") for _ in range(4)]])
+    warned = [line for line in output.splitlines() if "warning" in line]
+    assert len(warned) == 1 and "'nada' of 6 of 34 rows, the first 0, may stand for no answer" in warned[0]
+
+
+def test_a_long_truth_is_cut(check: Any) -> None:
+    status, output, _ = check([row("12"), row("7" * 5000)])
+    assert status == 1 and "row 1: '777" in output and len(output) < 1000
 
 
 def test_a_list_of_texts_that_differ_is_warned_of(check: Any) -> None:

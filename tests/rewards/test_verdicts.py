@@ -199,6 +199,9 @@ UNITS = (
         "is ",
         "the answer is ",
     ),
+    *("½", "²", "₂", "√", "√(", "π", "≤", "≈", "\\approx ", "approximately ", "\\ge", "x_1", "x(", "P(X", "|", "'"),
+    *("(or ", "(i.e. ", ", where ", "I hope it is correct", "∎", "(C) ", "**Answer**\n", "# Answer\n", "\\mathbb{R}"),
+    *("！", "，", "。", "\\binom{5}{2}", "5!", "(n)!", "per hour", "square ", "^\\circ", "it is ", "not ", "or 1/2 "),
 )
 
 

@@ -6,12 +6,23 @@ none, is what the last \\boxed{...} there holds. Work is bounded by those 300 ch
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from dapo.rewards.reading.dress import inner_answer, repeating_decimal
-from dapo.rewards.reading.lists import has_separator, is_list, items_spelling, joins_labels, last_answer, list_spelling
+from dapo.rewards.reading.dress import inner_answers, only_exact, repeating_decimal
+from dapo.rewards.reading.lists import (
+    alternatives,
+    has_separator,
+    is_list,
+    items_spelling,
+    joins_labels,
+    last_answer,
+    list_spelling,
+    without_reason,
+)
+from dapo.rewards.reading.relations import relation
 from dapo.rewards.reading.spelling import (
     boxed,
     braced,
@@ -22,13 +33,29 @@ from dapo.rewards.reading.spelling import (
     number,
     plain_number,
     printable,
+    without_tokens,
 )
+from dapo.rewards.reading.symbols import as_latex
+from dapo.rewards.reading.units import unit
 
 TAIL_CHARS = 300  # where the answer is looked for
 MAX_TRUTH_CHARS = 1000  # no answer in the tail equals a longer ground truth
 
-_LABEL = re.compile(r"answer[\s*_`]*:", re.IGNORECASE)
+_LABEL = re.compile(r"answer[\s*_`]*[:\uff1a]", re.IGNORECASE)
+# Alone on its line, set as a heading: **Answer**, ### Final Answer.
+_HEADING = re.compile(
+    r"^[ \t]*(?:#{1,6}[ \t]+(?:\*\*|__)?|\*\*|__)(?:the[ \t]+)?(?:final[ \t]+)?answer(?:\*\*|__)?[ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$\$)")
+_IN_OTHER_WORDS = re.compile(r"\(\s*(?:or|i\.\s?e\.,?|=)(?![A-Za-z])([^()]*)\)", re.IGNORECASE)
+_REAL_NUMBERS = re.compile(r"\\(?:mathbb|Bbb) ?(?:\{ ?R ?\}|R)|(?:^|(?<=\{))\s*all\s+real\s+numbers(?=[\s.}]*$)")
+# What may follow an answer at the end of a response.
+_ENDING = re.compile(
+    r"(?:(?<![A-Za-z])I\s+hope\s+(?:it|this)\s+(?:is\s+correct|helps)|\$?\s*(?:\\blacksquare|\\qed|[∎□■])\s*\$?"
+    r"|(?<![A-Za-z])(?:QED|Q\.E\.D))[\s.!*]*$"
+)
+ENDING_CHARS = 50
 _CLOSED_BEFORE = re.compile(r"[\s*_$]*\}")
 _CLOSED_BEHIND = re.compile(r"(?<!\\)\}([\s.*_$]*)$")
 _DIGIT = re.compile(r"[0-9]")
@@ -54,7 +81,8 @@ class Reading:
     their spelling, "" for one answer. nothing: it is empty, a word such as [INVALID], or holds digits other than 0 to
     9; it is then never right.
     shown: what is recorded of it, printable: its spelling; of a list, which a spelling might shorten to one item, the
-    whole text. inner: the number or choice that it is with more around it, 5 of `5 apples`.
+    whole text. relation: of an equation or inequality, its spelling as a whole; "" for a value. unit: behind its
+    number. inner: what it is with more around it, 5 of `5 apples`, C and 42 of `(C) 42`.
     """
 
     dapo: str
@@ -64,7 +92,9 @@ class Reading:
     items: str
     nothing: bool
     shown: str
-    inner: "Reading | None" = None
+    relation: str = ""
+    unit: str = ""
+    inner: tuple["Reading", ...] = ()
 
 
 NO_ANSWER = Reading(dapo="", careful="", value=None, several=False, items="", nothing=True, shown="")
@@ -82,8 +112,11 @@ def find_answer(solution: str) -> str:
         for line in map(_without_braces, tail[start:].split("\n")):
             if _says_something(line):
                 return last_answer(line) if len(set(boxed(line))) > 1 else line
-    line = line_of_last_box(tail)
-    return last_answer(line) if line else ""
+    if line := line_of_last_box(tail):
+        return last_answer(line)
+    headings = [heading.end() for heading in _HEADING.finditer(tail)]
+    lines = (line for start in headings[::-1] for line in tail[start:].split("\n"))
+    return next(filter(_says_something, lines), "")
 
 
 def _begins(tail: str) -> list[int]:
@@ -113,18 +146,21 @@ def read(text: str) -> Reading:
     """
     if not text.isascii() and any(char.isdecimal() and not char.isascii() for char in text):
         return NO_ANSWER
-    reading = _read(with_dollars(text))
-    return reading if reading.nothing else replace(reading, inner=_inner(text, reading))
+    text = as_written(text)
+    reading = _read(text)
+    return reading if reading.nothing else replace(reading, inner=tuple(_inner(text, reading)))
 
 
-def _inner(text: str, whole: Reading) -> Reading | None:
-    """Returns the reading of the number or choice that a text is with more around it; None where there is none."""
+def _inner(text: str, whole: Reading) -> Iterator[Reading]:
+    """Yields the readings of what a text is with more around it: a number, a choice, of a sentence and of a choice
+    anything."""
     if whole.value is not None and "$" not in text and "{" not in whole.careful:
-        return None  # a number says no more
-    part = repeating_decimal(whole.careful) or inner_answer(with_dollars(text), several=whole.several)
-    inner = _read(part) if part else NO_ANSWER
-    one = not inner.several and (inner.value is not None or _ONE_LETTER.fullmatch(inner.careful))
-    return inner if one else None
+        return  # a number says no more
+    repeating = repeating_decimal(whole.careful)
+    for part in (repeating,) if repeating else inner_answers(text, several=whole.several):
+        inner = _read(part)
+        if not inner.several and not inner.nothing:
+            yield inner
 
 
 def _read(text: str) -> Reading:
@@ -134,20 +170,45 @@ def _read(text: str) -> Reading:
     if word in _SENTINELS or careful in _UPPER_SENTINELS or not (careful or any(map(str.isalnum, dapo))):
         return NO_ANSWER
     if is_list(text):
-        whole, items = list_spelling(text), items_spelling(text)
-        shown = printable(text.strip())
-        return Reading(dapo="", careful=whole, value=None, several=True, items=items, nothing=False, shown=shown)
+        return _one_of_all(text) or _read_list(text)
     value, shown = plain_number(dapo), dapo
     if value is None:
         value, shown = number(careful), careful
     if value is None and not has_separator(text):  # in `x = 4, y = (5)` it is one of two
         value = enclosed_number(careful)
-    return Reading(dapo=dapo, careful=careful, value=value, several=False, items="", nothing=False, shown=shown)
+    return Reading(
+        dapo=dapo,
+        careful=careful,
+        value=value,
+        several=False,
+        items="",
+        nothing=False,
+        shown=shown,
+        relation=relation(text),
+        unit=unit(text),
+    )
 
 
-def with_dollars(text: str) -> str:
-    """Returns the text with dollars for all math delimiters, and braces in all boxes."""
-    return _DELIMITERS.sub("$", braced(text))
+def _one_of_all(text: str) -> Reading | None:
+    """Returns the reading of a list whose items are the same answer, 1/2 or 0.5; None for any other."""
+    first, *others = [*map(_read, alternatives(text))] or [NO_ANSWER]
+    one = all(not other.several and other.unit == first.unit and _same(other, first) for other in others)
+    return first if others and not first.several and one else None
+
+
+def _read_list(text: str) -> Reading:
+    whole, items, shown = list_spelling(text), items_spelling(text), printable(text.strip())
+    return Reading(dapo="", careful=whole, value=None, several=True, items=items, nothing=False, shown=shown)
+
+
+def as_written(text: str) -> str:
+    """Returns an answer's text in one way of writing: dollars for all math delimiters, braces in all boxes, commands
+    for Unicode mathematics; and without special tokens, a courtesy at its end, and the decimal that it is about."""
+    text = as_latex(without_tokens(text))
+    if ending := _ENDING.search(text, max(0, len(text) - ENDING_CHARS)):
+        text = text[: ending.start()]
+    text = _REAL_NUMBERS.sub(r"(-\\infty,\\infty)", _DELIMITERS.sub("$", braced(text)))
+    return only_exact(_IN_OTHER_WORDS.sub(r" or \1", without_reason(text) if "box" in text else text))
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +219,7 @@ def read_truth(text: str) -> Reading:
     if repeating := repeating_decimal(truth.careful):
         return read(repeating)
     if ratio := _RATIO.fullmatch(truth.careful):
-        return replace(truth, inner=_read(f"{ratio[1]}/{ratio[2]}"))
+        return replace(truth, inner=(_read(f"{ratio[1]}/{ratio[2]}"),))
     return truth
 
 
@@ -180,18 +241,20 @@ def truth_texts(text: str) -> list[str]:
 
 def agree(answer: Reading, truth: Reading) -> bool:
     """Returns whether two readings are the same answer: by value where both are numbers, else by a spelling, of a
-    word without regard to a capital at its beginning; a list item by item, in order. Of one of them it may be the inner
-    reading, of the truth where that is a number."""
-    if _same(answer, truth):
+    word without regard to a capital at its beginning; a list item by item, in order; never with different units. Of one
+    of them it may be an inner reading, of the truth where that is a number."""
+    if answer.unit and truth.unit and answer.unit != truth.unit:
+        return False
+    if any(_same(reading, truth) for reading in (answer, *answer.inner)):
         return True
-    if answer.inner is not None and _same(answer.inner, truth):
-        return True
-    return truth.inner is not None and truth.inner.value is not None and _same(answer, truth.inner)
+    return any(inner.value is not None and _same(answer, inner) for inner in truth.inner)
 
 
 def _same(answer: Reading, truth: Reading) -> bool:
     if answer.nothing or truth.nothing or answer.several != truth.several:
         return False
+    if truth.relation:
+        return answer.relation == truth.relation
     if answer.dapo and answer.dapo == truth.dapo:
         return True
     if answer.value is not None and truth.value is not None:

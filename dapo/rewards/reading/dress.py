@@ -7,6 +7,7 @@ compares only with a text that is such a part alone: 5 apples are 5, and 5 orang
 import re
 from fractions import Fraction
 
+from dapo.rewards.reading.relations import is_name
 from dapo.rewards.reading.spelling import formula, unwrapped
 
 # Words that take back what is said, or offer something else.
@@ -27,14 +28,14 @@ _CHOICE = re.compile(
     r"(?:(?i:option|choice)\s+)?(?:\(([A-J])\)|([A-J])\s*[).:])\s+(?P<text>\S.*)|(?i:option|choice)\s+\(?([A-J])\)?"
 )
 
-_NUMBER_WORD = (
+NUMBER_WORD = (
     r"(?:one|two|three|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|four"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)|couple|pair|dozen|score|gross|hundred|thousand|million"
     r"|[bt]rillion|half|halve|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|[a-z]+teenth"
     r"|[a-z]+tieth|hundredth|thousandth|millionth)(?:e?s)?"
 )
 _NO_NOUN = (
-    rf"(?!(?:{_NUMBER_WORD}|plus|minus|times|less|more|always|sometimes|perhaps|besides|unless|this|has|was|does|is|its"
+    rf"(?!(?:{NUMBER_WORD}|plus|minus|times|less|more|always|sometimes|perhaps|besides|unless|this|has|was|does|is|its"
     r"|or|and|to|by|in|of|over|not|no|divided|works|fails|root|squared|cubed|factorial|choose|mod|per|others?|among|with"
     r"|without|from|for|at|on|under|above|below|between|except|including|excluding|versus"
     r"|[a-z]+(?:dollars|hours|minutes|miles|meters))(?![a-z]))"  # two words in one
@@ -60,10 +61,25 @@ _HEAD = (
     r"|maximum|option|choice)"
 )
 _SENTENCE = re.compile(
-    r"(?:(?:so|thus|hence|therefore|finally|consequently),?\s+)?(?:the|our|its|their|my)\s+"
-    rf"(?P<about>(?:[a-z-]+\s+){{0,3}}{_HEAD}(?![a-z])[^.;:!?=<>]*?)\s+(?:is|equals)\s+(?P<claim>\S+(?:\s\S+)?)",
+    r"(?:(?:so|thus|hence|therefore|finally|consequently),?\s+)?(?:(?:the|our|its|their|my)\s+"
+    rf"(?P<about>(?:[a-z-]+\s+){{0,3}}{_HEAD}(?![a-z])[^.;:!?=<>]*?)\s+(?:is|equals)"
+    r"|(?:it|this|that)\s+(?:is|equals)|there\s+(?:is|are)|we\s+(?:get|have|obtain|find))"
+    r"\s+(?P<claim>\S+(?:\s\S+)?)",
     re.IGNORECASE,
 )
+# What stands for a decimal only about, and a decimal with its unit and markup.
+_ABOUT = re.compile(
+    r"(?<![A-Za-z\\])(?:approximately(?![A-Za-z])|approx(?![A-Za-z])\.?)|\\(?:simeq|thickapprox|doteq)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+_DECIMAL = re.compile(
+    r"\s*-?[0-9][0-9,]*(?:\.[0-9]+)?(?:\.\.\.|\\l?dots)?"
+    r"(?P<end>[\s$})*_.]*(?:(?!(?:or|and)(?![A-Za-z]))[A-Za-z]{1,12}(?:\^\{?[23]\}?)?)?[\s$})*_.]*)"
+)
+_BEFORE_ABOUT = re.compile(r"(?:\s|,|\(|(?<![A-Za-z])(?:or|which\s+is|that\s+is|i\.e\.)(?![A-Za-z]))*$", re.IGNORECASE)
+_EXACT = re.compile(r"/|\^|\\(?:[dtc]?frac|sqrt|pi|log|ln|sin|cos|tan|overline|bar)(?![A-Za-z])")
+_IS = re.compile(r"(?<![A-Za-z])(?:is|are|equals)[\s$]*$")
+_LETTER_FIRST = re.compile(r"^[^A-Z]*[A-J]")
 # Of units that are letters, and hence factors elsewhere, those that are set as text.
 UNIT_AS_TEXT = re.compile(
     r"(?:\\[,;: ]|[\s~])*\\(?:text|textnormal|textrm|mathrm|mbox)"
@@ -74,20 +90,46 @@ _NO_CLAIM = re.compile(r"(?<!frac)(?<=[A-Za-z])\s*[0-9]")  # of 3 cm 4 the unit 
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}")
 
 
-def inner_answer(text: str, *, several: bool) -> str:
-    """Returns the part that is the answer; "" where there is none but the whole. several: the text looks like a list,
-    as `The sum of m and n is 34` does."""
+def inner_answers(text: str, *, several: bool) -> tuple[str, ...]:
+    """Returns the parts that are the answer, of a choice its letter and its text; none where there is but the whole.
+    several: the text looks like a list, as `The sum of m and n is 34` does."""
     flat = _flat(text)
-    if (sentence := _SENTENCE.fullmatch(flat)) and not _HEDGE.search(sentence["about"]):
+    if (sentence := _SENTENCE.fullmatch(flat)) and not _HEDGE.search(sentence["about"] or ""):
         claim = sentence["claim"].rstrip(",")
-        return inner_answer(claim, several=False) or ("" if _NO_CLAIM.search(claim) else claim)
+        return inner_answers(claim, several=False) or (() if _NO_CLAIM.search(claim) else (claim,))
     if several:
-        return ""
+        return ()
     if choice := _CHOICE.fullmatch(flat):
-        other = choice["text"] and _OTHER_CHOICE.search(choice["text"])
-        return "" if other else next(letter for letter in choice.group(1, 2, 4) if letter)
+        if choice["text"] and _OTHER_CHOICE.search(choice["text"]):
+            return ()
+        letter = next(letter for letter in choice.group(1, 2, 4) if letter)
+        return (letter, choice["text"]) if choice["text"] else (letter,)
     counted = _PRICE.fullmatch(text.strip(" *.")) or _COUNTED.fullmatch(_flat(formula(text)))
-    return counted["number"] if counted else _without_unit(formula(text))
+    part = counted["number"] if counted else _without_unit(formula(text))
+    return (part,) if part else ()
+
+
+def choice_text(text: str) -> str:
+    """Returns the text behind the letter of a choice, \\sqrt{2} of `(C) \\sqrt{2}`; any other text as it is."""
+    choice = _CHOICE.fullmatch(_flat(text)) if _LETTER_FIRST.search(text) else None
+    return choice["text"] if choice and choice["text"] and not _OTHER_CHOICE.search(choice["text"]) else text
+
+
+def only_exact(text: str) -> str:
+    """Returns the text without the decimal that an exact value is about: \\frac{1}{3} of `\\frac{1}{3} \\approx 0.333`;
+    with `=` where only a name stands before it. What is said of a decimal, 33.6 \\approx 34, is left alone."""
+    text = _ABOUT.sub(r"\\approx ", text)
+    before, about, behind = text.rpartition("\\approx")
+    found = _DECIMAL.fullmatch(behind) if about else None
+    if not found:
+        return text
+    exact = _BEFORE_ABOUT.sub("", before)
+    if _EXACT.search(exact):
+        opened = before[len(exact) :].count("(")
+        return exact + found["end"].replace(")", "", opened)
+    if not exact.strip(" $*{(") or _IS.search(exact) or exact.endswith(("box{", "boxed{")):
+        return exact + behind
+    return f"{exact} = {behind}" if is_name(exact) and not _HEDGE.search(exact) else text
 
 
 def _without_unit(text: str) -> str:
@@ -111,4 +153,4 @@ def _flat(text: str) -> str:
     if box := _BOX_ALONE.fullmatch(text):
         text = box[1]
     text = _SPACE.sub(" ", _MARKS.sub("", unwrapped(text)))
-    return " ".join(text.split()).strip(" .")
+    return " ".join(text.split()).strip(" .。")

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-RELATIVE, ABSOLUTE = 1e-6, 1e-6  # by which decimal fractions may differ
+RELATIVE, ABSOLUTE = 1e-6, 1e-9  # by which decimal fractions may differ: as a share, or where they are near 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def _number(word: str) -> float:
 
 
 def _close(got: float, wanted: float) -> bool:
-    return math.isclose(got, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return math.isclose(got, wanted, rel_tol=RELATIVE) or abs(got - wanted) < ABSOLUTE
 
 
 def _same(got: Any, wanted: Any) -> bool:

@@ -9,6 +9,8 @@ import re
 from dapo.rewards.reading.spelling import RIGHT_OPERATOR, boxed, boxes, careful_spelling, unwrapped
 
 _OR_AND = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE)
+_OR = re.compile(r"(?<=[\s$}])or(?=[\s$\\{])", re.IGNORECASE)
+_AND = re.compile(r"(?<![A-Za-z])and(?![A-Za-z])|;|\\q?quad", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![0-9])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 # A clause in front that says what two names stand for, without a number: m and n are coprime, so m+n = 113.
 _NAME = r"\$?[a-z]\$?"
@@ -21,6 +23,12 @@ _ABOUT_NAMES = re.compile(
 _REMARK = re.compile(
     r"(?:[\s.,;:!*_$'\u2019]|(?<![A-Za-z])(?:(?!or(?![A-Za-z]))[A-Za-z]{2,}+|a(?![A-Za-z])))*+", re.IGNORECASE
 )
+_REASON = re.compile(r"([\s$*]*),?\s*(?:where|since|because)(?![A-Za-z])", re.IGNORECASE)
+_OTHERWISE = re.compile(
+    r"(?<![A-Za-z])(?:or|else|otherwise|if|when|but|except|unless|odd|even|while|another|other|also|alternatively|maybe"
+    r"|perhaps|possibly|not)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _SEPARATOR = re.compile(r"[,;]")
 _NUMBER_FORMULA = re.compile(r"\$\s*([-+]?[0-9][0-9.,]*)\s*\$")
 _QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
@@ -31,7 +39,7 @@ _NEGATIVE_SPACE = re.compile(r",\\!\s*")  # in thousands: 32,\! 349
 # Parts that say nothing but (3,4), z = (3,4), or (5).
 _NAMED = r"[\s$*]*(?:\\?[A-Za-z]{1,8}(?:_\{?[0-9A-Za-z]\}?)?\s*=)?[\s$*]*"
 _TUPLE = re.compile(_NAMED + r"[(\[][^()\[\]]*,[^()\[\]]*[)\]][\s$*.]*")
-_ENCLOSED = re.compile(_NAMED + r"\([^(),]*[0-9][^(),]*\)[\s$*.]*")
+_ENCLOSED = re.compile(_NAMED + r"\((?:[^(),]*[0-9][^(),]*|\s*[A-J]\s*)\)[\s$*.]*")
 
 _FORMULA = re.compile(r"(?<![A-Za-z])(?:frac|sqrt|times|cdot|div|pi|pm|circ)(?![A-Za-z])")
 _MARKUP = re.compile(r"\\(?:text|textnormal|textbf|mathrm|mbox|q?quad)(?![A-Za-z])|[${}*_`\\]")
@@ -94,8 +102,8 @@ def is_list(text: str) -> bool:
     text = _QUAD.sub(";", text)
     if not _SEPARATOR.search(text):
         return False
-    text = _without_thousands(text)
-    parts = _split(_without_box(text), _SEPARATOR)
+    text = unwrapped(_without_box(_without_thousands(text)))
+    parts = _split(text, _SEPARATOR)
     if sum(bool(_TUPLE.fullmatch(part)) for part in parts) > 1:
         return True
     enclosed = sum(bool(_ENCLOSED.fullmatch(part)) for part in parts) if _ENCLOSED.fullmatch(parts[-1]) else 0
@@ -143,6 +151,18 @@ def items(text: str) -> list[list[str]]:
     return [group for group in kept if group]
 
 
+def alternatives(text: str) -> list[str]:
+    """Returns the items of `1/2 or 0.5` and `x = 1/2 or x = 0.5`, up to four; none where anything but
+    `or` joins them, or they have different names."""
+    text = unwrapped(text)
+    if _AND.search(text) or not _OR.search(text):
+        return []
+    found = items(text)
+    names = {name for item in sum(found, []) if (name := item.rpartition("=")[0].strip(" $"))}
+    one_each = 1 < len(found) <= 4 and all(len(group) == 1 for group in found)
+    return [item for [item] in found] if one_each and len(names) < 2 else []
+
+
 def _are_joined(between: str) -> bool:
     """Returns whether a text between two boxes makes them alternatives, or parts of one expression, rather than the
     second one the better answer."""
@@ -180,6 +200,19 @@ def _leaves_out(around: tuple[str, str, str]) -> bool:
         joined = behind.lstrip(" $*_`").startswith((",", ";")) and not _WORD.search(behind)
         return joined or bool(_BEGINS_WITH_OR.match(behind))
     return False
+
+
+def without_reason(text: str) -> str:
+    """Returns the text without a clause behind its only box that says where that comes from: `, where m and n are 2 and
+    3`."""
+    found = boxes(text, outermost=True)
+    if len(found) != 1:
+        return text
+    end = found[0][1]
+    reason = _REASON.match(text, end)
+    if not reason or _OTHERWISE.search(text, end) or not _REMARK.fullmatch(text[: found[0][0]]):
+        return text
+    return text[:end] + reason[1]
 
 
 def _without_remarks(text: str) -> str:

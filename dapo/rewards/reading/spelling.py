@@ -70,6 +70,8 @@ _UNIT = re.compile(rf"(?<=[0-9}})]) ?(?:\\?%|{_WORD}(?: (?:per )?{_WORD})*(?: ?\
 _SCRIPT = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
 _SQRT = re.compile(r"\\sqrt ?([0-9])")
 _FRAC = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))")
+_BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb) ?(?:\{ ?([A-Z]) ?\}|([A-Z]))")
+_ANY_BINOM = re.compile(r"\\[dt]binom(?![a-zA-Z])")
 _ANY_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 # Of the white characters those that a person sees as space: a control character must not vanish (5<US>2 is not 52).
 _WHITE = re.compile(r"[ \t\n\u00a0\u2000-\u200a\u202f\u3000]+")
@@ -83,7 +85,7 @@ _POWER_OF_TEN = re.compile(
 )  # 1.5\times10^3, 10^3
 _GROUP_COMMA = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _GROUP = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*+)(?<!\\)\}")
-_DASH = re.compile(r"\s*[\u2010-\u2013\ufe63\uff0d](?=[0-9.\\])")  # where only a sign can stand
+_DASH = re.compile(r"\s*[\u2010-\u2013\ufe63\uff0d]\s*(?=[0-9.\\])")  # where only a sign can stand
 _IN_PARENTHESES = re.compile(r"\(([^(),]*)\)")
 _CHOICE = re.compile(r"\([A-Z]\)")
 _LATEX = re.compile(r"([+-]?)([0-9]+)?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}")
@@ -139,6 +141,8 @@ def careful_spelling(text: str, *, right_side: bool = True) -> str:
     text = _DOLLAR_INSIDE.sub("\ufffd", text)
     text = without_units(_SPACE.sub(" ", _REMOVED.sub("", text)).replace("{,}", ","))
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", _SQRT.sub(r"\\sqrt{\1}", _SCRIPT.sub(r"\1\2", text)))
+    if "bb" in text or "binom" in text:
+        text = _ANY_BINOM.sub(r"\\binom", _BLACKBOARD.sub(r"\\mathbb{\1\2}", text))
     text = _trim(text if _MIXED.fullmatch(_ungrouped(text)) else text.replace(" ", ""))
     while "," not in text and (group := _GROUP.fullmatch(text)):
         text = group[1]
@@ -151,9 +155,7 @@ def formula(text: str, *, right_side: bool = True) -> str:
     Without markup around; printable, on one line. right_side: of an equation, what stands right of the last `=`.
     """
     text = _WHITE.sub(" ", text.strip("\r")).replace("\u2212", "-")
-    if ">" in text[-12:]:
-        text = _SPECIAL_TOKENS.sub("", text)
-    text = _trim(printable(text))
+    text = _trim(printable(without_tokens(text)))
     if _PLAIN.fullmatch(text):
         return text
     side = _right_side(text) if right_side else text
@@ -162,6 +164,11 @@ def formula(text: str, *, right_side: bool = True) -> str:
     text = _inside_dollars(text)
     text = _right_side(text) if right_side else text
     return f"-{text[sign.end() :]}" if (sign := _DASH.match(text)) else text
+
+
+def without_tokens(text: str) -> str:
+    """Returns the text without the special tokens at its end."""
+    return _SPECIAL_TOKENS.sub("", text) if ">" in text[-12:] else text
 
 
 def printable(text: str) -> str:
@@ -272,7 +279,7 @@ def plain_number(text: str) -> Fraction | None:
 
 def _trim(text: str) -> str:
     """Returns the text without markdown emphasis and quotation marks around it and punctuation behind."""
-    return text.lstrip(' *_`"').rstrip(' *_`".,;:')
+    return text.lstrip(' *_`"').rstrip(' *_`".,;:。．')
 
 
 def _inside_dollars(text: str) -> str:

@@ -18,19 +18,25 @@ def parts(kind: str) -> list[str]:
     return [meant(row[0]) for row in _ROWS if row[-1] == kind]
 
 
-def number_pairs(seed: int, count: int) -> Iterator[tuple[str, str, str, Fraction]]:
-    """Yields a solution, the text of its answer, the ground truth, and its value."""
+def number_pairs(seed: int, count: int, *, usual: bool = False) -> Iterator[tuple[str, str, str, Fraction]]:
+    """Yields a solution, the text of its answer, the ground truth, and its value. usual: in one more dress that people
+    and models use and the others do not read, Unicode and sentences, and without soup."""
     chance = random.Random(seed)
     dresses, frames, pieces = parts("dress"), parts("frame"), parts("piece")
+    if usual:
+        frames += parts("usual frame")
+    more = parts("usual dress")
     for _ in range(count):
         value = _number(chance)
         other = value + chance.choice((-1, 1, 2, 10, Fraction(1, 2))) if chance.random() < 0.8 else _number(chance)
         power = chance.randrange(-3, 5)
         dressed = value / Fraction(10) ** power if chance.random() < 0.2 else value
         text = _spelled(chance, dressed if chance.random() < 0.8 else other)
-        for _ in range(chance.choice((1, 1, 1, 2, 2, 3))):
+        for _ in range(chance.choice((1, 1, 1, 2, 2, 3)) if not usual else chance.choice((0, 1))):
             text = chance.choice(dresses).format(text, _spelled(chance, other), power)
-        for _ in range(chance.choice((0, 0, 1, 1, 2))):
+        if usual:
+            text = chance.choice(more).format(text, _spelled(chance, other), power)
+        for _ in range(0 if usual else chance.choice((0, 0, 1, 1, 2))):
             text = _soup(chance, text, pieces)
         yield chance.choice(frames).format(text), text, _truth(chance, value), value
 
