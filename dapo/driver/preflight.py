@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
-from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
+from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, weights_problems
 from dapo.config.paths import resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
@@ -108,6 +108,8 @@ def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
     masked = cfg.model.attn_implementation not in MASKLESS
     if trains and (why := _class(config, path, trusted=trusted, masked=masked)):
         yield f"`model.path` ({path}): {why}"
+    elif trains and (folder := Path(path) if Path(path).is_dir() else offline_snapshot(path)):
+        yield from (f"`model.path` ({path}): {problem}" for problem in tensor_problems(folder, config.to_dict()))
     if not Path(path).is_dir():
         yield from config_problems(cfg, config.to_dict(), trains=trains)
 

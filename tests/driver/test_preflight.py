@@ -8,8 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from dapo.config.compose import compose
 from dapo.config.facts.model_class import why_not_packed
@@ -130,6 +132,66 @@ def test_a_model_that_cannot_be_loaded_is_told(
         preflight(compose([f"model.path={model}"], experiment="dapo_tiny"), trains=trains)
     [line] = str(error.value).splitlines()
     assert message in line
+
+
+def holds(change: Callable[[dict[str, torch.Tensor]], object], **changes: object) -> Callable[[Path], None]:
+    """Changes the tensors of the file, and keys of config.json."""
+
+    def broken(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors")
+        says(**changes)(folder)
+
+    return broken
+
+
+def copy_head(found: dict[str, torch.Tensor]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+
+
+def other_head(found: dict[str, torch.Tensor]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"] / 2
+
+
+def half_the_rows(found: dict[str, torch.Tensor]) -> None:
+    found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"][:132].clone()
+
+
+def without_a_layer(found: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in found if ".layers.1." in name]:
+        del found[name]
+
+
+def quantised(found: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    found[name] = found[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        pytest.param(holds(copy_head), "", id="a copy of the tied head"),
+        pytest.param(holds(copy_head, tie_word_embeddings=False), "", id="a head"),
+        pytest.param(
+            holds(dict, tie_word_embeddings=False), "no file holds a head beside model.embed_to", id="no head"
+        ),
+        pytest.param(
+            holds(other_head), "config.json ties model.embed_tokens.weight and lm_head.weight, b", id="another"
+        ),
+        pytest.param(holds(half_the_rows), "the 264 rows that vocab_size in config.json says; model.embed", id="rows"),
+        pytest.param(
+            holds(without_a_layer), "of 4 layers (num_hidden_layers in config.json) 1 are in no", id="a layer"
+        ),
+        pytest.param(holds(quantised), "up_proj.weight is of type F8_E4M3, and the actors train floating", id="8 bits"),
+    ],
+)
+def test_files_that_are_not_all_of_the_model_are_told_by_their_headers(
+    model: Path, broken: Callable[[Path], None], message: str
+) -> None:
+    broken(model)
+    found = lines(compose([f"model.path={model}"], experiment="dapo_tiny"))
+    assert [line for line in found if message not in line] == [] and len(found) == bool(message), found
 
 
 @pytest.mark.parametrize(
