@@ -216,6 +216,17 @@ def test_prompts_that_a_template_makes_alike_by_cutting_spaces_are_no_error(tmp_
     assert [prompt.text for prompt in prompts] == ["1+1", "1+1"]
 
 
+def test_a_folder_is_there_where_the_cache_cannot_be_written(tmp_path, tokenizer, monkeypatch):
+    import datasets
+
+    (tmp_path / "sums").mkdir()
+    write_parquet(tmp_path / "sums" / "train-00000.parquet", [row("1")])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
+    said = rf"`{KEY}`: {tmp_path}/sums could not be loaded as a data set .*/proc/none.*HF_HOME\).*give files, which"
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / "sums"), tokenizer)
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_folder_goes_through_datasets(tmp_path, tokenizer, monkeypatch):
     """The same call as for a hub name, with real files and no network."""
