@@ -17,14 +17,14 @@ import hydra
 from omegaconf import DictConfig
 
 from dapo.config.compose import check_shown, checked_overrides, to_config
-from dapo.config.paths import config_dir
+from dapo.config.paths import config_dir, output_path
 from dapo.config.schema import Config
 from dapo.faults.limit import TimeLimitReached
 from dapo.faults.signals import caught
 from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE, end, say, warn
 from dapo.report.watchdog import Watchdog, waiting
 from dapo.sampling.driver_state import owes_evaluation
-from dapo.state.run_dir import claim_output_dir
+from dapo.state.run_dir import claim_output_dir, left_as_found
 
 
 def main() -> None:
@@ -65,6 +65,11 @@ def launch(cfg: Config) -> None:
     """Claims the output directory and trains what is left to train there. `trainer.max_hours` counts from here: to hash
     the newest checkpoint takes minutes."""
     began = time.monotonic()
+    with left_as_found(output_path(cfg.trainer.output_dir)):
+        _launch(cfg, began)
+
+
+def _launch(cfg: Config, began: float) -> None:
     with Watchdog(cfg.logging.watchdog_s), waiting("the newest checkpoint to be found and hashed"):
         claimed = claim_output_dir(cfg.trainer.output_dir, cfg.checkpoint.resume, asdict(cfg))
     with claimed as run_dir:
@@ -76,15 +81,28 @@ def launch(cfg: Config) -> None:
             run_dir.begin()
             say(f"complete: {last}; raise `trainer.total_steps` or give another `trainer.output_dir`")
             return
-        if cfg.trainer.preflight:
-            from dapo.doctor.before_run import check_machine
-
-            check_machine(cfg, warn)
+        _check(cfg)
         from dapo.results.summary import concluded
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
         with concluded(run_dir.path, run_dir.check):
             asyncio.run(train_until_signal(cfg, run_dir, store, began))
+
+
+def _check(cfg: Config) -> None:
+    """Raises ValueError with all that is wrong as far as it can be told without torch, which takes seconds to load; the
+    machine first: what a cluster would do is no fault of the files."""
+    from dapo.doctor.before_run import check_machine
+    from dapo.driver.preflight import early_problems
+
+    problems = []
+    try:
+        if cfg.trainer.preflight:
+            check_machine(cfg, warn)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems := [*problems, *early_problems(cfg)]:
+        raise ValueError("\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ray.util.metrics import Gauge
 
 from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
+from dapo.data import notes
 from dapo.data.origins import origins
 from dapo.data.prompts import DataReport, fingerprint
 from dapo.data.sources import load_held_out, load_train
@@ -186,17 +187,22 @@ def load_data(cfg: Config, today: datetime | None = None) -> tuple[list[Prompt],
     """Loads training prompts, held-out sets, and the fingerprint of the former. today: the date for chat templates that
     write one; None: the real one. Raises ValueError: see `dapo.data.prompts.load_counted`."""
     tokenizer = load_tokenizer(cfg.model)
-    prompts, _ = load_train(cfg, tokenizer, today=today, told=_tell)
-    held_out = load_held_out(cfg, tokenizer, today=today, told=_tell)
+    tell = partial(_tell, cfg)
+    prompts, _ = load_train(cfg, tokenizer, today=today, told=tell)
+    held_out = load_held_out(cfg, tokenizer, today=today, told=tell)
     check_rows([*prompts, *(prompt for one in held_out for prompt in one.prompts)], cfg.model.path)
+    for line in notes.of_all(cfg, tokenizer, prompts, held_out):
+        warn(line)
     return prompts, held_out, fingerprint(prompts, tokenizer, cfg.data.chat_template_kwargs)
 
 
-def _tell(key: str, report: DataReport) -> None:
+def _tell(cfg: Config, key: str, report: DataReport) -> None:
     say(
         f"{key}: {report.rows} rows, {report.duplicates} duplicates, {report.contradictory} contradictory, "
         f"{report.too_long} longer than `data.max_prompt_length`, {report.kept} prompts"
     )
+    for line in notes.of_report(key, report, cfg.data.max_prompt_length):
+        warn(line)
 
 
 async def evaluate(
@@ -211,7 +217,10 @@ async def evaluate(
     assert task is not None
     make_paths_absolute(cfg)
     preflight(cfg, trains=False)
-    held_out = load_held_out(cfg, load_tokenizer(cfg.model), told=_tell)
+    tokenizer = load_tokenizer(cfg.model)
+    held_out = load_held_out(cfg, tokenizer, told=partial(_tell, cfg))
+    for line in notes.of_all(cfg, tokenizer, [], held_out):
+        warn(line)
     check_rows([prompt for one in held_out for prompt in one.prompts], cfg.model.path)
     cfg.actor.num_workers, cfg.trainer.colocate = 0, "none"  # neither GPUs nor memory are kept for actors
     with Watchdog(cfg.logging.watchdog_s), ray_cluster(cfg):

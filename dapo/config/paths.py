@@ -72,21 +72,22 @@ def _without_zeros(name: str) -> str:
     return re.sub(r"(?<!\d)0+(?=\d)", "", name)
 
 
-def not_on_hub(key: str, name: str, error: Exception | None) -> tuple[str, str]:
-    """Returns what is wrong with a name that is no directory here, and the remedy. error: raised where it was read."""
+def not_on_hub(key: str, name: str, error: Exception | None, what: str = "directory") -> tuple[str, str]:
+    """Returns what is wrong with a name that is nothing here, and the remedy. error: raised where it was read. what: it
+    would be."""
     from huggingface_hub import constants
 
-    here = f"`{key}` ({name}): {'' if '/' in name else f'no such directory in {Path.cwd()}, and '}"
+    here = f"`{key}` ({name}): {'' if '/' in name else f'no such {what} in {Path.cwd()}, and '}"
     if constants.HF_HUB_OFFLINE:
         return (
             f"{here}not whole in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set",
-            f"`hf download {name}` on this node, give a local directory, or unset HF_HUB_OFFLINE",
+            f"`hf download {name}` on this node, give a local {what}, or unset HF_HUB_OFFLINE",
         )
     short = str(error).strip().splitlines()[:1]
     return (
         f"{here}{type(error).__name__}: {short[0] if short else 'no message'}",
-        "check the name and the network, log in with `hf auth login` (HF_TOKEN) for a gated model, or give a local "
-        "directory",
+        "check the name and the network, log in with `hf auth login` (HF_TOKEN) for what is gated, or give a local "
+        f"{what}",
     )
 
 

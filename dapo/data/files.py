@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo.config.paths import data_parts
+from dapo.config.facts.hub import unreachable
+from dapo.config.paths import checked_data, data_parts, not_on_hub
 from dapo.data.layouts import MEDIA, SCHEMA, VERL, VERL_COLUMNS, Layout, Reading, layout_of
 from dapo.data.values import shown
 
@@ -63,19 +64,31 @@ def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]
 
 
 def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
+    where = f"`{key}`: {name}"
+    repository, config, split = data_parts(checked_data(name, key=key))
+    folder = Path(repository).is_dir()
+    if not folder and (unknown := unreachable(repository, "dataset")):
+        raise ValueError("; ".join(not_on_hub(key, repository, unknown, "file"))) from unknown
     import datasets  # here, because only this path needs it and it takes 1.4 s
 
-    where = f"`{key}`: {name}"
-    repository, config, split = data_parts(name)
     try:
         if (Path(repository) / SAVED).is_file() and not split:
             found = datasets.load_from_disk(repository)
         else:
             found = datasets.load_dataset(repository, config or None, split=split or None)
     except Exception as error:  # a network, the hub and every kind of data file are behind this call
-        raise ValueError(
-            f"{where} is no local file and could not be loaded as a data set ({type(error).__name__}: {error}); "
+        remedy = (
             "check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT) and the network, or give a file"
+        )
+        if folder:
+            remedy = "check its files, or give them as a list"
+        if isinstance(error, OSError) and error.filename:
+            cache = datasets.config.HF_DATASETS_CACHE
+            remedy = f"if it is its cache ({cache}, HF_HOME) that cannot be written, set HF_HOME to another folder, or "
+            remedy += "give files, which need none"
+        raise ValueError(
+            f"{where} {'' if folder else 'is no local file and '}could not be loaded as a data set "
+            f"({type(error).__name__}: {error}); {remedy}"
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if len(found) > 1:

@@ -4,6 +4,7 @@ Which layout a file has is told by the names of its columns (`data.format=auto`)
 columns (DAPO-Math-17k) are read as they are, by `dapo.data.files`.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ TRUTHS = ("answer", "ground_truth", "solution")  # the final answer alone first
 MARK = "####"  # before GSM8K's final answers
 AUTO = "auto"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # what a problem may need and no prompt holds
+_KEYS = [re.compile(rf"['\"](?:{names})['\"]\s*:") for names in ("role|from", "content|value")]  # of messages in text
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 Row = dict[str, Any]
@@ -60,6 +62,19 @@ class Layout:
         """Returns whether these columns can be read."""
         return self.question in columns and any(name in columns for name in self.truths)
 
+    def _messages(self, text: str, where: str) -> Any:
+        """Returns what a text asks: the messages whose JSON it is, or one message of the user's. Raises ValueError."""
+        if not text.lstrip().startswith(("[", "{")) or not all(key.search(text) for key in _KEYS):
+            return [{"role": "user", "content": text}]
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: column `{self.question}` looks like messages and is no JSON ({error}): {shown(text)}; "
+                "store a list of role and content, or the question alone"
+            ) from None
+        return found if isinstance(found, list) else [found]
+
     def __str__(self) -> str:
         return f"{self.name} ({self.question}; {' or '.join(self.truths)})"
 
@@ -79,7 +94,7 @@ class Layout:
             )
         prompt = row[self.question] if self.question in row else None
         if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+            prompt = self._messages(prompt, where)
         if not isinstance(prompt, list):
             raise ValueError(f"{where}: column `{self.question}` must be text or messages; correct or remove the row")
         read = {self.question, "data_source", *self.truths}

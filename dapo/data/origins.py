@@ -6,11 +6,11 @@ In: a configuration, after its model and data were read. Out: a line of text per
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dapo.config.facts.hub import HUB_S, cached_commit
 from dapo.config.paths import data_parts, resolve_path
 from dapo.config.schema import Config
 from dapo.data.sources import held_out_files, train_files
 
-HUB_S = 10.0
 UNKNOWN = "unknown commit"
 
 
@@ -38,7 +38,7 @@ def origin(name: str, kind: str) -> str:
     path = Path(resolve_path(repository))
     if path.exists():
         return f"{path}{part} ({_about(path)})"
-    return f"{repository}@{_cached(repository, kind) or _asked(repository, kind) or UNKNOWN}{part}"
+    return f"{repository}@{cached_commit(repository, kind) or _asked(repository, kind) or UNKNOWN}{part}"
 
 
 def _about(path: Path) -> str:
@@ -47,18 +47,6 @@ def _about(path: Path) -> str:
     newest = datetime.fromtimestamp(max((one.st_mtime for one in stats), default=path.stat().st_mtime), UTC)
     count = f"{len(files)} files, " if path.is_dir() else ""
     return f"{count}{sum(one.st_size for one in stats):,} bytes, {newest:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _cached(repository: str, kind: str) -> str:
-    """Returns the commit that the hub's cache has for the newest one; "" where it has none."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = repo_folder_name(repo_id=repository, repo_type=kind)
-    try:
-        return (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _asked(repository: str, kind: str) -> str:

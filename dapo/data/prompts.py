@@ -15,7 +15,7 @@ from typing import Any
 from dapo.config.paths import checked_data
 from dapo.data.files import Chunk, read_chunks
 from dapo.data.layouts import AS_IT_IS, SCHEMA, Reading, refuse_media
-from dapo.data.template import DATE_FUNCTION, clock_at, rendered, template_text, unread
+from dapo.data.template import DATE_FUNCTION, asked, check_template, clock_at, template_text
 from dapo.data.tokenizer import token_ids
 from dapo.data.values import refuse_halves, shown
 from dapo.rewards.reading.answer import agree, read_truth
@@ -78,16 +78,11 @@ def load_counted(
     write one; None: the real one.
     Raises ValueError for bad files, rows, and when no prompt is left.
     """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
-            "model or put a `chat_template.jinja` next to its tokenizer.json"
-        )
-    if lines := [*unread(tokenizer, reading.template_kwargs)]:
-        raise ValueError("\n".join(lines))
+    check_template(tokenizer, reading.template_kwargs)
     rows, distinct = _distinct(files, key, reading)
     problems = _without_contradictions(distinct, max_contradictory, key)
     texts = [_chat_text(tokenizer, problem, reading, today) for problem in problems]
+    _refuse_equal(problems, texts)
     ids = token_ids(tokenizer, texts)
     fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
     report = DataReport(
@@ -177,12 +172,26 @@ def _chat_text(tokenizer: Any, problem: _Problem, reading: Reading, today: datet
     clock = clock_at(today) if today and DATE_FUNCTION in template_text(tokenizer) else nullcontext()
     try:
         with clock:
-            return rendered(tokenizer, problem.messages, reading.template_kwargs)
-    except Exception as error:  # templates are programs of the model's maker and raise what they like
-        raise ValueError(
-            f"{problem.where}: the chat template of `model.path` refuses the messages of column `prompt` ({error}); "
-            "use the roles that it knows"
-        ) from error
+            return asked(tokenizer, problem.messages, reading.template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"{problem.where}: {error}") from error
+
+
+def _refuse_equal(problems: list[_Problem], texts: list[str]) -> None:
+    """Raises ValueError where the template makes the same text of two prompts that differ in more than spaces."""
+    seen: dict[str, _Problem] = {}
+    for problem, text in zip(problems, texts, strict=True):
+        other = seen.setdefault(text, problem)
+        if _spoken(other.messages) != _spoken(problem.messages):
+            raise ValueError(
+                f"{problem.where}: the chat template of `model.path` makes the same text of these messages as of "
+                f"{other.where} ({shown(text)}), although they differ; correct chat_template.jinja, or remove one of "
+                "the rows"
+            )
+
+
+def _spoken(messages: Messages) -> list[tuple[str, list[str]]]:
+    return [(role, content.split()) for role, content in messages]
 
 
 def _add_distinct(chunk: Chunk, where: str, seen: dict[Messages, _Problem], system_prompt: str) -> None:

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from dapo.config.names import nearest
+from dapo.data.values import shown
 from dapo.types import Messages
 
 KEY = "data.chat_template_kwargs"
@@ -22,6 +23,37 @@ def template_text(tokenizer: Any) -> str:
     """Returns the text of the chat template, of all where the tokenizer has several by name."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template)
+
+
+def asked(tokenizer: Any, messages: Messages, given: Mapping[str, Any]) -> str:
+    """Returns the text of a prompt, which ends with the beginning of the model's turn. Raises ValueError where the
+    template refuses the messages, or leaves out or changes what one of them says; of an assistant's it may, as thoughts
+    are left out. given: as for `rendered`."""
+    try:
+        text = rendered(tokenizer, messages, given)
+    except Exception as error:  # templates are programs of the model's maker and raise what they like
+        raise ValueError(
+            f"the chat template of `model.path` refuses the messages ({error}); use the roles that it knows"
+        ) from error
+    for role, content in messages:
+        if role != "assistant" and content.strip() not in text:
+            raise ValueError(
+                f"the chat template of `model.path` leaves out what the {role} says, or changes it ({shown(content)}): "
+                "it must write `content` as the text that it is; correct chat_template.jinja, or use the roles that it "
+                "knows"
+            )
+    return text
+
+
+def check_template(tokenizer: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError where there is no chat template, or where it does not read what it is given."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "`model.path`: its tokenizer has no chat template, and prompts are lists of messages; take an instruct "
+            "model or put a `chat_template.jinja` next to its tokenizer.json"
+        )
+    if lines := [*unread(tokenizer, given)]:
+        raise ValueError("\n".join(lines))
 
 
 def rendered(tokenizer: Any, messages: Messages, given: Mapping[str, Any], *, generation: bool = True) -> str:

@@ -14,29 +14,38 @@ from dapo.data.files import shown
 from dapo.types import Int32Array, Prompt
 
 TEXTS_AT_A_TIME = 1024
+TEXT = "What is 12 + 30? Give your reasons; end with 'Answer: N'."
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Returns the tokenizer of `model.path`. Raises ValueError where there is none, or where nothing ends a sequence:
-    neither the tokenizer, which engines ask, nor the files from which they take further ends."""
+    """Returns the tokenizer of `model.path`. Raises ValueError where there is none, where text does not survive it, or
+    where nothing ends a sequence: neither the tokenizer, which engines ask, nor the files from which they take further
+    ends."""
     from transformers import AutoTokenizer
 
     path = model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the files of a model can be wrong in any way
         if Path(path).is_dir():
             what, remedy = (
-                f"`model.path` ({path}): no tokenizer: it does not load ({' '.join(str(error).split())})",
+                f"`model.path` ({path}): no tokenizer: it does not load "
+                f"({type(error).__name__}: {' '.join(str(error).split())})",
                 "copy or download the model again",
             )
         else:
             what, remedy = not_on_hub("model.path", path, error)
         raise ValueError(f"{what}; {remedy}") from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one where files lack
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    if not ids:  # transformers makes an empty one where files lack
         raise ValueError(
             f"`model.path` ({path}): its {type(tokenizer).__name__} makes no tokens of text, as where tokenizer.json "
             "is missing; copy or download the model again"
+        )
+    if "".join((back := str(tokenizer.decode(ids))).split()) != "".join(TEXT.split()):
+        raise ValueError(
+            f"`model.path` ({path}): {TEXT!r} is {back!r} after encoding and decoding; see tokenizer.json for lost "
+            "characters, or copy or download the model again"
         )
     if tokenizer.eos_token_id is None and not _ends(model):
         raise ValueError(

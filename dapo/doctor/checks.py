@@ -52,7 +52,7 @@ CHECKS = (  # what each looks at: README.md
     Check("python", NODE, software.python, cheap=True),
     Check("packages", NODE, software.packages),
     Check("libraries", NODE, software.libraries, cheap=True),
-    Check("GPUs", NODE, software.gpus),
+    Check("GPUs", NODE, software.gpus, cheap=True),
     Check("allocator", NODE, software.allocator, cheap=True),
     Check("RDMA", NODE, network.rdma),
     Check("open files", NODE, limits.open_files, cheap=True),

@@ -7,21 +7,21 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dapo.config.facts.hub import unreachable
 from dapo.config.facts.model_class import MASKLESS, OTHER, why_not_packed
-from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, weights_problems
-from dapo.config.paths import resolve_path
+from dapo.config.facts.model_files import INDEX, SINGLE, offline_snapshot, tensor_problems, weights_problems
+from dapo.config.paths import checked_data, data_parts, not_on_hub, resolve_path
 from dapo.config.reward import RewardConfig, RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
 from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
-from dapo.own.check import own_functions
+from dapo.data.sources import held_out_files, train_files
 from dapo.report.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards import judge
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
 from dapo.sandbox.confine import python_paths
-from dapo.schedule import check_rates
 from dapo.turns.loading import load as load_rollout
 from dapo.turns.loading import runs_programs
 
@@ -29,7 +29,12 @@ from dapo.turns.loading import runs_programs
 def preflight(cfg: Config, *, trains: bool = True) -> None:
     """Raises ValueError with one line per problem: key, value and remedy. trains: as for `validate`."""
     # A torchvision of the wrong build breaks the import of transformers, which the schedule needs.
-    problems = [*_torchvision()] or [
+    if broken := [*_torchvision()]:
+        raise ValueError("\n".join(broken))
+    from dapo.own.check import own_functions  # loads torch, as the schedule does
+    from dapo.schedule import check_rates
+
+    problems = [
         # Of the whole run: transformers knows which arguments a schedule takes, and uses them late.
         *_refusal(lambda: check_rates(cfg)),
         *(_attention(cfg) if trains else ()),
@@ -37,11 +42,36 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         *_architecture(cfg, trains=trains),
         *_reward_functions(cfg),
         *choice.problems(cfg),
+        *_rollout_function(cfg),
+        *(own_functions(cfg) if trains else ()),
     ]
-    problems += [*_rollout_function(cfg)]
-    problems += own_functions(cfg) if trains else []
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
+
+
+def early_problems(cfg: Config) -> list[str]:
+    """Returns what is wrong with files, functions and names of a run, as far as that can be told without torch and
+    transformers."""
+    problems = [*_data(cfg), *_models(cfg, trains=True), *_reward_functions(cfg), *choice.problems(cfg)]
+    return [*dict.fromkeys([*problems, *_rollout_function(cfg)])]
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    """Looks whether data files are there, and whether the hub knows the names of the others."""
+    asked = dict[str, Exception | None]()
+    for one in (*train_files(cfg.data), *(held_out_files(cfg.data) if cfg.trainer.only == "both" else ())):
+        for name in one.files:
+            try:
+                repository, *_ = data_parts(checked_data(name, key=one.key))
+            except ValueError as error:
+                yield str(error)
+                continue
+            if Path(repository).exists():
+                continue
+            if repository not in asked:
+                asked[repository] = unreachable(repository, "dataset")
+            if error_there := asked[repository]:
+                yield "; ".join(not_on_hub(one.key, repository, error_there, "file"))
 
 
 def _refusal(call: Callable[[], object]) -> Iterator[str]:
@@ -75,6 +105,9 @@ def _models(cfg: Config, *, trains: bool) -> Iterator[str]:
         folder = Path(resolve_path(path)) if path else None
         again, whole = "copy or download the model again", "give the directory of a whole model"
         if folder is not None and not folder.is_dir():
+            if error := unreachable(path, "model"):
+                yield "; ".join(not_on_hub(key, path, error))
+                continue
             folder = offline_snapshot(path)
             again = whole = f"`hf download {path}`, or unset HF_HUB_OFFLINE"
         if folder is None:
@@ -108,6 +141,8 @@ def _architecture(cfg: Config, *, trains: bool) -> Iterator[str]:
     masked = cfg.model.attn_implementation not in MASKLESS
     if trains and (why := _class(config, path, trusted=trusted, masked=masked)):
         yield f"`model.path` ({path}): {why}"
+    elif trains and (folder := Path(path) if Path(path).is_dir() else offline_snapshot(path)):
+        yield from (f"`model.path` ({path}): {problem}" for problem in tensor_problems(folder, config.to_dict()))
     if not Path(path).is_dir():
         yield from config_problems(cfg, config.to_dict(), trains=trains)
 

@@ -6,9 +6,12 @@ asked for. What a run knows of itself (`ABOUT`) also lies in each checkpoint: th
 with.
 """
 
+import contextlib
 import logging
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -251,6 +254,23 @@ def claim_output_dir(output_dir: str, resume: str, config: dict[str, Any]) -> Ru
         run.release()
         raise
     return run
+
+
+@contextmanager
+def left_as_found(path: Path) -> Iterator[None]:
+    """Removes an output directory that this block has made, and the folders above it, where the start is refused before
+    the run has anything of its own there."""
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        yield
+    except ValueError:
+        with contextlib.suppress(OSError):
+            if made and {each.name for each in path.iterdir()} <= {LOCK, TOKEN, *COPIED}:
+                for each in path.iterdir():
+                    each.unlink()
+            for folder in made:  # the innermost first
+                folder.rmdir()
+        raise
 
 
 def holds_steps(path: Path) -> bool:

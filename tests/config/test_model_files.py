@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dapo.config import fields
-from dapo.config.facts.model_files import shapes, weights_problems
+from dapo.config.facts.model_files import tensors, weights_problems
 from dapo.config.rules.model import actor, served
 from dapo.config.rules.reward_model import reward_model
 from dapo.config.schema import Config
@@ -121,14 +121,17 @@ def test_what_also_sees_images_is_held_to_the_limits_of_its_text(tmp_path: Path)
 
 
 def test_the_names_of_a_model_in_several_files_are_read(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
-    for number, (name, tensor) in enumerate(tensors.items()):
+    made = {"a": torch.zeros(2, 3), "b": torch.zeros(2)}
+    for number, (name, tensor) in enumerate(made.items()):
         save_file({f"model.{name}.weight": tensor}, tmp_path / f"model-{number}.safetensors")
-    index = {f"model.{name}.weight": f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    index = {f"model.{name}.weight": f"model-{number}.safetensors" for number, name in enumerate(made)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert shapes(tmp_path) == {"model.a.weight": [2, 3], "model.b.weight": [2]} and weights_problems(tmp_path) == []
+    assert {name: one.shape for name, one in tensors(tmp_path).items()} == {
+        "model.a.weight": [2, 3],
+        "model.b.weight": [2],
+    } and weights_problems(tmp_path) == []
     (tmp_path / "model-1.safetensors").unlink()
-    assert shapes(tmp_path) == {} and "model-1.safetensors is missing" in weights_problems(tmp_path)[0]
+    assert tensors(tmp_path) == {} and "model-1.safetensors is missing" in weights_problems(tmp_path)[0]
     (tmp_path / "model-1.safetensors").write_bytes((tmp_path / "model-0.safetensors").read_bytes())
     (tmp_path / "adapter_model.safetensors").write_bytes(b"0")
     assert weights_problems(tmp_path) == [], "it is no part of the model"

@@ -31,6 +31,9 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
 ROWS = [
     pytest.param({"prompt": "1+1", "answer": "2"}, "trl", USER, "2", {}, id="trl-text"),
     pytest.param({"prompt": CHAT, "answer": "2", "level": 3}, "trl", CHAT, "2", {"level": 3}, id="trl-messages"),
+    pytest.param({"prompt": json.dumps(CHAT), "answer": "2"}, "trl", CHAT, "2", {}, id="trl-messages-in-text"),
+    pytest.param({"question": json.dumps(USER[0]), "solution": "2"}, "qa", USER, "2", {}, id="qa-message-in-text"),
+    pytest.param({"prompt": "[1]+1", "answer": "2"}, "trl", [USER[0] | {"content": "[1]+1"}], "2", {}, id="trl-list"),
     pytest.param({"prompt": "1+1", "solution": WORKED}, "trl", USER, FRACTION, {}, id="trl-solution"),
     pytest.param({"prompt": "1+1", "ground_truth": 2}, "trl", USER, "2", {}, id="trl-number"),
     pytest.param({"prompt": "1+1", "answer": 1e-05}, "trl", USER, "0.00001", {}, id="trl-small-number"),
@@ -105,6 +108,7 @@ def test_a_named_layout_decides_between_several():
         ({"question": "1", "answer": "#### 1"}, {"question": "1+1", "answer": "2"}, "column `answer` lacks a final a"),
         ({"problem": "1", "solution": "\\boxed{1}"}, {"problem": "1", "solution": "1"}, r"`solution` lacks a \\boxed"),
         ({"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": None}, "there is not an answer, which `format` trl"),
+        ({"prompt": "1", "answer": "1"}, {"prompt": str(USER), "answer": "1"}, "looks like messages and is no JSON"),
         ({"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "1"}, "column `prompt` must be text or messages"),
         ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": ["2", "3"]}, r"text, .*not list \['2', '3'\];"),
         ({"prompt": "1", "answer": ["1"]}, {"prompt": "1+1", "answer": []}, r"`answer` must be .*, not list \[\]"),

@@ -1,5 +1,6 @@
 """Prompts from files: what is kept, what is refused and how it is said, and the order of draws."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,42 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path, tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="`model.path`: its tokenizer has no chat template"):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]), bare)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}a:", "what the user says"),
+        ("{{ messages[-1].content }}", r"what the system says, .*\(str 'Add\.'\)"),
+        ("0 to 99 {% if messages|length > 1 %}Add.{% endif %}", "the same text of these messages as of .*row 1"),
+    ],
+)
+def test_a_template_that_leaves_out_what_is_said_is_refused(tmp_path, tokenizer, template, said):
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = template
+    system = {"role": "system", "content": "Add."}
+    rows = [row("9"), row([system, {"role": "user", "content": "9"}]), row([system, {"role": "user", "content": "0"}])]
+    name = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"a.jsonl, row \d \(counted from 0\): the chat template .*{said}"):
+        load(name, made)
+
+
+def test_prompts_that_a_template_makes_alike_by_cutting_spaces_are_no_error(tmp_path, tokenizer):
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    prompts, _ = load(write_jsonl(tmp_path / "a.jsonl", [row("1+1 "), row("1+1")]), made)
+    assert [prompt.text for prompt in prompts] == ["1+1", "1+1"]
+
+
+def test_a_folder_is_there_where_the_cache_cannot_be_written(tmp_path, tokenizer, monkeypatch):
+    import datasets
+
+    (tmp_path / "sums").mkdir()
+    write_parquet(tmp_path / "sums" / "train-00000.parquet", [row("1")])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
+    said = rf"`{KEY}`: {tmp_path}/sums could not be loaded as a data set .*/proc/none.*HF_HOME\).*give files, which"
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / "sums"), tokenizer)
 
 
 @pytest.mark.usefixtures("cache")

@@ -102,6 +102,11 @@ def other_tokenizer(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(settings | {"vocab_size": 200}))
 
 
+def other_model(path: Path) -> None:
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"vocab_size": 10}))
+
+
 def arguments(*overrides: str) -> Plant:
     return lambda folder, patch: [*overrides]
 
@@ -201,7 +206,8 @@ PLANTED = [
     ("settings", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["/no/such.py"]),
     ("tokenizer", model(lambda path: (path / "tokenizer.json").write_text("{")), FAULT, ["does not load"]),
     ("tokenizer", model(without_vocabulary), FAULT, ["makes no tokens of text", "download the model again"]),
-    ("tokenizer", model(other_tokenizer), FAULT, ["264 tokens", "200 rows"]),
+    ("tokenizer", model(other_tokenizer), WARNING, ["264 tokens", "200 rows"]),
+    ("prompts", model(other_model), FAULT, ["gives token", "is 10"]),
     (
         "chat template",
         model(lambda path: (path / "chat_template.jinja").unlink()),

@@ -1,6 +1,7 @@
 """What only trying can tell before any worker starts; tests/config/refused.tsv has the pure configuration."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
+from safetensors.torch import load_file, save_file
 
 from dapo.config.compose import compose
 from dapo.config.facts.model_class import why_not_packed
@@ -20,6 +23,7 @@ from dapo.config.schema import Config
 from dapo.doctor.checked.files import models
 from dapo.doctor.question import question
 from dapo.driver.preflight import preflight
+from dapo.main_ppo import launch
 from dapo.rewards.calling.loading import OWN, OWN_MODEL, load, with_judge
 from dapo.rewards.judge import problems as judge_problems
 
@@ -132,6 +136,66 @@ def test_a_model_that_cannot_be_loaded_is_told(
     assert message in line
 
 
+def holds(change: Callable[[dict[str, torch.Tensor]], object], **changes: object) -> Callable[[Path], None]:
+    """Changes the tensors of the file, and keys of config.json."""
+
+    def broken(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors")
+        says(**changes)(folder)
+
+    return broken
+
+
+def copy_head(found: dict[str, torch.Tensor]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+
+
+def other_head(found: dict[str, torch.Tensor]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"] / 2
+
+
+def half_the_rows(found: dict[str, torch.Tensor]) -> None:
+    found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"][:132].clone()
+
+
+def without_a_layer(found: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in found if ".layers.1." in name]:
+        del found[name]
+
+
+def quantised(found: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    found[name] = found[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        pytest.param(holds(copy_head), "", id="a copy of the tied head"),
+        pytest.param(holds(copy_head, tie_word_embeddings=False), "", id="a head"),
+        pytest.param(
+            holds(dict, tie_word_embeddings=False), "no file holds a head beside model.embed_to", id="no head"
+        ),
+        pytest.param(
+            holds(other_head), "config.json ties model.embed_tokens.weight and lm_head.weight, b", id="another"
+        ),
+        pytest.param(holds(half_the_rows), "the 264 rows that vocab_size in config.json says; model.embed", id="rows"),
+        pytest.param(
+            holds(without_a_layer), "of 4 layers (num_hidden_layers in config.json) 1 are in no", id="a layer"
+        ),
+        pytest.param(holds(quantised), "up_proj.weight is of type F8_E4M3, and the actors train floating", id="8 bits"),
+    ],
+)
+def test_files_that_are_not_all_of_the_model_are_told_by_their_headers(
+    model: Path, broken: Callable[[Path], None], message: str
+) -> None:
+    broken(model)
+    found = lines(compose([f"model.path={model}"], experiment="dapo_tiny"))
+    assert [line for line in found if message not in line] == [] and len(found) == bool(message), found
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -156,6 +220,7 @@ def test_without_a_network_the_hubs_cache_must_be_whole(
     assert re.search(rf"`model.path` \(owner/name\).*{re.escape(message)}.*`hf download owner/name`", line)
     assert (models(asked).level == "fault") == (broken is without_a_shard), "a model of .bin files may be wanted"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: None)
     preflight(cfg)  # what lacks is downloaded
 
 
@@ -242,3 +307,50 @@ def test_what_only_the_hub_knew_is_checked_once_it_is_here(model: Path, monkeypa
     given = transformers.Qwen2Config.from_pretrained
     [line] = lines(cfg)
     assert "`rollout.vllm.tensor_parallel_size` (3) must divide the 4 attention heads" in line
+
+
+def refused(*overrides: str) -> list[str]:
+    with pytest.raises(ValueError) as error:
+        launch(compose(overrides, experiment="dapo_tiny"))
+    return str(error.value).splitlines()
+
+
+def test_what_a_start_is_refused_for_is_told_at_once_the_machine_first_and_leaves_nothing(tmp_path: Path) -> None:
+    there = f"trainer.output_dir={tmp_path / 'outputs' / 'run'}"
+    found = refused(there, "trainer.device=cuda", "data.val_files=[/no/a.parquet]", "reward.functions=[{path: no.py}]")
+    assert [line.partition(" ")[0] for line in found] == [
+        *("GPUs:", "(trainer.preflight=false", "`data.val_files`", "`reward.functions[0].path`")
+    ]
+    assert list(tmp_path.iterdir()) == []
+    [own] = refused(
+        there, f"reward.functions=[{{path: math}}, {{path: {tmp_path / 'no.py'}}}]", "trainer.preflight=false"
+    )
+    assert "no.py" in own and list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers and `datasets` would try for minutes."""
+    asked = []
+
+    def ask(_: object, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "repo_info", ask)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    given = [
+        "data.train_files=[a/data, 'a/data:train']",
+        "model.path=a/model",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    ]
+    found = refused(*given)
+    assert asked == ["a/data", "a/model"]
+    assert [re.sub(r"\).*", "", line) for line in found] == ["`data.train_files` (a/data", "`model.path` (a/model"]
+    assert all("ConnectionError: no route; check the name and the network" in line for line in found)
+    for kind, name in (("datasets", "data"), ("models", "model")):
+        (tmp_path / f"{kind}--a--{name}" / "refs").mkdir(parents=True)
+        (tmp_path / f"{kind}--a--{name}" / "refs" / "main").write_text("0" * 40)
+    assert refused(*given, "reward.functions=[{path: no.py}]")[0].startswith("`reward.functions[0].path`")
+    assert os.environ["HF_HUB_OFFLINE"] == "1", "what is in the cache is read without asking again"

@@ -1,16 +1,25 @@
 """Reads what a model's safetensors files say of themselves: names and shapes of tensors, and where the files end.
 
-In: a model's directory. Out: shapes by name, or what is wrong with the files. It reads headers alone, and no weight.
+In: a model's directory. Out: tensors by name, or what is wrong with the files. It reads headers, and a few rows of
+embedding and head.
 """
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config.facts.model_shape import cached_config
+from dapo.config.facts.model_shape import cached_config, text_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100 << 20  # bytes; the format's own bound
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # of weights that can be trained
+EMBEDDING, HEAD = ".embed_tokens.weight", ".lm_head.weight"  # ends of names
+WHOLE = "give a whole checkpoint of this model"
+COMPARED_ROWS = 64  # of an embedding and a head that should be equal
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def offline_snapshot(name: str) -> Path | None:
@@ -43,17 +52,84 @@ def weights_problems(folder: Path) -> list[str]:
     return problems
 
 
-def shapes(folder: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor by its name; empty where the files cannot be read, which `weights_problems`
-    tells."""
+def tensor_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Returns what the tensors of the files, by their names, shapes and types, say against a config.json: they are of
+    another model, or not all there. Where the files cannot be read, nothing: `weights_problems` tells.
+
+    config: what transformers makes of it, with all defaults: whether head and embedding are tied may be one.
+    """
+    config, found = text_part(config), tensors(folder)
+    vocabulary, layers, tied = (config.get(key) for key in ("vocab_size", "num_hidden_layers", "tie_word_embeddings"))
+    problems = []
+    if others := [name for name, one in found.items() if one.dtype not in FLOAT_TYPES and name.endswith(".weight")]:
+        problems.append(
+            f"{others[0]} is of type {found[others[0]].dtype}, and the actors train floating point weights "
+            f"({', '.join(FLOAT_TYPES)}); give a checkpoint that is not quantised"
+        )
+    numbered = {int(match[1]) for name in found if (match := _LAYER.search(name))}
+    if numbered and isinstance(layers, int) and (lacking := sorted({*range(layers)} - numbered)):
+        shown = ", ".join(map(str, lacking[:4])) + (", ..." if lacking[4:] else "")
+        problems.append(f"of {layers} layers (num_hidden_layers in config.json) {shown} are in no file; {WHOLE}")
+    tall = [name for name, one in found.items() if len(one.shape) == 2 and one.shape[0] == vocabulary]
+    embeddings, heads = ([name for name in found if f".{name}".endswith(end)] for end in (EMBEDDING, HEAD))
+    if isinstance(vocabulary, int) and found and not tall:
+        rows = f"; {embeddings[0]} has {found[embeddings[0]].shape[0]}" if embeddings else ""
+        problems.append(f"no tensor has the {vocabulary} rows that vocab_size in config.json says{rows}; {WHOLE}")
+    elif len(tall) == 1 and tied is False:
+        problems.append(
+            f"config.json says that the head is not the embedding (tie_word_embeddings: false), and no file holds a "
+            f"head beside {tall[0]}; {WHOLE}, or set `tie_word_embeddings` to true there where they are one"
+        )
+    elif tied and embeddings and heads and _differ(found[embeddings[0]], found[heads[0]]):
+        problems.append(
+            f"config.json ties {embeddings[0]} and {heads[0]}, but they differ; set `tie_word_embeddings` to false "
+            "there"
+        )
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Describes a tensor of a file. first: where its bytes begin there; dtype: as safetensors names it."""
+
+    file: Path
+    shape: list[int]
+    dtype: str
+    first: int
+    size: int
+
+    def row(self, number: int) -> bytes:
+        """Reads the bytes of a row."""
+        length = self.size // self.shape[0]
+        with self.file.open("rb") as file:
+            file.seek(self.first + number * length)
+            return file.read(length)
+
+
+def tensors(folder: Path) -> dict[str, Stored]:
+    """Returns each tensor by its name; empty where the files cannot be read, which `weights_problems` tells."""
     try:
         files = [folder / SINGLE]
         if not files[0].is_file():
             names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
             files = [folder / name for name in sorted(set(names))]
-        return {name: tensor["shape"] for file in files for name, tensor in _tensors(_header(file)[0]).items()}
+        found = {}
+        for file in files:
+            header, length = _header(file)
+            for name, one in _tensors(header).items():
+                first, end = one["data_offsets"]
+                found[name] = Stored(file, one["shape"], one["dtype"], 8 + length + first, end - first)
+        return found
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}
+
+
+def _differ(one: Stored, other: Stored) -> bool:
+    """Returns whether some rows of two tensors differ; of types that differ, the ranks say it."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.shape[0]:
+        return one.shape != other.shape
+    step = -(-one.shape[0] // COMPARED_ROWS)
+    return any(one.row(number) != other.row(number) for number in range(0, one.shape[0], step))
 
 
 def _whole_bytes(path: Path) -> int:

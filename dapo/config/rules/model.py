@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.facts.model_class import MASKLESS
-from dapo.config.facts.model_files import INDEX, SINGLE, shapes
+from dapo.config.facts.model_files import INDEX, SINGLE, tensors
 from dapo.config.facts.model_shape import UnknownShape, head_shares, positions, read_config, text_part
 from dapo.config.names import ENGINE, nearest
 from dapo.config.paths import checked_path, resolve_path
@@ -107,7 +107,7 @@ def _model(cfg: Config, *, trains: bool) -> Iterator[str]:
 def _targets(cfg: Config, path: Path) -> Iterator[str]:
     """Reports targets of adapters that no matrix in the model's files has the name of; what else may be wrong with one,
     that it is no linear layer for example, only the ranks see."""
-    matrices = [name.removesuffix(".weight") for name, shape in shapes(path).items() if len(shape) == 2]
+    matrices = [name.removesuffix(".weight") for name, one in tensors(path).items() if len(one.shape) == 2]
     layers = list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
     targets = cfg.model.lora.target_modules
     if not layers or ALL_LINEAR in targets:

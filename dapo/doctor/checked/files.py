@@ -6,13 +6,14 @@ In: a `Question`. Out: one `Finding` per function. Each runs on every node.
 import os
 from pathlib import Path
 
+from dapo.config.facts.hub import unreachable
 from dapo.config.facts.model_files import offline_snapshot, weights_problems
+from dapo.config.facts.model_shape import cached_config
 from dapo.config.paths import not_on_hub
 from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.question import Question, sizes_of
 from dapo.plan.terms import size
 
-HUB_S = 15.0
 SHARED = "copy it to the same path on every node, or put it on a file system that all nodes share"
 
 
@@ -45,17 +46,14 @@ def _directory(key: str, path: str, expected: dict[str, int]) -> Finding:
 
 
 def _hub(key: str, name: str) -> Finding:
-    import huggingface_hub
+    from huggingface_hub import constants
 
     if (folder := offline_snapshot(name)) and (problems := weights_problems(folder)):
         return fault(f"`{key}` ({name}): {problems[0]}", f"`hf download {name}` on this node, or unset HF_HUB_OFFLINE")
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+    if cached_config(name):
         return ok(f"`{key}` ({name}) is in the hub's cache")
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return fault(*not_on_hub(key, name, None))
-    try:
-        huggingface_hub.HfApi().model_info(name, timeout=HUB_S)
-    except Exception as error:  # network, proxy, certificates, permissions: whatever the client raises
+    error = unreachable(name, "model")
+    if error or constants.HF_HUB_OFFLINE:
         return fault(*not_on_hub(key, name, error))
     return ok(f"`{key}` ({name}) can be fetched from the hub")
 

@@ -1,0 +1,134 @@
+"""Says what a run survives and a person should know of its tokenizer, its chat template and its data. A run warns of
+it, and `dapo.doctor` tells it.
+
+In: what the run has loaded. Out: one line per thing, with the remedy.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from dapo.config.facts.model_shape import UnknownShape, read_config, text_part
+from dapo.config.schema import Config
+from dapo.data.prompts import DataReport
+from dapo.data.template import asked, check_template, clock_at, rendered
+from dapo.data.tokenizer import TEXT
+from dapo.data.values import shown
+from dapo.rewards.calling.by_entry import source_functions
+from dapo.rewards.calling.loading import ready_name
+from dapo.rewards.selfcheck import FUNCTIONS, reference, verdicts
+from dapo.types import HeldOut, Messages, Prompt
+
+DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
+QUESTION: Messages = (("user", TEXT),)
+MUCH = 0.1  # of the prompts: a run without them is another one than was meant
+SHORT = 3  # characters; below, a special token may be text
+SLOW = {"math_verify": 200}  # references of which one takes milliseconds
+SAMPLE = 2000  # of the others
+
+Judged = tuple[str, int, list[str]]  # a function, how many truths it was tried on, a line for each that it fails
+
+
+def of_all(cfg: Config, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[HeldOut]) -> Iterator[str]:
+    """Yields all lines. tokenizer: the model's. prompts: to train on."""
+    yield from of_tokenizer(tokenizer, cfg.model.path)
+    yield from of_template(tokenizer, cfg.data.chat_template_kwargs)
+    yield from of_prompts(prompts, cfg.data.train_batch_size, tokenizer)
+    yield from of_held_out(prompts, held_out)
+    yield from of_truths(judged_truths(cfg, prompts))
+
+
+def of_tokenizer(tokenizer: Any, path: str) -> Iterator[str]:
+    """Looks for tokens without a row of the embedding; `dapo.data.tokenizer.check_rows` refuses prompts that have one.
+    path: `model.path`."""
+    try:
+        rows = text_part(read_config(path)).get("vocab_size")
+    except UnknownShape:
+        return
+    if isinstance(rows, int) and len(tokenizer) > rows:
+        yield (
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's embedding {rows} rows (vocab_size in "
+            "config.json); take the tokenizer that belongs to these weights, unless no prompt has the last of them"
+        )
+
+
+def of_template(tokenizer: Any, given: dict[str, Any]) -> Iterator[str]:
+    """Looks whether the chat template opens the model's turn, and for a date. given: `data.chat_template_kwargs`.
+    Raises ValueError where it is none, or leaves out a question."""
+    check_template(tokenizer, given)
+    texts = []
+    for day in DAYS:
+        with clock_at(day):
+            texts.append(asked(tokenizer, QUESTION, given))
+    with clock_at(DAYS[0]):
+        bare = rendered(tokenizer, QUESTION, given, generation=False)
+    if texts[0] == bare:
+        yield (
+            "the chat template does the same with and without add_generation_prompt: nothing opens the model's turn; "
+            "end it with the beginning of an assistant's message where add_generation_prompt is true"
+        )
+    if texts[0] != texts[1]:
+        yield (
+            "the chat template writes today's date: a run keeps the date of its first start, but an evaluation or a "
+            "server on another day gives the model other prompts; write a fixed date into chat_template.jinja"
+        )
+
+
+def of_report(key: str, report: DataReport, longest: int) -> Iterator[str]:
+    """Looks for many prompts that are left out as too long. key: where the files stand in the configuration. longest:
+    `data.max_prompt_length`."""
+    if report.too_long > MUCH * (whole := report.too_long + report.kept):
+        yield (
+            f"`{key}`: {report.too_long} of {whole} prompts ({report.too_long / whole:.0%}) are longer than "
+            f"`data.max_prompt_length` ({longest}) and are left out; raise it if that is not meant"
+        )
+
+
+def of_prompts(prompts: Sequence[Prompt], batch: int, tokenizer: Any) -> Iterator[str]:
+    """Looks for too few of them, and for messages with marks of a chat template. batch: `data.train_batch_size`."""
+    marks = [mark for mark in tokenizer.all_special_tokens if len(mark) >= SHORT]
+    found = [(prompt, mark) for prompt in prompts for _, text in prompt.messages for mark in marks if mark in text]
+    if found:
+        count, (first, mark) = len({prompt.id for prompt, _ in found}), found[0]
+        yield (
+            f"{count} prompts have special tokens of the model in their messages ({mark!r} in {shown(first.text)}), as "
+            "where a chat template has been applied already; give messages or the question alone"
+        )
+    if 0 < len(prompts) < batch:
+        yield f"{len(prompts)} prompts, and a batch takes {batch} (`data.train_batch_size`), some of them several times"
+
+
+def of_held_out(prompts: Sequence[Prompt], sets: Sequence[HeldOut]) -> Iterator[str]:
+    """Looks for held-out problems among those to train on."""
+    train = {prompt.messages for prompt in prompts}
+    if known := sum(prompt.messages in train for one in sets for prompt in one.prompts):
+        counts = ", ".join(f"{one.name or 'one set'}: {len(one.prompts)}" for one in sets)
+        yield (
+            f"{known} held-out problems are training prompts too ({counts}); take them out of `data.train_files`: the "
+            "accuracy on them measures memory"
+        )
+
+
+def of_truths(judged: Iterable[Judged]) -> Iterator[str]:
+    """Looks for ground truths that a ready function of `reward.functions` cannot tell."""
+    for name, looked, wrong in judged:
+        if wrong:
+            yield (
+                f"{name}: {looked - len(wrong)} of {looked} reference answers as they should be: {wrong[0]}; no "
+                "response to such a prompt can be right: correct its ground truth, or take another of "
+                f"{', '.join(FUNCTIONS)} (`python -m dapo.rewards.selfcheck FILE` lists them)"
+            )
+
+
+def judged_truths(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Judged]:
+    """Tries each ready function that compares with ground truths on those of the prompts: each must be right for
+    itself, and wrong for another."""
+    own = source_functions(cfg.data.sources)
+    every = [prompt for prompt in prompts if prompt.entry not in own]
+    for name in dict.fromkeys(ready_name(spec.path) for spec in cfg.reward.functions):
+        if name in FUNCTIONS and name != "code" and every:
+            step = -(-len(every) // SLOW.get(name, SAMPLE))
+            references = [reference(prompt.id, prompt.ground_truth, name) for prompt in every[::step]]
+            compute_score = importlib.import_module(f"dapo.rewards.{name}").compute_score
+            yield name, len(references), verdicts(references, compute_score).lines
