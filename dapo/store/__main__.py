@@ -31,7 +31,9 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   `ledger/wasted_*`.
 - **Size.** About 150 bytes per response besides its text, and 4 kB per step for its timeline, in the tiny run (27 kB
   with 8 engines, 185 kB with 64). A text longer than `logging.max_text_bytes` loses its middle, and
-  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. The log `{DATABASE}-wal` is as
+  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above `logging.max_store_bytes`
+  the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
+  that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
   large as a step while that is written.
 - **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2
   % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
@@ -42,7 +44,7 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   for a slow disk is left out and counted.
 - **Failure.** What cannot be written (full disk, lock of another program for 10 s) is left out: a warning at most
   every 10 minutes with the count, a row in `events`; the run goes on. A damaged file, and one of another version, is
-  renamed and a new one begins; one that lacks nothing but newer tables gets them. On a file system of several hosts
+  renamed and a new one begins; one that lacks nothing but newer tables or indexes gets them. On a file system of several hosts
   the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere. In a folder that cannot
   be written to, `dapo.inspect` and `dapo.compare` read what a run leaves that has ended; of one that was killed, copy
   the file with its `-wal`.

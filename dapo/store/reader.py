@@ -54,7 +54,7 @@ class Reader:
                 f"{self.path} is of version {version}, and this dapo reads version {VERSION}; read it with the dapo "
                 "that has written it, or with sqlite3"
             )
-        self._has_spans = version not in GROWS
+        self._has_spans = version > 2
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 

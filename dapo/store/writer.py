@@ -27,6 +27,7 @@ CACHE_KIB = 16 << 10
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",  # no wait for the disk at each transaction
+    "secure_delete = OFF",  # some builds write over a page that becomes free, through the log
     f"journal_size_limit = {LOG_BYTES}",
     f"cache_size = -{CACHE_KIB}",
 )
