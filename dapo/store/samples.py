@@ -32,8 +32,8 @@ ROOM_GROUPS = 5000  # whose texts one step may remove: with a budget that was lo
 PLACES = {table.name: ", ".join("?" * len(table.columns)) for table in TABLES}
 # Rows anew, without their texts: an update in place would leave the pages that held both all but empty.
 TEXTLESS = {
-    table.name: f"INSERT OR REPLACE INTO {table.name} SELECT {', '.join(name for name, *_ in table.columns[:-1])}, NULL "
-    f"FROM {table.name} WHERE {table.oldest} = ? AND text IS NOT NULL"
+    table.name: f"INSERT OR REPLACE INTO {table.name} SELECT {', '.join([name for name, *_ in table.columns[:-1]])}, "
+    f"NULL FROM {table.name} WHERE {table.oldest} = ? AND text IS NOT NULL"
     for table in TABLES
     if table.oldest
 }
