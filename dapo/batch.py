@@ -103,7 +103,11 @@ def _lengths(rewards: Tensor, groups: Sequence[Group]) -> Tensor:
 
 def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tensor, Tensor]:
     """Returns the parts of the rewards, [G, n, K] in the order of their names, NaN where a reward is, or where a
-    response lacks one; and the factor of each in the reward, [K]."""
+    response lacks one; and the factor of each in the reward, [K]. A penalty, which a score holds with its coefficient,
+    stands here without it."""
+    penalties = {"kl_penalty": cfg.algorithm.kl.reward_coeff}
+    if cfg.reward.overlong_buffer.enable:
+        penalties["overlong"] = cfg.reward.overlong_buffer.penalty_factor
     factors = {"reward_model": cfg.reward.model.weight}
     for entry, functions in {"": cfg.reward.functions, **source_functions(cfg.data.sources)}.items():
         own = labels(functions, section_of(entry)) if entry else labels(functions)
@@ -115,6 +119,8 @@ def _parts(rewards: Tensor, groups: Sequence[Group], cfg: Config) -> tuple[Tenso
         for values, score in zip(row, group.scores, strict=False):
             values[:] = torch.tensor([score.parts.get(name, math.nan) for name in names], dtype=rewards.dtype)
     parts[rewards.isnan()] = torch.nan
+    factors |= penalties
+    parts /= torch.tensor([penalties.get(name) or 1.0 for name in names], dtype=rewards.dtype)
     return parts, torch.tensor([factors.get(name, 1.0) for name in names], dtype=rewards.dtype)
 
 
