@@ -1,8 +1,8 @@
 """Seals a directory with a list of its files, and compares a sealed directory with that list.
 
 In: a directory. Out: `manifest.json` in it, with size and SHA-256 of every file and a checksum of its own; or the name
-of the first of these files that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata is a
-pickle.
+of the first of these files that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata
+is a pickle.
 """
 
 import hashlib

@@ -183,9 +183,10 @@ def _make_room(connection: sqlite3.Connection, max_bytes: int) -> None:
         if _used_bytes(connection) <= max_bytes:
             return
         with_text = "SELECT min(draw) FROM responses WHERE text IS NOT NULL"
-        step, draw = connection.execute(
-            f"SELECT step, draw FROM groups WHERE draw = ({with_text})"
-        ).fetchone() or (math.inf, -1)
+        step, draw = connection.execute(f"SELECT step, draw FROM groups WHERE draw = ({with_text})").fetchone() or (
+            math.inf,
+            -1,
+        )
         (evaluated,) = connection.execute("SELECT min(step) FROM evaluations WHERE text IS NOT NULL").fetchone()
         if evaluated is not None and evaluated < step:
             connection.execute(TEXTLESS["evaluations"], (evaluated,))
