@@ -231,6 +231,14 @@ class Reader:
         """Counts the events of a kind."""
         return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
 
+    def warnings_after_steps(self) -> list[str]:
+        """Returns what each start warned of after the last of its steps, so that no line of metrics counts it."""
+        found = self._all(
+            "SELECT message FROM events WHERE kind = 'warning' AND at > "
+            "coalesce((SELECT max(at) FROM steps WHERE steps.run = events.run), 0) ORDER BY event"
+        )
+        return [row["message"] for row in found]
+
     def held_out(self, step: int) -> Rows:
         """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and
         the mean accuracy of the answers that have one; a problem without any is left out."""
