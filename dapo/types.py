@@ -5,7 +5,6 @@ pickles several times faster as arrays than as lists.
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,8 +211,9 @@ class Collected:
     """Holds what a step trains on. Made by `OversamplingBuffer.close`, consumed by the trainer.
 
     groups: those to train on. drawn: all groups that the step used up, trained on or dropped, in draw order. fates: how
-    each of them ends, "trained" or why it is dropped. outcomes: of the drawn ones, by accuracy. returned: draws in
-    flight or finished that go back to the stream, which ends those that still run; why_returned: the one reason.
+    each of them ends, "trained" or why it is dropped. outcomes: what each is to the run's filter, "mixed" or why not.
+    returned: draws in flight or finished that go back to the stream, which ends those that still run; why_returned: the
+    one reason.
     unfinished: those of them whose responses were not all there. lost: groups of returned draws, as far as they were
     generated; the stream adds the unfinished ones. lost_tokens: of all returned draws.
     """
@@ -221,7 +221,7 @@ class Collected:
     drawn: tuple[Group, ...]
     groups: tuple[Group, ...]
     fates: tuple[str, ...]
-    outcomes: Counter[str]
+    outcomes: tuple[str, ...]
     returned: tuple[int, ...]
     why_returned: str
     unfinished: frozenset[int]

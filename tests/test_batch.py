@@ -238,7 +238,8 @@ def with_parts(group: Group, **parts: list[float]) -> Group:
 
 
 def test_gdpo_weighs_each_part_as_the_reward_does():
-    """A function by the weight that the configuration gives it, a penalty by 1; a part that is missing counts for 0."""
+    """A function by the weight that the configuration gives it, a penalty by its coefficient; a part that is missing
+    counts for 0."""
     groups = [
         with_parts(make_group(0, [1.0, 0.0, 0.0]), math=[1.0, -1.0, -1.0], overlong=[0.0, -0.5, 0.0]),
         with_parts(make_group(1, [1.0, 0.0]), math=[1.0, -1.0]),
@@ -256,6 +257,19 @@ def test_gdpo_weighs_each_part_as_the_reward_does():
     cfg.algorithm.advantage.whiten = True
     white = np.concatenate(advantages_of(groups, cfg))
     assert (white.mean(), white.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize("coefficient", [1e-3, 0.1, 2.0])
+@pytest.mark.parametrize("penalty", ["kl_penalty", "overlong"])
+def test_gdpo_weighs_a_penalty_by_its_coefficient(penalty, coefficient):
+    raw = [-0.9, -1.0, -1.2, 0.0]
+    cfg = Config()
+    cfg.algorithm.advantage.function = "gdpo"
+    cfg.algorithm.kl.reward_coeff = cfg.reward.overlong_buffer.penalty_factor = coefficient
+    parts = {"math": [1.0, 1.0, -1.0, -1.0], penalty: [coefficient * value for value in raw]}
+    (found,) = advantages_of([with_parts(make_group(0, [1.0, 1.0, 0.0, 0.0]), **parts)], cfg)
+    math_alone, raw_alone = group_advantages(torch.tensor([parts["math"], raw], dtype=torch.float64)).numpy()
+    assert found == pytest.approx(math_alone + coefficient * raw_alone)
 
 
 def test_gdpo_weighs_the_functions_of_an_entry_by_their_own_weights():

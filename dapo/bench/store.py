@@ -7,7 +7,6 @@ long the thread takes until a step is on disk, and how much memory that needs be
 import argparse
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from dapo.config.schema import LoggingConfig
 from dapo.report.console import warn
 from dapo.report.table import table
 from dapo.sampling.draws import TRAINED
+from dapo.sampling.outcome import MIXED
 from dapo.store.samples import SampleStore
 from dapo.store.schema import DATABASE
 from dapo.types import Collected
@@ -32,7 +32,7 @@ def a_step(first: int, groups: int, tokens: int) -> Collected:
         drawn=made,
         groups=made,
         fates=(TRAINED,) * groups,
-        outcomes=Counter(),
+        outcomes=(MIXED,) * groups,
         returned=(),
         why_returned="",
         unfinished=frozenset(),

@@ -120,6 +120,13 @@ class LoggingConfig:
     max_text_bytes: int = at_least(
         0, 32_768, "longest text kept there; of a longer one the beginning and the end", "; 0: no texts"
     )
+    max_store_bytes: int = at_least(
+        0,
+        50_000_000_000,
+        "size of `samples.sqlite` above which the texts of the oldest groups and answers make room for new ones; all "
+        "figures of every step stay",
+        "; 0: no limit",
+    )
     worker_logs: bool = key(
         False, "also print what the remote workers print; without it their output is in Ray's log directory only"
     )

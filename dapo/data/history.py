@@ -4,7 +4,7 @@ The order of the draws (`dapo.data.order`) is decided by it, so it is a part of 
 row per prompt that was visited. The sample store has a table of the same things for people to look at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dapo.sampling.outcome import ALL_CORRECT, classify
+from dapo.sampling.outcome import ALL_CORRECT
 from dapo.types import Group
 
 FILE = "history.parquet"
@@ -36,8 +36,9 @@ class PromptHistory:
     """Holds one number per prompt, by its id.
 
     visits: groups used up that could be scored. pass_rate: mean accuracy of the visits, the newer the heavier
-    (`NEWEST`). variance: the same of the variance within a group. solved: last visits in a row with all responses
-    correct. last_version: policy version that the update after the last visit started from; -1 without a visit.
+    (`NEWEST`). variance: the same of the variance within a group. solved: last visits in a row that the run's filter
+    calls all correct. last_version: policy version that the update after the last visit started from; -1 without a
+    visit.
     """
 
     visits: NDArray[np.int64]
@@ -58,9 +59,9 @@ class PromptHistory:
         """Returns one that later visits do not change."""
         return deepcopy(self)
 
-    def add(self, groups: Sequence[Group], *, version: int) -> None:
+    def add(self, groups: Sequence[Group], *, version: int, outcome: Callable[[Group], str]) -> None:
         """Adds the visits of one update, which started from policy `version`, in the order of `groups`. A group that
-        cannot be scored says nothing."""
+        cannot be scored says nothing. outcome: what a group is to the run's filter."""
         for group in groups:
             accuracies = group.accuracies
             if not accuracies:
@@ -70,7 +71,7 @@ class PromptHistory:
             newest = max(1.0 / self.visits[prompt], NEWEST)
             self.pass_rate[prompt] += newest * (float(np.mean(accuracies)) - self.pass_rate[prompt])
             self.variance[prompt] += newest * (float(np.var(accuracies)) - self.variance[prompt])
-            self.solved[prompt] = self.solved[prompt] + 1 if classify(group) == ALL_CORRECT else 0
+            self.solved[prompt] = self.solved[prompt] + 1 if outcome(group) == ALL_CORRECT else 0
             self.last_version[prompt] = version
 
     def write(self, directory: Path) -> None:

@@ -10,7 +10,7 @@ above 0), which keep theirs. At staleness 0 the order is so a function of the se
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from dapo.config.schema import Config
 from dapo.data.curriculum import Curriculum, curriculum_of
 from dapo.data.history import PromptHistory
 from dapo.data.shares import Shares
+from dapo.sampling.outcome import classifier, classify
 from dapo.types import Draw, Group, Prompt
 
 FILE = "order.json"
@@ -111,9 +112,10 @@ class PromptOrder:
         shuffle: bool,
         weights: Mapping[str, float] | None = None,
         curriculum: Curriculum | None = None,
+        outcome: Callable[[Group], str] = classify,
     ) -> None:
         """Begins with draw 0. prompts: the position of each is its id. weights: of each source by name
-        (`Prompt.entry`); None: all prompts are of one."""
+        (`Prompt.entry`); None: all prompts are of one. outcome: what a group is to the run's filter."""
         self._prompts = prompts
         self._names = list(weights or {"": 1.0})
         self._shares = Shares(list(weights.values()) if weights else [1.0])
@@ -124,6 +126,7 @@ class PromptOrder:
             for source in range(len(self._names))
         ]
         self._curriculum = curriculum
+        self._outcome = outcome
         self._history = PromptHistory.empty(len(prompts))
         self._metrics: dict[str, float] = {}
         self._windows: list[_Window] = []
@@ -132,12 +135,14 @@ class PromptOrder:
     @classmethod
     def of(cls, cfg: Config, prompts: Sequence[Prompt]) -> "PromptOrder":
         """Makes the order of a run from `data` and `trainer.seed`."""
+        outcome, least = classifier(cfg), cfg.filter_groups.min_scored
         return cls(
             prompts,
             seed=cfg.trainer.seed,
             shuffle=cfg.data.shuffle,
             weights={source.name: source.weight for source in cfg.data.sources} or None,
             curriculum=curriculum_of(cfg.data, cfg.rollout.n),
+            outcome=lambda group: outcome(group, least),
         )
 
     def draw(self, index: int) -> Draw:
@@ -171,14 +176,14 @@ class PromptOrder:
         """Takes what the update to policy `version` used up. live: draws that have not ended. settled: the draws from
         it on are to be decided anew."""
         if self._curriculum is None:
-            self._history.add(groups, version=version - 1)
+            self._history.add(groups, version=version - 1, outcome=self._outcome)
             return
         first = max(self._first, settled)
         ranks = self._shares.counts(first)
         cursors = [window.after(rank) for window, rank in zip(self._windows, ranks, strict=True)]
         visits = {index: self._visit(index, *self._shares.place(index)) for index in live if index < first}
         self._metrics = self._describe(ranks, cursors)
-        self._history.add(groups, version=version - 1)
+        self._history.add(groups, version=version - 1, outcome=self._outcome)
         self._open(OrderState(first=first, cursors=cursors, visits=visits), version=version)
 
     def _describe(self, ranks: Sequence[int], cursors: Sequence[int]) -> dict[str, float]:

@@ -194,7 +194,7 @@ def search(store: Reader, given: argparse.Namespace) -> None:
     table(f"answers with {given.text!r}", (*ANSWER, "group", "where"), rows, numbers=len(ANSWER))
     counts = store.unsearched(given.step)
     reasons = {
-        "missing": "have no text that was kept (`logging.sample_fraction`, `logging.max_text_bytes`)",
+        "missing": "have no text that was kept (`logging.sample_fraction`, `max_text_bytes`, `max_store_bytes`)",
         "cut": "have only their beginning and their end (`logging.max_text_bytes`)",
     }
     if left_out := [

@@ -6,6 +6,7 @@ from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
 from dapo.derived import device_of, gpus_per_engine, lends, lent_engines, optimizer_steps, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
+from dapo.plan.disk import TEXT_BYTES, on_disk
 from dapo.plan.engine import EngineMemory
 from dapo.plan.fit import beyond_host, room_for_actors
 from dapo.plan.hints import hints
@@ -16,7 +17,7 @@ from dapo.plan.terms import duration, short, size, table, together
 
 def report(cfg: PlannedConfig, shape: ModelShape) -> str:
     """Returns all sections. Sizes are decimal: 1 GB = 10^9 bytes."""
-    sections = [_model, _actor, _engine, _checkpoint, _step, _time, _lead, _hints]
+    sections = [_model, _actor, _engine, _checkpoint, _disk, _step, _time, _lead, _hints]
     return "\n\n".join("\n".join(section(cfg, shape)) for section in sections)
 
 
@@ -108,13 +109,16 @@ def _checkpoint(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     terms = memory.checkpoint()
     if not terms:
         return ["CHECKPOINT ON DISK: no weights, for there are no actors (trainer.only)"]
-    kept = cfg.checkpoint.keep or cfg.trainer.total_steps
-    whole = size(kept * together(terms))
-    lines = ["CHECKPOINT ON DISK", *table(terms, "together"), f"  x {kept} kept: {whole} (one more while writing)"]
+    lines = ["CHECKPOINT ON DISK", *table(terms, "together")]
     if copied := memory.copied():
         lines += ["in host memory while it is written beside the next steps (checkpoint.async_save):", *table(copied)]
         lines.append(f"  with all ranks of the node of rank 0, and what they offload: {size(memory.on_host())}")
     return lines
+
+
+def _disk(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
+    terms = on_disk(cfg, together(ActorMemory(cfg, shape).checkpoint()))
+    return [f"OUTPUT DIRECTORY AT ITS FULLEST (assumed: {TEXT_BYTES} B of text per token)", *table(terms, "together")]
 
 
 def _step(cfg: PlannedConfig, shape: ModelShape) -> list[str]:

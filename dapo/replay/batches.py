@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -155,7 +154,7 @@ class SavedStream:
             drawn=groups,
             groups=groups,
             fates=(TRAINED,) * len(groups),
-            outcomes=Counter(map(self._outcome, groups)),
+            outcomes=tuple(map(self._outcome, groups)),
             returned=(),
             why_returned=SURPLUS,
             unfinished=frozenset(),

@@ -26,6 +26,8 @@ EXIT_RESUMABLE = 85  # SIGTERM, SIGUSR1 (Slurm, spot machines) or SIGHUP: saved,
 AGAIN_S = 3600.0  # after which a warning that comes again is printed again
 # Of two warnings that differ in these numbers alone, the second says nothing new; others say which engine, how often.
 _MEASURE = re.compile(r"\b\d[\d.,]*(?= ?(?:%|(?:ms|s|min|h|bytes|B|[KMGT]i?B|tokens|lines|groups|rows)\b))")
+# Who reads of the second loss of an engine an hour later looks for another reason why nothing goes on.
+_LOSS = re.compile(r"\b(?:(?:is|are|was|were) (?:lost|replaced)|did not start)\b")
 
 _printed_at = -float("inf")
 _code = 0  # with which the program ends
@@ -47,7 +49,9 @@ class _Warnings:
         self._printed: dict[str, float] = {}
 
     def is_new(self, message: str) -> bool:
-        """Returns whether to print it, and counts it if not."""
+        """Returns whether to print it, and counts it if not. Every loss of a worker is new."""
+        if _LOSS.search(message):
+            return True
         text, now = _MEASURE.sub("#", message), time.monotonic()
         if now - self._printed.get(text, -float("inf")) >= AGAIN_S:
             self._printed[text] = now
@@ -62,7 +66,7 @@ _runs: list[_Warnings] = []  # the one under way is the last; none: every warnin
 
 def warn(message: str) -> None:
     """Prints one line about what went wrong and did not stop the run; while a run has `hearing_warnings`, once an hour,
-    and what comes again between is counted."""
+    and what comes again between is counted, unless it is the loss of a worker."""
     if not _runs or _runs[-1].is_new(message):
         _print(message, sys.stderr)
     for run in _runs:

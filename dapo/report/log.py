@@ -8,6 +8,7 @@ miss the time between.
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 from dapo.measure.clock import Span
 from dapo.report.console import warn
 from dapo.report.sinks.sink import Guarded, Sink
+from dapo.report.watchdog import waiting
 from dapo.state.durable import write_text
 from dapo.store.samples import SampleStore
 from dapo.types import Collected, Group
@@ -32,7 +34,8 @@ class MetricsLogger:
         """Opens the file in output_dir, which must exist. store: where groups and events go, and a copy of the rest."""
         self.output_dir = output_dir
         self._path = output_dir / METRICS
-        self._file: IO[bytes] | None = self._path.open("ab", buffering=0)
+        self._size = 0  # bytes of the file, as far as this process knows
+        self._file: IO[bytes] | None = self._opened()
         self._waiting: deque[str] = deque()  # lines that are not, or not whole, in the file
         self._torn = 0  # bytes of the first of them that are
         self._told = False  # of lines that wait
@@ -127,19 +130,47 @@ class MetricsLogger:
             del self._waiting[1]  # the first one may be in the file by half
         self._waiting.append(line)
         try:
-            if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
-            while self._waiting:
-                data = f"{self._waiting[0]}\n".encode()
-                while self._torn < len(data):
-                    self._torn += self._file.write(data[self._torn :])
-                self._waiting.popleft()
-                self._torn = 0
+            with waiting(f"{self._path}, to which lines of metrics are written"):
+                self._write_waiting()
             self._told = False
         except OSError as error:
             if not self._told:
                 warn(f"{self._path} cannot be written to ({error}); up to {MAX_WAITING} lines wait until it can")
             self._told = True
+
+    def _write_waiting(self) -> None:
+        """Raises OSError."""
+        if self._file is not None and not self._is_as_written(self._file):
+            warn(f"{self._path} was renamed, removed, replaced or cut under the run; lines from now on follow there")
+            self._close_file()
+        if self._file is None:
+            self._file, self._torn = self._opened(), 0
+        while self._waiting:
+            data = f"{self._waiting[0]}\n".encode()
+            while self._torn < len(data):
+                taken = self._file.write(data[self._torn :])
+                self._torn += taken
+                self._size += taken
+            self._waiting.popleft()
+            self._torn = 0
+
+    def _opened(self) -> IO[bytes]:
+        """Opens the file behind its last line, of which somebody may have left a part."""
+        file = self._path.open("a+b", buffering=0)
+        self._size = file.seek(0, os.SEEK_END)
+        if self._size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                self._size += file.write(b"\n")
+        return file
+
+    def _is_as_written(self, file: IO[bytes]) -> bool:
+        """Returns whether the open file is the one at its path, with all that was written to it. Raises OSError."""
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(file.fileno())) and there.st_size >= self._size
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from dapo.measure.clock import Span
 from dapo.report.log import MetricsLogger
 from dapo.sampling.draws import TRAINED
-from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE, classify
+from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
 from dapo.types import Collected, Cut, Group, TrainBatch, TrainSequence
 
 MAX_SAMPLE_CHARS = 2000
@@ -34,7 +34,7 @@ def step_metrics(
     trained = sum(group.num_tokens for group in collected.groups)
     drawn = sum(group.num_tokens for group in collected.drawn)
     generated = drawn + collected.lost_tokens
-    outcomes = collected.outcomes
+    outcomes = Counter(collected.outcomes)
     counts = {
         "buffer/drawn": len(collected.drawn),
         "buffer/trained": len(collected.groups),
@@ -86,21 +86,21 @@ def _rollout_metrics(drawn: Sequence[Group]) -> dict[str, float]:
 
 def _source_metrics(collected: Collected) -> dict[str, float]:
     """Computes metrics of the groups of each entry of `data.sources`; none without entries."""
-    by_source: dict[str, list[tuple[Group, str]]] = {}
-    for group, fate in zip(collected.drawn, collected.fates, strict=True):
-        if group.draw.prompt.entry:
-            by_source.setdefault(group.draw.prompt.entry, []).append((group, fate))
+    by_source: dict[str, list[tuple[Group, str, str]]] = {}
+    for ended in zip(collected.drawn, collected.fates, collected.outcomes, strict=True):
+        if entry := ended[0].draw.prompt.entry:
+            by_source.setdefault(entry, []).append(ended)
     found: dict[str, float] = {}
-    for name, ended in sorted(by_source.items()):
-        groups = [group for group, _ in ended]
+    for name, of_source in sorted(by_source.items()):
+        groups = [group for group, _, _ in of_source]
         whole = _rollout_metrics(groups)
         about = ("accuracy", "reward_mean", "response_length_mean")
         found |= {f"source/{name}/{key}": whole[f"rollout/{key}"] for key in about}
         found |= {
             f"source/{name}/drawn": len(groups),
             f"source/{name}/share": len(groups) / len(collected.drawn),
-            f"source/{name}/trained": sum(fate == TRAINED for _, fate in ended),
-            f"source/{name}/mixed": float(np.mean([classify(group) == MIXED for group in groups])),
+            f"source/{name}/trained": sum(fate == TRAINED for _, fate, _ in of_source),
+            f"source/{name}/mixed": float(np.mean([outcome == MIXED for _, _, outcome in of_source])),
             f"source/{name}/tokens": sum(group.num_tokens for group in groups),
         }
     return found
@@ -145,9 +145,16 @@ def _batch_metrics(groups: Sequence[Group], batch: TrainBatch) -> dict[str, floa
         "batch/tokens_per_group_max": float(np.max(tokens)),
         **_staleness_metrics(sequences),
         "batch/filtered": 1.0 - len(sequences) / len(scores),
+        "batch/equal_rewards": sum(_has_equal_rewards(group) for group in groups),
         **({"reward/kl_penalty": float(np.mean(penalties))} if penalties else {}),
         **({"reward/failed_kl": without / len(scores)} if without else {}),
     }
+
+
+def _has_equal_rewards(group: Group) -> bool:
+    """Returns whether no response of the group is better than another by reward, whatever the accuracies."""
+    rewards = [score.reward for score in group.scores if not math.isnan(score.reward)]
+    return min(rewards, default=0.0) == max(rewards, default=0.0)
 
 
 def _staleness_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -189,7 +189,8 @@ def _paired(before: Problems, after: Problems) -> list[float]:
 
 
 def _faults(run: Run) -> dict[str, int]:
-    """Counts what was survived. The metrics count since their process began, so that a start begins at 0 again."""
+    """Counts what was survived. The metrics count since their process began, so that a start begins at 0 again; what
+    came after its last step is in none of them."""
     start_of = {step: number for number, start in enumerate(run.starts) for step in start.steps}
     found = {}
     for name in RESTARTED:
@@ -202,7 +203,7 @@ def _faults(run: Run) -> dict[str, int]:
                 before = 0.0
             total += value - before
             before, last = value, start
-        found[f"restarted_{name}"] = round(total)
+        found[f"restarted_{name}"] = round(total) + run.late_losses.get(name, 0)
     if run.failed_saves is not None:
         found["failed_saves"] = run.failed_saves
         found["killed_starts"] = sum(not start.ended for start in run.starts[:-1])  # the newest may be running

@@ -7,6 +7,7 @@ In: an output directory, whether the run goes on or not. Out: its configuration,
 import math
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,13 @@ from dapo.store.reader import Reader
 from dapo.store.schema import DATABASE, UNNAMED
 
 ACCURACY = re.compile(r"eval/(?:(.+)/)?accuracy")
+LOSSES = {  # how a person is told of them
+    "engines": re.compile(r"engine \d+ is lost"),
+    "actors": re.compile(r"the actors are lost"),
+    "reward_workers": re.compile(r"reward worker \d+ is replaced"),
+    "function_workers": re.compile(r"the worker of `rollout.function` number \d+ is replaced"),
+    "judges": re.compile(r"judge \d+ is (?:lost|replaced)"),
+}
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -67,6 +75,7 @@ class Run:
     failed_saves: int | None = None
     problems: tuple[Problems, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
+    late_losses: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -96,12 +105,18 @@ def read_run(folder: Path, name: str = "") -> Run:
             starts = tuple(_start(row) for row in store.starts())
             whole["problems"] = _ends(store, evaluated(records))
             if _has_all(starts, records):
-                whole |= {"starts": starts, "failed_saves": store.count("failed_save")}
+                losses = Counter(map(_lost, store.warnings_after_steps()))
+                whole |= {"starts": starts, "failed_saves": store.count("failed_save"), "late_losses": losses}
             return Run(**whole)
     except (ValueError, sqlite3.Error) as error:
         if (folder / DATABASE).is_file():  # damaged, of another version, or where it cannot be read
             warn(f"starts, cost and gains of {folder} are not known: {error}")
         return Run(**whole)
+
+
+def _lost(warning: str) -> str:
+    """Returns what a warning tells the loss of, as in `perf/restarted_NAME`; empty: of none."""
+    return next((name for name, words in LOSSES.items() if words.match(warning)), "")
 
 
 def _has_all(starts: Sequence[Start], records: Records) -> bool:

@@ -38,13 +38,15 @@ def concluded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
 
 def _written(folder: Path) -> int:
     path = folder / METRICS
-    return path.stat().st_mtime_ns if path.is_file() else 0
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def conclude(folder: Path, check: Callable[[], None]) -> None:
     """Writes the files and tells the summary; without a step, nothing. check: as in `concluded`."""
     try:
         check()
+        if not (folder / METRICS).is_file():
+            raise FileNotFoundError(f"{folder / METRICS} is not there, or no file")
         run = read_run(folder)
         if not run.steps:
             return

@@ -9,7 +9,6 @@ draw is stands in `dapo.sampling.draws` alone; how many draws to start is a ques
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from dapo.config.schema import Config
@@ -205,12 +204,12 @@ class OversamplingBuffer:
         self._update += 1
         used = self.draws.train(self._used_up())
         late = {index: self.draws.live[index] for index in self._late()}
-        drawn = [(draw.group, draw.fate) for draw in used if draw.group is not None]
+        drawn = [(draw.group, draw.fate, draw.outcome) for draw in used if draw.group is not None]
         collected = Collected(
-            drawn=tuple(group for group, _ in drawn),
-            groups=tuple(group for group, fate in drawn if fate == TRAINED),
-            fates=tuple(fate for _, fate in drawn),
-            outcomes=Counter(draw.outcome for draw in used),
+            drawn=tuple(group for group, _, _ in drawn),
+            groups=tuple(group for group, fate, _ in drawn if fate == TRAINED),
+            fates=tuple(fate for _, fate, _ in drawn),
+            outcomes=tuple(outcome for _, _, outcome in drawn),
             returned=tuple(late),
             why_returned=self._why_back,
             unfinished=frozenset(index for index, draw in late.items() if draw.state is State.IN_GENERATION),

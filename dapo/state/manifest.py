@@ -1,12 +1,13 @@
 """Seals a directory with a list of its files, and compares a sealed directory with that list.
 
 In: a directory. Out: `manifest.json` in it, with size and SHA-256 of every file and a checksum of its own; or the name
-of the first file that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata is a
-pickle.
+of the first of these files that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata
+is a pickle.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried, write_text
+
+log = logging.getLogger(__name__)
 
 FORMAT = 3  # also of the files that the caller writes: a directory of another format is not opened
 MANIFEST = "manifest.json"
@@ -73,9 +76,9 @@ def leave_digests(paths: Sequence[Path], writer: str) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compares every file with the manifest, and the list of files both ways. Raises BrokenCheckpoint naming the first
-    that differs, is missing or is in no list, and UnreadableCheckpoint where that cannot be told, for a disk or a file
-    system of the network fails, or another version of dapo wrote it."""
+    """Compares every file of the manifest with what is there, and tells of further ones, which harm nothing. Raises
+    BrokenCheckpoint naming the first that differs or is missing, and UnreadableCheckpoint where that cannot be told,
+    for a disk or a file system of the network fails, or another version of dapo wrote it."""
     manifest = directory / MANIFEST
     try:
         recorded = json.loads(_read(lambda: manifest.read_text(encoding="utf-8"), directory))
@@ -89,9 +92,9 @@ def verify(directory: Path) -> None:
             f"{manifest} is of another dapo: it has format {version}, and this one reads format {FORMAT}; go on with "
             "that version, or move the checkpoint away, and the run goes on without it"
         )
-    for name in _read(lambda: _files(directory), directory):
-        if name not in files:
-            raise BrokenCheckpoint(f"{directory / name} is not listed in {MANIFEST}; remove it if it was added by hand")
+    if more := [name for name in _read(lambda: _files(directory), directory) if name not in files]:
+        some = ", ".join(more[:3]) + (", ..." if len(more) > 3 else "")
+        log.warning("%s also holds what the run has not written: %s", directory, some)
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         for fault in threads.map(lambda item: _fault(directory, *item), files.items()):
             if fault:

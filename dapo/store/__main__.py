@@ -24,14 +24,17 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
 ```
 
 - **When.** A step's rows are handed over when its update has ended, and written by a thread in one transaction: a
-  step is there as a whole or not at all, also after kill -9. A checkpoint waits up to 10 s for the steps before it.
+  step is there as a whole or not at all, also after kill -9. A checkpoint waits up to 10 s for the steps before it,
+  for a lock of another program at most one.
 - **Once.** A run that goes on from a checkpoint forgets the steps after it first, as `metrics.jsonl` does; `runs` and
   `events` keep everything. Groups that were sampled and not used up (surplus, too old, refused, cut off) are not
   here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
   `ledger/wasted_*`.
 - **Size.** About 150 bytes per response besides its text, and 4 kB per step for its timeline, in the tiny run (27 kB
   with 8 engines, 185 kB with 64). A text longer than `logging.max_text_bytes` loses its middle, and
-  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. The log `{DATABASE}-wal` is as
+  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above `logging.max_store_bytes`
+  the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
+  that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
   large as a step while that is written.
 - **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2
   % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
@@ -40,12 +43,13 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   (`python -m dapo.bench store`, the same machine). The timeline of a step of as many costs the driver 15 ms of
   counting and, with 8 engines, 6 ms at its end and the thread 1 ms (64: 21 ms and 10 ms). More than 1 GiB that waits
   for a slow disk is left out and counted.
-- **Failure.** What cannot be written (full disk, lock of another program for 10 s) is left out: a warning at most
-  every 10 minutes with the count, a row in `events`; the run goes on. A damaged file, and one of another version, is
-  renamed and a new one begins; one that lacks nothing but newer tables gets them. On a file system of several hosts
-  the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere. In a folder that cannot
-  be written to, `dapo.inspect` and `dapo.compare` read what a run leaves that has ended; of one that was killed, copy
-  the file with its `-wal`.
+- **Failure.** What cannot be written (a full disk) is left out: a warning at most every 10 minutes with the count, a
+  row in `events`; the run goes on. What comes while another program has the file locked waits in memory, up to 1 GiB.
+  A damaged file, and one of another version, is renamed and a new one begins, and so it does where the file is renamed,
+  removed or replaced under the run; one that lacks nothing but newer tables or indexes gets them. On a file system of
+  several hosts the write-ahead log needs readers on the driver's host: copy the file to read it elsewhere. In a folder
+  that cannot be written to, `dapo.inspect` and `dapo.compare` read what a run leaves that has ended; of one that was
+  killed, copy the file with its `-wal`.
 - **Hostile texts** are data: bound as parameters, characters that UTF-8 cannot hold replaced, NUL shown as U+2400.
 
 `PRAGMA user_version` is {VERSION}, `PRAGMA application_id` {APPLICATION_ID:#x}. Times are Unix seconds (`datetime(at,

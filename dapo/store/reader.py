@@ -54,7 +54,7 @@ class Reader:
                 f"{self.path} is of version {version}, and this dapo reads version {VERSION}; read it with the dapo "
                 "that has written it, or with sqlite3"
             )
-        self._has_spans = version not in GROWS
+        self._has_spans = version > 2
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 
@@ -230,6 +230,14 @@ class Reader:
     def count(self, kind: str) -> int:
         """Counts the events of a kind."""
         return self._number("SELECT count(*) FROM events WHERE kind = ?", kind)
+
+    def warnings_after_steps(self) -> list[str]:
+        """Returns what each start warned of after the last of its steps, so that no line of metrics counts it."""
+        found = self._all(
+            "SELECT message FROM events WHERE kind = 'warning' AND at > "
+            "coalesce((SELECT max(at) FROM steps WHERE steps.run = events.run), 0) ORDER BY event"
+        )
+        return [row["message"] for row in found]
 
     def held_out(self, step: int) -> Rows:
         """Returns the held-out problems that policy version `step` answered: name of the set, columns of `prompts`, and

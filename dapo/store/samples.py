@@ -5,6 +5,7 @@ that goes back to a checkpoint forgets the steps after it first, so that nothing
 """
 
 import json
+import math
 import os
 import socket
 import sqlite3
@@ -27,7 +28,15 @@ from dapo.types import Collected, Group, Prompt
 FLUSH_S = 10.0  # that a checkpoint waits for the store
 CLOSE_S = 10.0
 BYTES_PER_TOKEN = 8  # of a response's arrays
+ROOM_GROUPS = 5000  # whose texts one step may remove: with a budget that was lowered there may be hours of work
 PLACES = {table.name: ", ".join("?" * len(table.columns)) for table in TABLES}
+# Rows anew, without their texts: an update in place would leave the pages that held both all but empty.
+TEXTLESS = {
+    table.name: f"INSERT OR REPLACE INTO {table.name} SELECT {', '.join([name for name, *_ in table.columns[:-1]])}, "
+    f"NULL FROM {table.name} WHERE {table.oldest} = ? AND text IS NOT NULL"
+    for table in TABLES
+    if table.oldest
+}
 # A start that was killed ended with its last sign of life, which may be a step that is forgotten.
 _LAST_SIGNS = (
     "INSERT INTO events SELECT NULL, run, max(step), max(at), 'forgotten', "
@@ -101,6 +110,7 @@ class SampleStore:
             for group, _ in groups:
                 draw = group.draw.index
                 _insert(connection, "responses", answer_rows((draw,), group, self._text_bytes(draw)))
+            _make_room(connection, self._cfg.max_store_bytes)
 
         self._put(write, [group for group, _ in groups])
 
@@ -124,6 +134,7 @@ class SampleStore:
                 prompt = group.draw.prompt.id
                 key = step, name, numbers[prompt]
                 _insert(connection, "evaluations", answer_rows(key, group, self._text_bytes(prompt)))
+            _make_room(connection, self._cfg.max_store_bytes)
 
         self._put(write, groups)
 
@@ -163,6 +174,33 @@ class SampleStore:
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
     """Writes rows; where one has the key of a row that is there, it takes its place."""
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({PLACES[table]})", rows)
+
+
+def _make_room(connection: sqlite3.Connection, max_bytes: int) -> None:
+    """Removes the oldest texts until the pages in use are within the budget; SQLite writes new rows to the pages that
+    become free."""
+    for _ in range(ROOM_GROUPS if max_bytes else 0):
+        if _used_bytes(connection) <= max_bytes:
+            return
+        with_text = "SELECT min(draw) FROM responses WHERE text IS NOT NULL"
+        step, draw = connection.execute(f"SELECT step, draw FROM groups WHERE draw = ({with_text})").fetchone() or (
+            math.inf,
+            -1,
+        )
+        (evaluated,) = connection.execute("SELECT min(step) FROM evaluations WHERE text IS NOT NULL").fetchone()
+        if evaluated is not None and evaluated < step:
+            connection.execute(TEXTLESS["evaluations"], (evaluated,))
+        elif draw >= 0:
+            connection.execute(TEXTLESS["responses"], (draw,))
+        else:
+            return
+
+
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
 
 
 def _set_apart(connection: sqlite3.Connection, rows: Iterable[tuple[object, ...]]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DATABASE = "samples.sqlite"  # in the output directory
-VERSION = 3  # `PRAGMA user_version`: another one is no database that this code may write to or read, but for
-GROWS = (2,)  # these, which lack tables and nothing else: a writer adds them
+VERSION = 4  # `PRAGMA user_version`: another one is no database that this code may write to or read, but for
+GROWS = (2, 3)  # these, which lack tables or indexes and nothing else: a writer adds them
 APPLICATION_ID = 0x4441504F  # `PRAGMA application_id`, which `file` and others show: DAPO
 TRAIN = "train"  # the split of the prompts that are trained on
 UNNAMED = "eval"  # the split of a held-out set without a name of its own
@@ -18,7 +18,8 @@ Columns = tuple[tuple[str, str, str], ...]  # name, type and constraint, meaning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Describes a table. key: of more than one column. small: without a rowid, for rows of a few numbers."""
+    """Describes a table. key: of more than one column. small: without a rowid, for rows of a few numbers. oldest: the
+    column by whose order rows lose their `text`."""
 
     name: str
     text: str
@@ -26,6 +27,7 @@ class Table:
     key: str = ""
     small: bool = False
     indexes: tuple[str, ...] = ()
+    oldest: str = ""
 
     def statements(self) -> Iterator[str]:
         """Yields what makes the table and its indexes, where they are not there."""
@@ -34,6 +36,9 @@ class Table:
         yield f"CREATE TABLE IF NOT EXISTS {self.name} ({', '.join(parts)}){' WITHOUT ROWID' if self.small else ''}"
         for column in self.indexes:
             yield f"CREATE INDEX IF NOT EXISTS {self.name}_by_{column} ON {self.name} ({column})"
+        if self.oldest:
+            name = f"{self.name}_with_text"
+            yield f"CREATE INDEX IF NOT EXISTS {name} ON {self.name} ({self.oldest}) WHERE text IS NOT NULL"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +73,7 @@ ANSWER: Columns = (
         "text",
         "TEXT",
         "the response; its middle is cut out where it is longer than `logging.max_text_bytes`; NULL: "
-        "not kept (`logging.sample_fraction`)",
+        "not kept (`logging.sample_fraction`), or removed (`logging.max_store_bytes`)",
     ),
 )
 
@@ -152,6 +157,7 @@ TABLES = (
             *ANSWER,
         ),
         key="draw, sample",
+        oldest="draw",
     ),
     Table(
         name="returned",
@@ -198,6 +204,7 @@ TABLES = (
             *ANSWER,
         ),
         key="step, name, prompt, sample",
+        oldest="step",
     ),
     Table(
         name="metrics",

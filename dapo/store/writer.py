@@ -7,6 +7,7 @@ after kill -9. What cannot be written is left out, told and counted; nothing her
 """
 
 import contextlib
+import os
 import queue
 import sqlite3
 import threading
@@ -19,14 +20,20 @@ from dapo.store.schema import GROWS, VERSION, statements
 
 Write = Callable[[sqlite3.Connection], object]
 
-MAX_WAITING_BYTES = 1 << 30  # held by what waits; the groups of a step of 512 x 16 responses of 5k tokens are half
+# Held by what waits. A step of 512 x 16 responses of which half are dropped is 0.85 GiB at 5k tokens each, 1.7 GiB at
+# 10k: a second one finds room where the first is written, or small.
+MAX_WAITING_BYTES = 1 << 30
 MAX_WAITING = 10_000
-BUSY_S = 10.0  # for a lock that another program holds on the database
+BUSY_S = 1.0  # of one try, for a lock that another program holds on the database; it is tried until it gets it
+BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+PAUSE_S = 0.1  # between two tries: some of SQLite's refusals come at once
+LOCKED_S = 10.0  # after which that is told
 LOG_BYTES = 1 << 26  # that the write-ahead log keeps on disk after a large transaction
 CACHE_KIB = 16 << 10
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",  # no wait for the disk at each transaction
+    "secure_delete = OFF",  # some builds write over a page that becomes free, through the log
     f"journal_size_limit = {LOG_BYTES}",
     f"cache_size = -{CACHE_KIB}",
 )
@@ -64,6 +71,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int, int] = (0, 0, 0)  # device, inode and size of what is open
+        self._locked = False  # by another program
         self._owed: list[Item] = []
         self.on_missing: Callable[[str], Write] = lambda message: lambda connection: None  # makes a note of it
 
@@ -87,8 +96,15 @@ class Writer:
         return item
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until what was put down so far is on disk. Returns False where that takes longer than `timeout_s`."""
-        return self._thread is None or self.put(_to_disk, owed=True).done.wait(timeout_s)
+        """Waits until what was put down so far is on disk. Returns False where that takes longer than `timeout_s`, or
+        another program has locked the database, which nobody knows the end of."""
+        if self._thread is None:
+            return True
+        done, until = self.put(_to_disk, owed=True).done, time.monotonic() + timeout_s
+        while not done.wait(min(PAUSE_S, timeout_s)):
+            if self._locked or time.monotonic() >= until:
+                return False
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Writes what was put down, and ends the thread; may be called twice."""
@@ -128,7 +144,31 @@ class Writer:
         return True
 
     def _write(self, item: Item) -> None:
+        """Writes an item, as soon as no other program has the database locked."""
+        began, told = time.monotonic(), False
+        try:
+            while not self._tried(item):
+                self._locked = True
+                if not told and time.monotonic() - began >= LOCKED_S:
+                    room = f"{MAX_WAITING_BYTES >> 20} MiB"
+                    self._warn(f"{self._path} is locked by another program; up to {room} wait for it in memory")
+                    told = True
+                time.sleep(PAUSE_S)
+        finally:
+            self._locked = False
+
+    def _tried(self, item: Item) -> bool:
+        """Returns False where the database is locked."""
         self._guard()
+        try:
+            self._write_or_begin_anew(item)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in BUSY:
+                raise
+            return False
+        return True
+
+    def _write_or_begin_anew(self, item: Item) -> None:
         try:
             self._transact_all(item)
         except sqlite3.DatabaseError as error:
@@ -148,8 +188,11 @@ class Writer:
         self._transact(item.write)
 
     def _transact(self, write: Write) -> None:
+        if self._connection is not None and not self._is_as_opened():
+            self._let_go()
         if self._connection is None:
             self._connection = opened(self._path, self._warn)
+            self._file = _identity(self._path)
         if write is _to_disk:
             write(self._connection)
             return
@@ -161,6 +204,23 @@ class Writer:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
+
+    def _is_as_opened(self) -> bool:
+        """Returns whether what is open is what is at its path, and no smaller: SQLite sees neither."""
+        before, now = self._file, _identity(self._path)
+        self._file = now
+        return now[:2] == before[:2] and now[2] >= before[2]
+
+    def _let_go(self) -> None:
+        """Closes a file that was renamed, removed, replaced or cut, with all that was written in it."""
+        assert self._connection is not None
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._drop_connection()
+        for side in SIDE_FILES[1:]:  # SQLite leaves them to the file that is gone, and would read them into a new one
+            with contextlib.suppress(OSError):
+                self._path.with_name(self._path.name + side).unlink()
+        self._warn(f"{self._path} was renamed, removed or replaced under the run; a new one begins with what comes now")
 
     def _left_out(self, item: Item, why: str) -> None:
         """Counts a transaction that is not in the database and will not be, unless it is owed; told now and then."""
@@ -190,6 +250,16 @@ class Writer:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """Returns device, inode and size of a file, zeros where there is none. It is not opened: closing it would undo the
+    locks that SQLite holds."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return found.st_dev, found.st_ino, found.st_size
 
 
 def _to_disk(connection: sqlite3.Connection) -> None:

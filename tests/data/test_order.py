@@ -5,11 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from dapo.config.schema import Config
 from dapo.data.curriculum import Retire
 from dapo.data.history import PromptHistory
 from dapo.data.order import PromptOrder
 from dapo.data.shares import Shares
 from dapo.types import Prompt
+from tests.support.fakes import make_group, make_prompt
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -68,6 +70,15 @@ def test_not_all_prompts_retire_at_once(most):
 
 
 WEIGHTS = [[1.0], [0.5, 0.5], [3.0, 1.0], [0.7, 0.2, 0.1], [1.0, 1e-3], [5.0, 4.0, 3.0, 2.0, 1.0], [0.1] * 9]
+
+
+def test_a_visit_is_solved_where_the_filter_of_the_run_says_so():
+    cfg = Config()
+    cfg.filter_groups.min_scored = 3
+    prompts = [make_prompt(number) for number in range(3)]
+    order = PromptOrder.of(cfg, prompts)
+    order.learn([make_group(0, [1.0, 1.0]), make_group(1, [1.0] * 3)], live=(), settled=0, version=1)
+    assert order._history.solved.tolist() == [0, 1, 0], "two verdicts are too few"
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)

@@ -139,6 +139,15 @@ def no_directory(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return [f"trainer.output_dir={folder / 'file' / 'run'}"]
 
 
+def course_left(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    for name in ("left_000007", "step_000005"):
+        file = folder / "out" / "checkpoints" / name / "hf" / "model"
+        file.parent.mkdir(parents=True)
+        with file.open("wb") as sparse:
+            sparse.truncate(10_000_000)
+    return []
+
+
 def limit(name: int, value: int) -> Plant:
     """A limit of the operating system."""
     own = resource.getrlimit
@@ -167,6 +176,7 @@ ON_GPUS = ("trainer.device=cuda", "model.dtype=bfloat16", "actor.num_workers=1",
 APART = (*ON_GPUS, "trainer.colocate=none")
 TURNS, LENT = (*ON_GPUS, "trainer.colocate=time"), (*ON_GPUS, "trainer.colocate=lend")
 NEVER_DELETED = ("checkpoint.keep=0", "checkpoint.every=1", "trainer.total_steps=100000000")
+LONG = ("logging.max_store_bytes=0", "trainer.total_steps=100000000")
 PLANTED = [
     ("python", patched(software.sys, "version_info", (3, 13, 1)), FAULT, ["3.13.1", "3.11 or 3.12"]),
     ("packages", another_lock, FAULT, ["ray 2.", "lock: 1.", "pip install --no-deps -r docker/cpu.lock"]),
@@ -189,8 +199,10 @@ PLANTED = [
     ("model", arguments("model.path=no-such-owner/no-such-model"), FAULT, ["HF_HUB_OFFLINE", "hf download"]),
     ("files", arguments("reward.functions=[{path: /no/such.py}]"), FAULT, ["functions[0].path` (/no/such.py)", "node"]),
     ("files", arguments("rollout.function.path=/no/such.py"), FAULT, ["`rollout.function.path` (/no/such.py)", "node"]),
-    ("free disk", arguments(*NEVER_DELETED), FAULT, ["100000002 checkpoints of 14.73 MB need 1.47 PB", "keep"]),
-    ("free disk", arguments(*NEVER_DELETED, "trainer.only=rollout"), OK, ["writes no weights"]),
+    ("free disk", arguments(*NEVER_DELETED), FAULT, ["checkpoints 1.47 PB", "100,000,002 of 14.73 MB", "keep"]),
+    ("free disk", arguments(*NEVER_DELETED, "trainer.only=rollout"), WARNING, ["checkpoints 0 B", "batches 12.90 TB"]),
+    ("free disk", arguments(*LONG), WARNING, ["samples.sqlite 23.96 TB", "`logging.max_store_bytes` (0 B"]),
+    ("free disk", course_left, OK, ["checkpoints 48.93 MB", "checkpoints/left_* hold 10.00 MB that no run reads"]),
     ("disk speed", no_directory, FAULT, ["cannot be written to", "Not a directory"]),
     ("authentication", open_token, FAULT, ["mode 644", "chmod 600"]),
     ("authentication", variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/no/such"), FAULT, ["/no/such", "umask"]),

@@ -9,15 +9,20 @@ import pytest
 
 from dapo.config.compose import experiments
 from dapo.plan.actor import ActorMemory, adapter_parameters
+from dapo.plan.disk import on_disk
 from dapo.plan.engine import MAX_NUM_SEQS, EngineMemory
 from dapo.plan.fit import changed, problems
 from dapo.plan.report import report
 from dapo.plan.step import Step
 from dapo.plan.terms import size
+from dapo.replay.batches import BATCHES
+from dapo.state.journal import JOURNAL
+from dapo.store.schema import DATABASE
 from tests.support.plan.plans import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
+STEP = 16_384 * (300 + 4 * 6826)  # bytes of a step of 32B in the sample store
 
 
 def term(phase, name):
@@ -51,6 +56,27 @@ def test_refusal_ends_with_1_and_one_message_and_needs_no_worker():
     assert done.returncode == 1
     assert "DOES NOT FIT" in done.stdout and done.stdout.endswith("loaded set()\n")
     assert done.stderr.startswith("dapo: an actor rank needs ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checkpoints", "store", "batches", "segments"),
+    [
+        ((), 4, 50e9 + 2 * STEP, 20, 4),
+        (("logging.max_store_bytes=0",), 4, 1000 * STEP, 20, 4),
+        (("trainer.total_steps=2", "checkpoint.batches=7"), 2, 2 * STEP, 2, 2),
+        (("trainer.only=rollout", "logging.max_store_bytes=1"), 4, 1000 * 16_384 * 300 + 2 * STEP, 1000, 4),
+    ],
+)
+def test_what_a_run_of_32b_writes_is_counted(overrides, checkpoints, store, batches, segments):
+    cfg, _ = planned(*overrides)
+    counted = {term.name: term.amount for term in on_disk(cfg, 459e9)}
+    group = 6826 * 12
+    assert counted == {
+        "checkpoints": checkpoints * 459e9,
+        DATABASE: store,
+        BATCHES: batches * 8192 * group,
+        JOURNAL: segments * 16_384 * group,
+    }
 
 
 def test_state_of_32b_by_hand():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,9 @@ class FullDisk:
         self.room -= taken
         return self.file.write(data[:taken])
 
+    def fileno(self) -> int:
+        return self.file.fileno()
+
     def close(self) -> None:
         self.file.close()
 
@@ -145,6 +149,41 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, r
     logger.resume(2)
     assert steps_in(tmp_path) == [1, 2] and logger.unwritten() == (), "what waits and is later is forgotten"
     logger.close()
+
+
+def copied(path: Path) -> None:
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+
+
+def in_the_way(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("harm", "undo", "left"),
+    [
+        (lambda path: path.rename(path.with_name("aside")), None, [3, 4, 5, 6]),
+        (Path.unlink, None, [3, 4, 5, 6]),
+        (copied, None, [1, 2, 3, 4, 5, 6]),
+        (lambda path: os.truncate(path, 8), None, [3, 4, 5, 6]),
+        (in_the_way, Path.rmdir, [3, 4, 5, 6]),
+    ],
+    ids=["renamed", "removed", "replaced", "cut", "a directory"],
+)
+def test_lines_go_where_readers_look_whatever_happens_to_the_file(tmp_path, harm, undo, left, capsys) -> None:
+    logger, path = MetricsLogger(tmp_path), tmp_path / "metrics.jsonl"
+    for step in range(1, 7):
+        if step == 3:
+            harm(path)
+        if step == 5 and undo:
+            undo(path)
+        logger.log(step, {"a": step})
+    logger.close()
+    assert [line["step"] for line in read_metrics(path)] == left
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == (2 if undo else 1) and "metrics.jsonl was renamed, removed, replaced or cut" in errors[0]
 
 
 def test_of_too_many_lines_that_wait_the_oldest_are_lost_and_none_is_broken(tmp_path, monkeypatch) -> None:

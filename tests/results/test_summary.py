@@ -19,6 +19,7 @@ from dapo.store.reader import Reader
 from dapo.store.schema import UNNAMED
 from dapo.types import Group
 from tests.support.results.run_files import asked, step_line, store_starts, write_run
+from tests.support.store.stored import collected_of
 
 
 def restarted(engines: int, workers: int = 0) -> dict[str, float]:
@@ -217,6 +218,33 @@ def test_the_end_of_a_run_writes_its_files_and_keeps_its_error(
     assert json.loads((folder / SUMMARY).read_text()) == json.loads(json.dumps(asdict(results(read_run(folder)))))
     assert (folder / CURVES).exists() == (broken == "nothing")
     assert printed.err == ("" if broken == "nothing" else f"{folder / CURVES} is not drawn: division by zero\n")
+
+
+def test_what_was_lost_after_the_last_step_is_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [step_line(step, 0.5, **restarted(1)) for step in (1, 2)])
+    store = store_starts(folder, ((1,), True, 0))
+    store.begin({}, 0)
+    store.event("warning", "engine 0 is lost: in the lines of step 2")
+    store.step(2, collected_of([asked(2, "2", "sums", 1.0, 0.0)]))
+    for message in (
+        "the actors are lost and start again (1 of 3 within an hour): rank 0 has ended",
+        "engine 1 is lost: its process has ended",
+        "reward worker 0 is replaced: no answer for 60 s",
+        "reward worker 0 is replaced: no answer for 60 s",
+        "reward: prompt 3, response 0: unscorable",
+    ):
+        store.event("warning", message)
+    store.close()
+    counted = {name: count for name, count in results(read_run(folder)).faults.items() if count}
+    assert counted == {"restarted_engines": 3, "restarted_actors": 1, "restarted_reward_workers": 2}
+
+
+def test_a_summary_that_cannot_be_written_is_told(tmp_path: Path, capsys) -> None:
+    folder = write_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").unlink()
+    with concluded(folder, lambda: None):
+        (folder / "metrics.jsonl").mkdir()
+    assert f"{folder / SUMMARY} is not written" in capsys.readouterr().err
 
 
 def test_nothing_is_written_without_a_step_or_into_what_is_another_runs(tmp_path: Path, capsys) -> None:

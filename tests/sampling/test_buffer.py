@@ -93,7 +93,7 @@ def test_a_mixed_group_that_leaves_nothing_to_train_on_is_replaced_and_reported_
         finish(buffer, index, [1.0, 0.0])
     collected = buffer.close()
     assert [group.draw.index for group in collected.groups] == [0, 2]
-    assert [group.draw.index for group in collected.drawn] == [0, 1, 2] and collected.outcomes == {MIXED: 3}
+    assert [group.draw.index for group in collected.drawn] == [0, 1, 2] and collected.outcomes == (MIXED,) * 3
     assert buffer.rate.state() == [0.5 * (0.5 + 2), 0.5 * (1 + 3)]
     buffer.trained()
     metrics = buffer.metrics()

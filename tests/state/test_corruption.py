@@ -59,8 +59,7 @@ OF_A_FILE = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes where \d+ were written"),
     "zero-length": (lambda path: path.write_bytes(b""), "has 0 bytes where"),
     "missing": (Path.unlink, "cannot be read"),
-    "renamed": (lambda path: path.rename(path.with_name("other")), "is not listed"),
-    "added": (lambda path: path.with_name(path.name + "2").touch(), "2 is not listed"),
+    "renamed": (lambda path: path.rename(path.with_name("other")), "cannot be read"),
 }
 GONE, EDITED = "is missing or cannot be read", "was changed after it was written"
 OF_THE_MANIFEST = {
@@ -91,6 +90,17 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_taken(name, damage, mes
     assert sum("skipping a broken checkpoint" in line for line in caplog.messages) == 1
     save(store, 10, "new weights")  # the run comes by the same step again
     assert store.latest() == directory and "new weights" in (directory / FILES[1]).read_text()
+
+
+@pytest.mark.parametrize("name", [".nfs000000001", "note.txt", f"{FILES[1]}2", "hf/.cache/huggingface/upload/lock"])
+def test_a_file_more_in_a_checkpoint_is_told_and_harms_nothing(name, tmp_path, store, caplog):
+    added = tmp_path / "step_000010" / name
+    added.parent.mkdir(parents=True, exist_ok=True)
+    added.touch()
+    with caplog.at_level(logging.WARNING):
+        assert store.latest() == tmp_path / "step_000010"
+    [line] = caplog.messages
+    assert line == f"{tmp_path / 'step_000010'} also holds what the run has not written: {name}"
 
 
 def test_every_single_bit_of_the_manifest_that_means_something_counts(tmp_path, store):

@@ -61,6 +61,35 @@ def test_texts_are_bounded_and_everything_else_is_kept(tmp_path, options, kept):
     assert one(tmp_path, "SELECT count(*), sum(text_bytes), sum(accuracy) FROM responses") == (20, 2000, 10.0)
 
 
+def test_texts_of_the_oldest_groups_make_room_for_new_ones_and_figures_stay(tmp_path):
+    budget, text = 600_000, "x" * 10_000
+    store = store_in(tmp_path, max_store_bytes=budget)
+    sizes = []
+    for step in range(1, 31):
+        groups = [with_text(6 * step + number, text) for number in range(6)]  # 120 kB a step
+        store.step(step, collected_of(groups))
+        if step % 5 == 0:
+            store.evaluation(step, "eval", groups[:3])
+        store.flush()
+        used = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+        sizes.append(one(tmp_path, used)[0])
+    store.close()
+    assert max(sizes) <= budget + 300_000, "at most a step more"
+    assert sizes[-1] == sizes[10], "what is removed makes room for what comes"
+    for table_name, count in (("responses", 360), ("evaluations", 36)):
+        assert one(tmp_path, f"SELECT count(*), sum(text_bytes), sum(tokens > 0) FROM {table_name}") == (
+            count,
+            10_000 * count,
+            count,
+        )
+    texts = rows(tmp_path, "SELECT draw, count(text) FROM responses GROUP BY draw ORDER BY draw")
+    kept = [draw for draw, count in texts if count]
+    assert kept == list(range(kept[0], 186)) and 10 < len(kept) < 36, "the newest ones, without a gap"
+    evaluated = rows(tmp_path, "SELECT step FROM evaluations WHERE text IS NOT NULL GROUP BY step")
+    oldest = one(tmp_path, "SELECT step FROM groups WHERE draw = ?", kept[0])[0]
+    assert [step for (step,) in evaluated] == [step for step in range(5, 31, 5) if step > oldest]
+
+
 def test_a_reward_that_a_penalty_has_changed_is_the_one_that_is_kept(tmp_path):
     store = store_in(tmp_path)
     group, dropped = make_group(3, [1.0, 0.0]), make_group(4, [1.0, 1.0])

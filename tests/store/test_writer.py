@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -157,21 +158,60 @@ def test_a_disk_that_fails_for_days_is_told_now_and_then(pause, tmp_path, told, 
     assert "unable to open database file" in told[0] and "5 entries with 10 responses" in told[-1]
 
 
-def test_a_lock_of_another_program_is_waited_for_and_then_costs_an_entry(tmp_path, told, monkeypatch):
-    monkeypatch.setattr(writer_module, "BUSY_S", 0.05)
+def test_what_comes_while_another_program_has_a_lock_waits_as_long_as_there_is_room(tmp_path, told, monkeypatch):
+    for name, value in {"BUSY_S": 0.05, "LOCKED_S": 0.1, "PAUSE_S": 0.01, "MAX_WAITING_BYTES": 100}.items():
+        monkeypatch.setattr(writer_module, name, value)
     writer = writer_of(tmp_path, told)
     writer.put(metric(1))
     assert writer.flush(PATIENCE_S) and not told
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        writer.put(metric(2), responses=7)
+        writer.put(metric(2), responses=7, size=90)
         writer.put(metric(3), responses=5)
-        assert writer.flush(PATIENCE_S)
-        assert len(told) == 1 and "database is locked" in told[0]
-    written(writer, 4)
-    assert steps_in(tmp_path) == [1, 4]
-    assert told[1:] == [f"{tmp_path}/{NAME}: 2 entries with 12 responses are missing"]
-    assert missing_in(tmp_path) == [("2 entries with 12 responses are missing",)]
+        assert not writer.flush(PATIENCE_S), "a save does not wait for it"
+        until = time.monotonic() + PATIENCE_S
+        while not told and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not writer.flush(PATIENCE_S)
+        assert len(told) == 1 and "is locked by another program" in told[0]
+        writer.put(metric(4), responses=3, size=90)
+        assert len(told) == 2 and "too far behind" in told[1]
+    written(writer, 5)
+    assert steps_in(tmp_path) == [1, 2, 3, 5]
+    assert missing_in(tmp_path) == [("1 entries with 3 responses are missing",)]
+
+
+def renamed(path):
+    path.rename(path.with_name("aside"))
+
+
+def replaced(path):
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(path.with_name("copy"))) as copy:
+        source.backup(copy)
+    path.with_name("copy").replace(path)
+
+
+def overwritten(path):
+    path.write_bytes(b"no database at all")
+
+
+@pytest.mark.parametrize(
+    ("harm", "left"),
+    [(renamed, [3, 4]), (Path.unlink, [3, 4]), (replaced, [1, 2, 3, 4]), (overwritten, [3, 4])],
+)
+def test_a_file_that_goes_while_the_run_writes_is_noticed_and_begun_anew(harm, left, tmp_path, told):
+    writer = writer_of(tmp_path, told)
+    for step in (1, 2):
+        writer.put(metric(step))
+    assert writer.flush(PATIENCE_S)
+    harm(tmp_path / NAME)
+    written(writer, 3, 4)
+    assert steps_in(tmp_path) == left
+    assert one(tmp_path, "PRAGMA integrity_check") == ("ok",)
+    assert "was renamed, removed or replaced under the run" in told[0]
+    if harm is renamed:
+        with closing(sqlite3.connect(tmp_path / "aside")) as aside:
+            assert aside.execute("SELECT step FROM metrics ORDER BY step").fetchall() == [(1,), (2,)]
 
 
 @pytest.fixture
@@ -283,14 +323,16 @@ def test_a_database_of_another_version_is_set_aside(tmp_path, told):
     assert told == [f"{tmp_path}/{NAME} is of version {VERSION + 1}, not {VERSION}; it is now {now}"]
 
 
-def test_a_database_that_lacks_new_tables_gets_them_and_keeps_what_it_has(tmp_path, told):
+def test_a_database_that_lacks_new_tables_and_indexes_gets_them_and_keeps_what_it_has(tmp_path, told):
     with closing(opened(tmp_path / NAME, told)) as connection:
         metric(1)(connection)
         connection.execute("DROP TABLE spans")
-        connection.execute(f"PRAGMA user_version = {GROWS[-1]}")
+        connection.execute("DROP INDEX responses_with_text")
+        connection.execute(f"PRAGMA user_version = {GROWS[0]}")
     writer = writer_of(tmp_path, told)
     writer.put(lambda connection: connection.execute("INSERT INTO spans VALUES (2, 'update', 0, 1, 1)"))
     written(writer, 2)
     assert steps_in(tmp_path) == [1, 2] and told == []
     assert one(tmp_path, "PRAGMA user_version") == (VERSION,)
     assert one(tmp_path, "SELECT count(*) FROM spans") == (1,)
+    assert one(tmp_path, "SELECT count(*) FROM sqlite_schema WHERE name = 'responses_with_text'") == (1,)

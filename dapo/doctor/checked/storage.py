@@ -1,4 +1,4 @@
-"""Looks at the output directory: room for the checkpoints, speed, and whether every node sees the same one.
+"""Looks at the output directory: room for what a run writes, speed, and whether every node sees the same one.
 
 In: a `Subject` and the machines of the run. Out: one `Finding` per function. Nothing stays behind.
 """
@@ -8,16 +8,17 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dapo.config.paths import output_path
-from dapo.config.schema import Config
-from dapo.doctor.finding import Finding, fault, ok
+from dapo.doctor.finding import Finding, fault, ok, warning
 from dapo.doctor.machines import Machines
 from dapo.doctor.subject import Subject
+from dapo.plan.disk import CHECKPOINTS, STORE, on_disk
 from dapo.plan.terms import duration, size
+from dapo.state.checkpoint import LEFT
 
 BLOCK_BYTES = 4 << 20
 BLOCKS = 16
@@ -27,33 +28,43 @@ MISSING = "give a `trainer.output_dir` on a file system that all nodes share, an
 
 
 def free_disk(subject: Subject) -> Finding:
-    """Compares the free space with the checkpoints that the run keeps, one more while it writes."""
+    """Compares the free space with what the run will have written at its fullest. Checkpoints are of known size; of
+    the rest the planner assumes the length of responses."""
     directory = output_path(subject.cfg.trainer.output_dir)
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    one = subject.checkpoint_bytes
-    if one is None:
-        return ok(f"{size(free)} free; the planner does not know this model, nor its checkpoints")
-    if not one:
-        return ok(f"{size(free)} free; a run without actors writes no weights")
-    kept = _kept(subject.cfg)
-    written = sum(path.stat().st_size for path in directory.glob("checkpoints/**/*") if path.is_file())
-    needed = max(0.0, one * (kept + 1) - written)
-    found = f"{size(free)} free in {there}; {kept + 1} checkpoints of {size(one)} need {size(needed)}"
-    if free < needed:
-        return fault(
-            found + " more" * bool(written),
-            f"make room, give another `trainer.output_dir`, or lower `checkpoint.keep` ({subject.cfg.checkpoint.keep}; "
-            "0: all)",
-        )
-    return ok(found)
+    terms = on_disk(subject.cfg, subject.checkpoint_bytes or 0.0)
+    needed = {term.name: max(0.0, term.amount - _written(directory, term.name)) for term in terms}
+    listed = ", ".join(f"{name} {size(amount)}" for name, amount in needed.items())
+    found = f"{size(free)} free in {there}; the run will take up to {size(sum(needed.values()))} more: {listed}"
+    if subject.checkpoint_bytes is None:
+        found += " (the planner does not know this model, nor its checkpoints)"
+    elif subject.checkpoint_bytes:
+        found += f" ({terms[0].formula})"
+    if left := sum(_sizes(directory.glob(f"{CHECKPOINTS}/{LEFT}*/**/*"))):
+        found += f"; {CHECKPOINTS}/{LEFT}* hold {size(left)} that no run reads"
+    keys = subject.cfg.checkpoint, subject.cfg.logging
+    remedy = (
+        f"make room, give another `trainer.output_dir`, or lower `checkpoint.keep` ({keys[0].keep}; 0: all), "
+        f"`logging.max_store_bytes` ({size(keys[1].max_store_bytes)}; 0: no limit) or `checkpoint.batches` "
+        f"({keys[0].batches})"
+    )
+    if free < needed[CHECKPOINTS]:
+        return fault(found, remedy)
+    return warning(found, remedy) if free < sum(needed.values()) else ok(found)
 
 
-def _kept(cfg: Config) -> int:
-    """Counts the checkpoints that are there at the end: the last one, and those before it that are not deleted."""
-    every = 1 if cfg.checkpoint.every_s else cfg.checkpoint.every
-    saved = 1 + (cfg.trainer.total_steps // every if every else 0)
-    return min(cfg.checkpoint.keep or saved, saved)
+def _written(directory: Path, name: str) -> int:
+    """Returns the bytes that are there already of a term of `on_disk`; checkpoints of a course that was left are no
+    part of it."""
+    below = {CHECKPOINTS: f"{CHECKPOINTS}/step_*/**/*", STORE: f"{STORE}*"}
+    return sum(_sizes(directory.glob(below.get(name, f"{name}/**/*"))))
+
+
+def _sizes(paths: Iterable[Path]) -> Iterator[int]:
+    for path in paths:
+        with suppress(OSError):  # a run that goes on removes files
+            yield path.stat().st_size if path.is_file() else 0
 
 
 def write_speed(subject: Subject) -> Finding:

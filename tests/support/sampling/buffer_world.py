@@ -151,7 +151,7 @@ class World:
         assert all(group.num_tokens == self.size[group.draw.index] for group in collected.drawn)
         assert 0 <= min(self.version - self.since[index] for index in trained)
         assert max(self.version - self.since[index] for index in trained) <= self.staleness
-        assert collected.outcomes == Counter(self.outcome(index) for index in used)
+        assert collected.outcomes == tuple(self.outcome(index) for index in used)
         assert list(collected.returned) == back
         assert collected.lost_tokens == sum(self.size.get(index, 0) for index in back)
         assert collected.unfinished == {index for index in back if self.where[index] == IN_GENERATION}

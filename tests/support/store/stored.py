@@ -2,7 +2,6 @@
 only)."""
 
 import sqlite3
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from dapo.config.schema import LoggingConfig
 from dapo.sampling.draws import TRAINED
+from dapo.sampling.outcome import MIXED
 from dapo.store.samples import SampleStore
 from dapo.types import Collected, Group
 from tests.support.fakes import make_group
@@ -21,7 +21,7 @@ def collected_of(groups: list[Group], fate: str = TRAINED) -> Collected:
         drawn=tuple(groups),
         groups=tuple(groups),
         fates=(fate,) * len(groups),
-        outcomes=Counter(),
+        outcomes=(MIXED,) * len(groups),
         returned=(),
         why_returned="",
         unfinished=frozenset(),
