@@ -31,7 +31,7 @@ FIND_S, JOIN_S, LEAVE_S = 20.0, 300.0, 30.0
 KEY = "`trainer.ray_address`, or RAY_ADDRESS"
 
 _own = ExitStack()  # what a cluster of our own has changed in this process
-_left = threading.Event()
+_left = _ended = threading.Event()  # leaving it begins; it has ended
 
 
 def connect(address: str, *, worker_logs: bool) -> None:
@@ -42,7 +42,7 @@ def connect(address: str, *, worker_logs: bool) -> None:
         ValueError: the address is of Ray's client (`ray://`) or job server; a run is a process of a node.
         OSError: nothing is there, or it does not answer.
     """
-    global _left
+    global _left, _ended
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     target = _target(address)
@@ -61,9 +61,10 @@ def connect(address: str, *, worker_logs: bool) -> None:
     def join() -> None:
         ray.init(address=target, log_to_driver=worker_logs, logging_level=logging.ERROR, **local)
 
+    _ended = ended = threading.Event()
     try:
         with deaf_to_hangups(), on_loopback() if target == "local" else nullcontext():
-            within(JOIN_S, join, f"to start Ray, or to join it ({KEY}),")
+            within(JOIN_S, join, f"to start Ray, or to join it ({KEY}),", until=ended)
     except BaseException:
         if not left_behind.is_set():
             leave()
@@ -85,13 +86,14 @@ def leave() -> None:
         pass
     finally:
         if not left_behind.is_set():
+            _ended.set()
             _own.close()
 
 
 def _found(target: str) -> str:
     """Returns HOST:PORT of the head. Raises OSError where none is or answers, which Ray would try for minutes."""
     if target == "auto":
-        return canonicalize_bootstrap_address("auto")
+        return canonicalize_bootstrap_address("auto") or target
     remedy = "start Ray there, give HOST:PORT of the head, or `trainer.ray_address=local`"
     try:
         reach(target, FIND_S)

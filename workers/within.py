@@ -24,9 +24,13 @@ class Late(TimeoutError):
     """Says that a call has not come back in time."""
 
 
-def within(limit_s: float, call: Callable[[], object], what: str) -> None:
+def within(limit_s: float, call: Callable[[], object], what: str, until: threading.Event | None = None) -> None:
     """Makes the call, and raises what it raises; Late after `limit_s`; KeyboardInterrupt after Ctrl-C and
-    CancelledError after another signal that this process catches. what: names the call."""
+    CancelledError after another signal that this process catches.
+
+    what: names the call. until: what the call has started is needed so long; the kernel ends Ray's processes with the
+    thread that has started them.
+    """
     done, raised = threading.Event(), []
 
     def run() -> None:
@@ -36,6 +40,8 @@ def within(limit_s: float, call: Callable[[], object], what: str) -> None:
             raised.append(error)
         finally:
             done.set()
+        if until is not None and not raised:
+            until.wait()
 
     threading.Thread(target=run, name=what, daemon=True).start()
     ends = time.monotonic() + limit_s

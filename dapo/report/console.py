@@ -136,10 +136,13 @@ def vanish_at_exit() -> None:
 
 
 def _vanish(code: int) -> NoReturn:
+    _let_go()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # a library's threads may still have words on what it ends for
+        os.dup2(nowhere, stream)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    _let_go()
     os._exit(code)
 
 

@@ -1,6 +1,7 @@
 """Calls of Ray's that do not come back: their deadline, signals meanwhile, and the end of the process."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -29,6 +30,22 @@ def test_a_call_has_a_deadline_and_its_own_error() -> None:
     with pytest.raises(Late, match=r"Ray has taken more than 0.1 s"):
         within(0.1, HANG.wait, "Ray")
     assert within_module.left_behind.is_set()
+
+
+def test_what_the_call_has_started_lives_until_its_end() -> None:
+    """The kernel ends it with the thread that has started it, as Ray asks."""
+    started: list[subprocess.Popen[bytes]] = []
+    dies_with_parent = ctypes.CDLL(None).prctl
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "300"], preexec_fn=lambda: dies_with_parent(1, signal.SIGKILL)))
+
+    until = threading.Event()
+    within(30, start, "Ray", until=until)
+    with pytest.raises(subprocess.TimeoutExpired):
+        started[0].wait(0.5)
+    until.set()
+    assert started[0].wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
