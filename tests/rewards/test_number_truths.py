@@ -31,6 +31,9 @@ USUAL = (
     (r"(?<=cm|rs|m\}|s\})²", "^2"),
     (r"10²", "10^2"),
     (r"×", r"\\times "),
+    (r"(?<=[0-9])½", r"\\frac{1}{2}"),
+    (r"½ or 1/2", "1/2"),
+    (r"\$!$", "$"),
     (r"，", ", "),
 )
 # What the library cannot read although nobody disputes it: a box that is not closed, `=` before a number, currency,

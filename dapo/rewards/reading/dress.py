@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 
 from dapo.rewards.reading.relations import is_name
-from dapo.rewards.reading.spelling import formula, unwrapped
+from dapo.rewards.reading.spelling import careful_spelling, formula, number, unwrapped
 
 # Words that take back what is said, or offer something else.
 _TAKES_BACK = (
@@ -73,7 +73,7 @@ _ABOUT = re.compile(
     re.IGNORECASE,
 )
 _DECIMAL = re.compile(
-    r"\s*-?[0-9][0-9,]*(?:\.[0-9]+)?(?:\.\.\.|\\l?dots)?"
+    r"\s*(?P<decimal>-?[0-9][0-9,]*(?:\.[0-9]+)?)(?:\.\.\.|\\l?dots)?"
     r"(?P<end>[\s$})*_.]*(?:(?!(?:or|and)(?![A-Za-z]))[A-Za-z]{1,12}(?:\^\{?[23]\}?)?)?[\s$})*_.]*)"
 )
 _BEFORE_ABOUT = re.compile(r"(?:\s|,|\(|(?<![A-Za-z])(?:or|which\s+is|that\s+is|i\.e\.)(?![A-Za-z]))*$", re.IGNORECASE)
@@ -124,12 +124,19 @@ def only_exact(text: str) -> str:
     if not found:
         return text
     exact = _BEFORE_ABOUT.sub("", before)
+    value = number(careful_spelling(exact).strip("()"))
+    if value is not None and not (value.denominator > 1 and _is_near(value, found["decimal"])):
+        return text
     if _EXACT.search(exact):
         opened = before[len(exact) :].count("(")
         return exact + found["end"].replace(")", "", opened)
     if not exact.strip(" $*{(") or _IS.search(exact) or exact.endswith(("box{", "boxed{")):
         return exact + behind
     return f"{exact} = {behind}" if is_name(exact) and not _HEDGE.search(exact) else text
+
+
+def _is_near(value: Fraction, decimal: str) -> bool:
+    return abs(Fraction(decimal.replace(",", "")) - value) * 50 <= abs(value)
 
 
 def _without_unit(text: str) -> str:

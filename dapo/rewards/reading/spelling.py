@@ -64,7 +64,7 @@ _WORD = (
 # What makes a formula a part of something else: $5$ million, $5$x, e$5$, x > $5$.
 _SCALE = r"(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])"
 _GOES_ON = re.compile(rf"(?:\s|\\[!,;: ])*{_SCALE}|[A-Za-z!]|\\[A-Za-z]", re.IGNORECASE)
-_BEGAN_BEFORE = re.compile(r"(?<![A-Za-z])[A-Za-z]$|[<>]\s*$")
+_BEGAN_BEFORE = re.compile(r"(?<![A-Za-z])[A-Za-z]$|(?:[<>]|\\(?:leq?|geq?|neq?))\s*$")
 # Single letters are no units here: in `3m` they are more often a variable.
 _UNIT = re.compile(rf"(?<=[0-9}})]) ?(?:\\?%|{_WORD}(?: (?:per )?{_WORD})*(?: ?\^ ?\{{?[23]\}}?)?)$", re.IGNORECASE)
 _SCRIPT = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
