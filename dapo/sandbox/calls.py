@@ -40,7 +40,7 @@ _FREE = {
         dup2 33 dup3 292 pause 34 nanosleep 35 clock_nanosleep 230 getitimer 36 setitimer 38 alarm 37 getpid 39
         sendfile 40 copy_file_range 326 uname 63 fsync 74 fdatasync 75 ftruncate 77 fallocate 285 getdents 78
         getdents64 217 getcwd 79 chdir 80 fchdir 81 rename 82 renameat 264 renameat2 316 unlink 87 unlinkat 263
-        readlink 89 readlinkat 267 gettimeofday 96 time 201 getrlimit 97 setrlimit 160 getrusage 98 sysinfo 99
+        readlink 89 readlinkat 267 gettimeofday 96 time 201 getrlimit 97 getrusage 98 sysinfo 99
         times 100 getuid 102 getgid 104 geteuid 107 getegid 108 getppid 110 getpgrp 111 getpgid 121 getsid 124
         getresuid 118 getresgid 120 getgroups 115 sigaltstack 131 statfs 137 fstatfs 138 stat 4 lstat 6
         newfstatat 262 statx 332 umask 95 gettid 186 futex 202 futex_waitv 449 sched_getaffinity 204
@@ -58,7 +58,7 @@ _FREE = {
         madvise 233 dup 23 dup3 24 nanosleep 101 clock_nanosleep 115 getitimer 102 setitimer 103 getpid 172
         sendfile 71 copy_file_range 285 uname 160 fsync 82 fdatasync 83 ftruncate 46 fallocate 47 getdents64 61
         getcwd 17 chdir 49 fchdir 50 renameat 38 renameat2 276 unlinkat 35 readlinkat 78 gettimeofday 169
-        getrlimit 163 setrlimit 164 getrusage 165 sysinfo 179 times 153 getuid 174 getgid 176 geteuid 175 getegid 177
+        getrlimit 163 getrusage 165 sysinfo 179 times 153 getuid 174 getgid 176 geteuid 175 getegid 177
         getppid 173 getpgid 155 getsid 156 getresuid 148 getresgid 150 getgroups 158 sigaltstack 132 statfs 43
         fstatfs 44 newfstatat 79 statx 291 umask 166 gettid 178 futex 98 futex_waitv 449 sched_getaffinity 123
         sched_getparam 121 sched_getscheduler 120 sched_get_priority_max 125 sched_get_priority_min 126
@@ -70,19 +70,22 @@ _FREE = {
 # With some arguments only.
 _PARTLY = {
     "x86_64": """
-        open 2 openat 257 clone 56 clone3 435 kill 62 tgkill 234 prctl 157 prlimit64 302 fcntl 72 ioctl 16
-        socketpair 53
+        open 2 openat 257 clone 56 clone3 435 kill 62 tgkill 234 prctl 157 setrlimit 160 prlimit64 302 fcntl 72
+        ioctl 16 socketpair 53
     """,
     "aarch64": """
-        openat 56 clone 220 clone3 435 kill 129 tgkill 131 prctl 167 prlimit64 261 fcntl 25 ioctl 29 socketpair 199
+        openat 56 clone 220 clone3 435 kill 129 tgkill 131 prctl 167 setrlimit 164 prlimit64 261 fcntl 25 ioctl 29
+        socketpair 199
     """,
 }
 _NEW = 424  # from here on the architectures share their numbers; clone3 hides its flags from a filter
 _CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020080  # a thread, in no new namespace
+_NAMELESS = 0o20000000  # of O_TMPFILE: a file that shows in no directory
 _TRUNCATE, _ACCESS_AND_TRUNCATE = 0o1000, 0o1003  # O_TRUNC beside O_RDONLY truncates, and old Landlocks allow it
 _UNIX, _STREAM, _TYPE = 1, 1, 0xF
 _NAME_SET, _NAME_GET, _NAME_MEMORY = 15, 16, 0x53564D41  # of prctl
 _TERMINAL_AND_WAITING = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of ioctl
+_CPU, _REAL_TIME = 0, 15  # of setrlimit: the limits that end a process by SIGKILL
 # Of fcntl: what makes the kernel send signals to others.
 _SIGNALS = (8, 10, 15, 1024, 1026)
 
@@ -115,8 +118,10 @@ def _checks(pid: int) -> dict[str, list[bytes]]:
     }
     opening = {
         name: [
-            *(step(LOAD, argument(flags_at)), step(AND, _ACCESS_AND_TRUNCATE)),
-            *(step(JUMP_EQUAL, _TRUNCATE, 0, 1), _refuse(errno.EPERM), step(RETURN, ALLOW)),
+            # As a file system says that knows no such files.
+            *(step(LOAD, argument(flags_at)), step(JUMP_BITS, _NAMELESS, 0, 1), _refuse(errno.EOPNOTSUPP)),
+            *(step(AND, _ACCESS_AND_TRUNCATE), step(JUMP_EQUAL, _TRUNCATE, 0, 1), _refuse(errno.EPERM)),
+            step(RETURN, ALLOW),
         ]
         for name, flags_at in (("open", 1), ("openat", 2))
     }
@@ -129,13 +134,17 @@ def _checks(pid: int) -> dict[str, list[bytes]]:
         ],
         "clone3": [_refuse(errno.ENOSYS)],
         "prctl": _one_of(0, (_NAME_SET, _NAME_GET, _NAME_MEMORY)),
-        "prlimit64": _one_of(0, (0,)),  # of this process
-        "ioctl": _one_of(1, _TERMINAL_AND_WAITING),
-        "fcntl": [
-            step(LOAD, argument(1)),
-            *(part for command in _SIGNALS for part in (step(JUMP_EQUAL, command, 0, 1), _refuse(errno.EPERM))),
+        "setrlimit": _none_of(0, (_CPU, _REAL_TIME)),
+        "prlimit64": [
+            *(step(LOAD, argument(0)), step(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)),  # of this process
+            *(step(LOAD, argument(1)), step(JUMP_EQUAL, _CPU, 2, 0), step(JUMP_EQUAL, _REAL_TIME, 1, 0)),
             step(RETURN, ALLOW),
+            # One that is only asked for: the address of a new one is 0, in both halves.
+            *(step(LOAD, argument(2)), step(JUMP_EQUAL, 0, 0, 2), step(LOAD, argument(2) + 4)),
+            *(step(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM), step(RETURN, ALLOW)),
         ],
+        "ioctl": _one_of(1, _TERMINAL_AND_WAITING),
+        "fcntl": _none_of(1, _SIGNALS),
         "socketpair": [
             *(step(LOAD, argument(0)), step(JUMP_EQUAL, _UNIX, 1, 0), _refuse(errno.EPERM)),
             *(step(LOAD, argument(1)), step(AND, _TYPE), step(JUMP_EQUAL, _STREAM, 1, 0), _refuse(errno.EPERM)),
@@ -148,6 +157,12 @@ def _one_of(index: int, values: tuple[int, ...]) -> list[bytes]:
     """Returns the check that an argument is one of `values`."""
     allowed = [part for value in values for part in (step(JUMP_EQUAL, value, 0, 1), step(RETURN, ALLOW))]
     return [step(LOAD, argument(index)), *allowed, _refuse(errno.EPERM)]
+
+
+def _none_of(index: int, values: tuple[int, ...]) -> list[bytes]:
+    """Returns the check that an argument is none of `values`."""
+    refused = [part for value in values for part in (step(JUMP_EQUAL, value, 0, 1), _refuse(errno.EPERM))]
+    return [step(LOAD, argument(index)), *refused, step(RETURN, ALLOW)]
 
 
 def _refuse(number: int) -> bytes:

@@ -53,7 +53,11 @@ def become(way: Confinement, place: Place, channel: socket.socket, outputs: list
         os._exit(1)
     os.write(_READY, BEGUN)
     os.close(_READY)
-    os._exit(_run(request))
+    status = 1
+    try:
+        status = _run(request)
+    finally:  # whatever it raises: beyond this function the process would go on as the server
+        os._exit(status)
 
 
 def familiar_names() -> dict[str, Any]:

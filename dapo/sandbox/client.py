@@ -159,9 +159,10 @@ class Sandbox:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the server needs, and no secret: one thread each, and a hash seed, so that a program always does the
-    same."""
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    """Returns what the server needs, and no secret: one thread each, one arena of the allocator, for each more takes
+    64 MiB of a program's addresses with its thread, and a hash seed, so that a program always does the same."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
+    threads = {name: "1" for name in names}
     kept = {name: variables[name] for name in ("LD_LIBRARY_PATH", "TMPDIR", "PYTHONHOME") if name in variables}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
     return {**kept, **threads, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}

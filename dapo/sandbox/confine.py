@@ -78,6 +78,7 @@ def confine(way: Confinement, place: Place) -> None:
         os.setgroups([])
         os.setresgid(place.user, place.user, place.user)
         os.setresuid(place.user, place.user, place.user)
+        kernel.prctl(kernel.SET_DUMPABLE, 1)  # the change of user hides from the server what it holds
     kernel.die_with(place.parent)
     kernel.drop_capabilities()
     kernel.prctl(kernel.SET_NO_NEW_PRIVS, 1)

@@ -5,6 +5,7 @@ machinery failed. One thread, one poll object.
 """
 
 import os
+import re
 import resource
 import secrets
 import select
@@ -12,11 +13,12 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dapo.config.sandbox import SandboxConfig
+from dapo.sandbox import kernel
 from dapo.sandbox.child import BEGUN, MAX_WORDS, become
 from dapo.sandbox.confine import Place
 from dapo.sandbox.frames import send_piece
@@ -28,12 +30,43 @@ FIRST_USER, USERS = 2_000_000_000, 1 << 24  # numbers that no account has
 _OUTPUTS = ("stdout", "stderr", "result")
 
 
+@dataclass(slots=True)
+class Waits:
+    """Counts the seconds in which a program waited for a core, along one thread at a time: many that sleep for a moment
+    each, and wait for a core after it, have not waited longer than one. seen: seconds in all of each thread, which the
+    kernel counts at a wait's end. leader: the thread whose waits count. wanted: whether it wanted a core at the last
+    look, which was at seen_at."""
+
+    total_s: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)
+    leader: str = ""
+    wanted: bool = False
+    seen_at: float = field(default_factory=time.monotonic)
+
+    def see(self, threads: dict[str, tuple[float, bool]], now: float) -> None:
+        """Notes what there is. threads: those that live, with seconds and whether each wants a core. One that does
+        takes the lead from one that sleeps or has ended."""
+        more = {name: max(0.0, waited - self.seen.get(name, 0.0)) for name, (waited, _) in threads.items()}
+        want = [name for name, (_, wants) in threads.items() if wants] or ([] if self.leader in threads else [*threads])
+        before_s, since_s = more.get(self.leader, 0.0), now - self.seen_at
+        if self.wanted and self.leader not in threads:
+            before_s = since_s  # nobody knows how long it waited before it ended
+        self.total_s += before_s
+        if want and self.leader not in want:
+            before, self.leader = self.leader, max(want, key=lambda name: more[name])
+            # Both waited one after the other: one that is new behind all of a wait, which began before the last look.
+            most_s = since_s - (0.0 if before in threads and self.leader not in self.seen else before_s)
+            self.total_s += max(0.0, min(more[self.leader], most_s))
+        self.wanted = self.leader in want
+        self.seen |= {name: waited for name, (waited, _) in threads.items()}
+        self.seen_at = now
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
     """Holds a running program. ready: descriptor that tells of its beginning. began: of the fork, then of the program.
-    before_s: CPU time up to then. waits: the seconds that each of its threads has waited for a core, as far as seen.
-    used_s, used_at: its CPU time when it was last seen to grow, and when that was. reason, error: why it was stopped,
-    by its own fault or by the machinery's."""
+    before_s: CPU time up to then. used_s, used_at: its CPU time when it was last seen to grow, and when that was.
+    reason, error: why it was stopped, by its own fault or by the machinery's. user: as in `Place`."""
 
     pid: int
     channel: socket.socket
@@ -42,19 +75,20 @@ class Job:
     folder: str
     limits: SandboxConfig
     number: int
+    user: int
     began: float = field(default_factory=time.monotonic)
     runs: bool = False
     before_s: float = 0.0
-    waits: dict[str, float] = field(default_factory=dict)
+    waits: Waits = field(default_factory=Waits)
     used_s: float = 0.0
     used_at: float = field(default_factory=time.monotonic)
     reason: str = ""
     error: str = ""
 
-    def own_s(self, elapsed_s: float, cpu_s: float) -> float:
-        """Returns its seconds so far without those in which its threads waited for a core, be it one after the other;
-        at least what its CPU time takes on as many cores as it may have threads."""
-        return max(cpu_s / (self.limits.threads + 1), elapsed_s - sum(self.waits.values()))
+    def own_s(self, cpu_s: float, until: float) -> float:
+        """Returns its seconds without those in which it waited for a core; at least what its CPU time takes on as many
+        cores as it may have threads. until: from when on it has waited, the kernel counts a wait at its end; or now."""
+        return max(cpu_s / (self.limits.threads + 1), until - self.began - self.waits.total_s)
 
 
 class Jobs:
@@ -90,6 +124,7 @@ class Jobs:
         opened: list[int] = []
         try:
             os.mkdir(folder, 0o700)
+            os.utime(folder, (0, 0))  # until a file is made in it
             if self.way.own_user:
                 os.chown(folder, user, user)
             for name in _OUTPUTS:
@@ -109,9 +144,17 @@ class Jobs:
         if pid == 0:
             become(self.way, place, channel, outputs, ready_write)
         os.close(ready_write)
-        self.running[pid] = Job(
-            pid=pid, channel=channel, outputs=outputs, ready=ready, folder=folder, limits=limits, number=number
+        job = Job(
+            pid=pid,
+            channel=channel,
+            outputs=outputs,
+            ready=ready,
+            folder=folder,
+            limits=limits,
+            number=number,
+            user=user,
         )
+        self.running[pid] = job
         self.poll.register(ready, select.POLLIN)
         self.poll.register(channel, 0)  # its other end closes when nobody wants the outcome any more
 
@@ -129,8 +172,12 @@ class Jobs:
                 self._hear(jobs[handle], handle)
         if time.monotonic() >= self._checked + CHECK_MS / 1e3:
             for job in self.running.values():
-                with suppress(OSError):  # it has just ended, or somebody took its directory away
+                try:
                     self._check(job)
+                except OSError:  # it has just ended, or somebody took its directory away
+                    pass
+                except Exception as error:  # of this program alone: the others' go on
+                    self._stop(job, error=f"the program could not be watched ({type(error).__name__}: {error})")
             self._checked = time.monotonic()
         return others
 
@@ -150,6 +197,8 @@ class Jobs:
             self._stop(job, error=error)
         else:
             job.began, job.before_s = time.monotonic(), _cpu_seconds(job.pid)
+            _see_waits(job)
+            job.waits.total_s = 0.0
 
     def _check(self, job: Job) -> None:
         """Stops what is beyond its limits."""
@@ -159,19 +208,26 @@ class Jobs:
                 self._stop(job, error=f"the program did not begin within {SETUP_S:g} s")
             return
         _see_waits(job)
+        now = time.monotonic()
         if (used_s := _cpu_seconds(job.pid)) > job.used_s:
-            job.used_s, job.used_at = used_s, time.monotonic()
-        if used_s - job.before_s >= limits.cpu_s:
+            job.used_s, job.used_at = used_s, now
+        cpu_s = used_s - job.before_s
+        if cpu_s >= limits.cpu_s:
             self._stop(job, reason="cpu")
+        elif elapsed >= limits.wall_s and job.own_s(cpu_s, _waits_since(job, now)) >= limits.wall_s:
+            self._stop(job, reason="wall")
+        elif elapsed >= longest_s(limits):
+            self._stop(job, error="the machine is so busy that the program got no core")
         elif _threads(job.pid) > limits.threads + 1:
             self._stop(job, reason="threads")
-        elif len(os.listdir(job.folder)) > limits.files:
+        elif os.stat(job.folder).st_mtime and self._files(job) > limits.files:
             self._stop(job, reason="files")
-        elif elapsed >= limits.wall_s:
-            if job.own_s(elapsed, used_s - job.before_s) - _waits_since(job) >= limits.wall_s:
-                self._stop(job, reason="wall")
-            elif elapsed >= longest_s(limits):
-                self._stop(job, error="the machine is so busy that the program got no core")
+
+    def _files(self, job: Job) -> int:
+        """Counts the files that a program has, those included that are open or mapped and have no name any more."""
+        named = len(os.listdir(job.folder))
+        with kernel.files_as(job.user) if self.way.own_user else nullcontext():
+            return named + len(_nameless(job))
 
     def _stop(self, job: Job, *, reason: str = "", error: str = "") -> None:
         """Kills a program; the first that is said of it counts."""
@@ -198,23 +254,30 @@ class Jobs:
         for handle in (job.ready, job.channel.fileno()):
             with suppress(KeyError):
                 self.poll.unregister(handle)
-        if not job.runs and not job.error:
-            job.error = _read_beginning(job)
-        os.close(job.ready)
-        cpu_s = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s)
-        # One that was not stopped was within its limit, though a thread's last wait may not have been seen.
-        wall_s = min(job.own_s(time.monotonic() - job.began, cpu_s), job.limits.wall_s)
-        reason = job.reason or _reason(job, status, cpu_s)
-        if status == -signal.SIGKILL and not (reason or job.error):
-            job.error = "something outside of the sandbox killed the program, such as a machine short of memory"
-        shutil.rmtree(job.folder, ignore_errors=True)
-        if job.error:
-            _reply(job.channel, {"error": job.error}, [])
-        else:
-            _reply(job.channel, {"exit": status, "reason": reason, "cpu_s": cpu_s, "wall_s": wall_s}, job.outputs)
+        try:
+            outcome = _outcome(job, status, usage)
+            shutil.rmtree(job.folder, ignore_errors=True)
+        except Exception as error:  # of this program alone: the others' go on
+            outcome = {"error": f"the program left no outcome ({type(error).__name__}: {error})"}
+        _reply(job.channel, outcome, [] if "error" in outcome else job.outputs)
         job.channel.close()
-        for handle in job.outputs:
+        for handle in (job.ready, *job.outputs):
             os.close(handle)
+
+
+def _outcome(job: Job, status: int, usage: resource.struct_rusage) -> dict[str, object]:
+    """Returns what the client is told of a program that has ended."""
+    if not job.runs and not job.error:
+        job.error = _read_beginning(job)
+    cpu_s, now = max(0.0, usage.ru_utime + usage.ru_stime - job.before_s), time.monotonic()
+    reason = job.reason or _reason(job, status, cpu_s)
+    if status == -signal.SIGKILL and not (reason or job.error):
+        job.error = "something outside of the sandbox killed the program, such as a machine short of memory"
+    if job.error:
+        return {"error": job.error}
+    # One that was not stopped was within its limit, though a thread's last wait may not have been seen.
+    wall_s = min(job.own_s(cpu_s, now), job.limits.wall_s)
+    return {"exit": status, "reason": reason, "cpu_s": cpu_s, "wall_s": wall_s}
 
 
 def _read_beginning(job: Job) -> str:
@@ -242,14 +305,14 @@ def _reply(channel: socket.socket, value: dict[str, object], outputs: list[int])
         send_piece(channel, value, outputs)
 
 
-def _waits_since(job: Job) -> float:
-    """Returns the seconds since a program last had a core, where it wants one: the kernel counts a wait at its end."""
+def _waits_since(job: Job, now: float) -> float:
+    """Returns when a program last had a core, where it wants one; `now` where it does not."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{job.pid}/task"):
             with suppress(OSError):
-                if Path(f"/proc/{job.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R":
-                    return time.monotonic() - job.used_at
-    return 0.0
+                if _wants(f"/proc/{job.pid}/task/{thread}"):
+                    return job.used_at
+    return now
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -261,14 +324,43 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _threads(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
+    return int(_fields(f"/proc/{pid}/stat")[17])
+
+
+def _nameless(job: Job) -> set[int]:
+    """Returns the numbers of the files that had a name in a program's directory and that it still holds."""
+    found, maps = set[int](), b""
+    place = re.escape("/".join(["", *job.folder.split("/")[-2:], ""])).encode()
+    mapped = re.compile(rb"^\S+ \S+ \S+ \S+ +(\d+) .*" + place + rb".* \(deleted\)$", re.MULTILINE)
+    opened = re.compile(rb".*" + place + rb".* \(deleted\)", re.DOTALL)
+    for thread in os.listdir(f"/proc/{job.pid}/task"):  # the first may have ended, and shows nothing then
+        at = f"/proc/{job.pid}/task/{thread}".encode()
+        with suppress(OSError):
+            maps = maps or Path(os.fsdecode(at + b"/maps")).read_bytes()  # the same for all
+            for handle in os.listdir(at + b"/fd"):
+                with suppress(OSError):
+                    if opened.fullmatch(os.readlink(at + b"/fd/" + handle)):
+                        found.add(os.stat(at + b"/fd/" + handle).st_ino)
+    return found.union(map(int, mapped.findall(maps)))
+
+
+def _fields(stat: str) -> list[bytes]:
+    """Returns what stands behind the name, which a program sets to any bytes: proc(5)."""
+    return Path(stat).read_bytes().rpartition(b")")[2].split()
+
+
+def _wants(thread: str) -> bool:
+    """Returns whether a thread runs or is ready to, by its directory in /proc."""
+    return _fields(f"{thread}/stat")[0] == b"R"
 
 
 def _see_waits(job: Job) -> None:
-    """Notes how long each thread has been ready and had no core, where the kernel counts it; what was last seen of one
-    that has ended stays."""
+    """Notes how long each thread has been ready and had no core, where the kernel counts it."""
+    threads: dict[str, tuple[float, bool]] = {}
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{job.pid}/task"):
             with suppress(OSError, ValueError, IndexError):
-                seen = Path(f"/proc/{job.pid}/task/{thread}/schedstat").read_text().split()[1]
-                job.waits[thread] = int(seen) / 1e9
+                at = f"/proc/{job.pid}/task/{thread}"
+                waited = Path(f"{at}/schedstat").read_bytes().split()[1]
+                threads[thread] = int(waited) / 1e9, _wants(at)
+    job.waits.see(threads, time.monotonic())

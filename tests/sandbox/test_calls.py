@@ -1,6 +1,7 @@
 """The filter of system calls on both architectures: an interpreter of classic BPF runs it on calls as they are made."""
 
 import errno
+import os
 import platform
 import struct
 
@@ -20,7 +21,9 @@ BY_ARGUMENTS = {  # what is allowed, and what is not
     "clone": ([(0x3D0F00,)], [(17,), (0x10000 | 0x10000000,)]),  # a thread; a process, a namespace
     "openat": ([(0, 0, 0o2), (0, 0, 0o1001)], [(0, 0, 0o1000)]),  # to write; to truncate by reading
     "prctl": ([(15,)], [(1, 0)]),  # a name; to outlive the parent
-    "prlimit64": ([(0, 7)], [(1, 7)]),
+    # Files; seconds of CPU and of real time, at which the kernel kills. To ask for these is allowed.
+    "setrlimit": ([(7, 1)], [(0, 1), (15, 1)]),
+    "prlimit64": ([(0, 7), (0, 7, 1), (0, 0), (0, 15, 0, 1)], [(1, 7), (0, 0, 1), (0, 15, 1), (0, 0, 1 << 32)]),
     "fcntl": ([(3, 3)], [(3, 8)]),  # flags; the owner of signals
     "ioctl": ([(1, 0x5401)], [(1, 0x5412)]),  # is it a terminal; to type into one
     "socketpair": ([(1, 1 | 0o2000000)], [(1, 2), (2, 1)]),  # streams; datagrams, a network
@@ -84,6 +87,11 @@ def test_calls_by_their_arguments(machine, name):
     number = partly(machine)[name]
     assert [decide(machine, number, *arguments) for arguments in allowed] == [ALLOWED] * len(allowed)
     assert [decide(machine, number, *arguments) for arguments in refused] == [EPERM] * len(refused)
+
+
+def test_a_file_without_a_name_is_said_not_to_be_supported(machine):
+    assert decide(machine, partly(machine)["openat"], 0, 0, os.O_TMPFILE | os.O_RDWR) == errno.EOPNOTSUPP
+    assert decide(machine, partly(machine)["openat"], 0, 0, os.O_DIRECTORY) == ALLOWED
 
 
 def test_clone3_is_said_not_to_exist(machine):

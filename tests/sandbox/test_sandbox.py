@@ -20,12 +20,40 @@ from dapo.config.sandbox import SandboxConfig
 from dapo.sandbox import client
 from dapo.sandbox.client import Sandbox
 from dapo.sandbox.frames import pack, send_piece
+from dapo.sandbox.jobs import Waits
 from dapo.sandbox.program import Program, SandboxError
 from dapo.sandbox.server import sweep
 from tests.support.rewards.reward_children import busy_processes
 
 LIMITS = SandboxConfig(cpu_s=20.0, wall_s=20.0, total_s=60.0)
 WAITS = "open('here', 'w').close()\nimport time; time.sleep(100)"
+HOLDS = """
+import mmap, os, threading
+held = []
+for n in range(9):
+    file = open('f', 'w+b')
+    file.truncate(1)
+    {}
+threading.Thread(target=lambda: __import__('time').sleep(100)).start()
+{}
+"""
+TEMPORARY = """
+import tempfile, time
+for n in range(30):
+    with tempfile.NamedTemporaryFile() as file: file.write(b'x')
+held = [tempfile.TemporaryFile() for n in range(16)]
+time.sleep(0.2)
+print(len(held))
+"""
+THREADS = """
+import threading, time
+threads = [threading.Thread(target=lambda: (bytearray(9999), time.sleep(0.1))) for _ in range(16)]
+for thread in threads: thread.start()
+print(len(threads))
+"""
+UNLINKED, RENAMED = "held.append(file); os.unlink('f')", "held.append(file); os.rename('f', 'g')"
+MAPPED = "held.append(mmap.mmap(file.fileno(), 1)); file.close(); os.unlink('f')"
+LEADER_ENDS = "import ctypes; ctypes.CDLL(None).syscall({'aarch64': 93}.get(os.uname().machine, 60), 0)"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +91,8 @@ def until(condition):
         pytest.param("import random; print(random.random(), hash('x'))", "", None, 0, id="the-same-each-time"),
         pytest.param("import numpy; print(numpy.arange(3).sum())", "", "3\n", 0, id="numpy"),
         pytest.param("import tempfile\ntempfile.TemporaryFile().write(b'x')\nprint(1)", "", "1\n", 0, id="files"),
+        pytest.param(TEMPORARY, "", "16\n", 0, id="temporary-files"),
+        pytest.param(THREADS, "", "16\n", 0, id="threads"),
         pytest.param("import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))", "", "5\n", 0, id="asyncio"),
         pytest.param("import dapo", "", "", 1, id="not-ours"),
     ],
@@ -112,6 +142,10 @@ def test_familiar_names_are_there_only_where_asked_for(sandbox):
         pytest.param(WAITS, {"wall_s": 0.1}, "wall", id="wall"),
         pytest.param("print('x' * 100)", {"output_bytes": 50}, "output", id="output"),
         pytest.param("for n in range(9): open(str(n), 'w').close()\n" + WAITS, {"files": 3}, "files", id="files"),
+        pytest.param(HOLDS.format(UNLINKED, ""), {"files": 3}, "files", id="files-unlinked"),
+        pytest.param(HOLDS.format(RENAMED, ""), {"files": 3}, "files", id="files-renamed-over"),
+        pytest.param(HOLDS.format(MAPPED, ""), {"files": 3}, "files", id="files-mapped"),
+        pytest.param(HOLDS.format(MAPPED, LEADER_ENDS), {"files": 3}, "files", id="files-of-another-thread"),
     ],
 )
 def test_what_is_beyond_a_limit_is_stopped(sandbox, source, limits, reason):
@@ -149,6 +183,39 @@ for _ in range(3):
         elapsed = time.monotonic() - began
     assert outcome.succeeded, outcome
     assert elapsed > limits.wall_s >= outcome.wall_s
+
+
+def test_threads_that_sleep_are_stopped_on_a_busy_machine(sandbox):
+    """Each waits for a core after each sleep, and none computes: waits of threads at once are one."""
+    source = """
+import threading, time
+def nap():
+    while True: time.sleep(0.002)
+for _ in range(14): threading.Thread(target=nap, daemon=True).start()
+time.sleep(200)
+"""
+    with busy_processes(8):
+        assert sandbox.run(Program(source=source), replace(LIMITS, wall_s=0.5)).reason == "wall"
+
+
+@pytest.mark.parametrize(
+    ("looks", "waited_s"),
+    [
+        pytest.param([{"a": (0.25, True)}, {"a": (1.5, True)}, {"a": (1.75, False)}], 1.75, id="one-thread"),
+        pytest.param([{"a": (n * 0.5, True), "b": (n * 1.0, True)} for n in (1, 2, 3)], 3.0, id="threads-at-once"),
+        pytest.param([{"a": (0.5, True), "b": (2.0, n == 1)} for n in (1, 2)], 1.0, id="one-of-them-at-the-beginning"),
+        pytest.param([{"a": (0.5, True)}, {"a": (0.75, False), "b": (0.5, True)}], 1.25, id="one-after-the-other"),
+        pytest.param([{"a": (0.5, True)}, {"a": (1.25, False), "b": (0.5, True)}], 1.75, id="by-a-new-one"),
+        pytest.param([{"a": (0.5, n == 1), "b": (n * 1.0, True)} for n in (1, 2)], 2.0, id="no-more-than-there-was"),
+        pytest.param([{"a": (0.5, True)}, {"b": (0.5, True)}, {"b": (0.75, True)}], 1.75, id="one-has-ended"),
+        pytest.param([{"a": (0.5, True)}, {"a": (0.25, True)}], 0.5, id="another-of-the-same-number"),
+    ],
+)
+def test_waits_for_a_core_count_along_one_thread_at_a_time(looks, waited_s):
+    waits = Waits(seen_at=0.0)
+    for now, threads in enumerate(looks, 1):
+        waits.see(threads, now)
+    assert waits.total_s == waited_s
 
 
 def in_the_background(sandbox, source=WAITS):
