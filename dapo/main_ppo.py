@@ -113,7 +113,7 @@ def _check(cfg: Config) -> None:
             check_machine(cfg, warn)
     except ValueError as error:
         problems.append(str(error))
-    if problems := [*problems, *early_problems(cfg)]:
+    if problems := [*problems, *early_problems(cfg, warn)]:
         raise ValueError("\n".join(problems))
 
 
