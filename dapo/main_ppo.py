@@ -16,6 +16,7 @@ from dataclasses import asdict
 import hydra
 from omegaconf import DictConfig
 
+from dapo.config.checks import doubts
 from dapo.config.compose import check_shown, checked_overrides, to_config
 from dapo.config.paths import config_dir, output_path
 from dapo.config.schema import Config
@@ -29,9 +30,7 @@ from dapo.state.run_dir import claim_output_dir, left_as_found
 
 def main() -> None:
     """Checks the command line, then lets Hydra compose and run."""
-    for number in caught():  # until the run catches them; Ctrl-C is Python's
-        if number != signal.SIGINT:
-            signal.signal(number, _end_early)
+    _catch()
     try:
         sys.argv[1:] = checked_overrides(sys.argv[1:])
     except ValueError as error:
@@ -43,8 +42,16 @@ def main() -> None:
         warn(f"a run would refuse it: {error}")
 
 
-def _end_early(number: int, frame: object) -> None:
-    end("stopped by a signal as it started, and trained nothing new; the same command goes on", EXIT_RESUMABLE)
+def _catch() -> None:
+    """Catches signals where the run does not: before and after it. Ctrl-C is Python's, and without a traceback
+    (`dapo.report.uncaught`)."""
+    for number in caught():
+        if number != signal.SIGINT:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    end("stopped by a signal outside of the training; the same command goes on with what is left to do", EXIT_RESUMABLE)
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="dapo")
@@ -86,7 +93,10 @@ def _launch(cfg: Config, began: float) -> None:
         from dapo.run import train_until_signal  # loads torch and Ray, which takes seconds
 
         with concluded(run_dir.path, run_dir.check):
-            asyncio.run(train_until_signal(cfg, run_dir, store, began))
+            try:
+                asyncio.run(train_until_signal(cfg, run_dir, store, began))
+            finally:
+                _catch()
 
 
 def _check(cfg: Config) -> None:
@@ -95,13 +105,15 @@ def _check(cfg: Config) -> None:
     from dapo.doctor.before_run import check_machine
     from dapo.driver.preflight import early_problems
 
+    for line in doubts(cfg):
+        warn(line)
     problems = []
     try:
         if cfg.trainer.preflight:
             check_machine(cfg, warn)
     except ValueError as error:
         problems.append(str(error))
-    if problems := [*problems, *early_problems(cfg)]:
+    if problems := [*problems, *early_problems(cfg, warn)]:
         raise ValueError("\n".join(problems))
 
 

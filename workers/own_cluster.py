@@ -24,17 +24,21 @@ LONGEST = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_
 
 
 def session_folder() -> str:
-    """Returns where Ray may put its sessions: in a folder of this user's, for Ray lets everyone write to its own.
+    """Returns where Ray may put its sessions: in a folder of this user's, for Ray lets everyone write to its own. In
+    RAY_TMPDIR; else in TMPDIR, or in /tmp where that name is too long.
 
-    Raises ValueError where RAY_TMPDIR or TMPDIR names a place that does not do."""
+    Raises ValueError for a RAY_TMPDIR that is too long, and for a folder of somebody else's."""
+    name = f"dapo-{os.getuid()}"
     place = Path(get_default_system_temp_dir())
-    own = place / f"dapo-{os.getuid()}"
+    if (length := len(os.fsencode(place / name / "ray"))) > LONGEST:
+        if "RAY_TMPDIR" in os.environ:
+            raise ValueError(
+                f"RAY_TMPDIR ({place}) is {length - LONGEST} bytes too long for the names of Ray's sockets in it; name "
+                "another folder there"
+            )
+        place = Path("/tmp")
+    own = place / name
     found = str(own / "ray")
-    if len(os.fsencode(found)) > LONGEST:
-        raise ValueError(
-            f"Ray's sockets would lie in {found}, and Linux allows {LONGEST} characters there: set RAY_TMPDIR to a "
-            "folder with a shorter name"
-        )
     place.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         own.mkdir(mode=0o700)

@@ -62,6 +62,16 @@ def validate(cfg: Config, *, trains: bool = True) -> None:
         raise ValueError("\n".join(problems))
 
 
+def doubts(cfg: Config) -> Iterator[str]:
+    """Yields what can be meant and seldom is."""
+    low, high = cfg.algorithm.clip_ratio_low, cfg.algorithm.clip_ratio_high
+    if low > high:
+        yield (
+            f"`algorithm.clip_ratio_low` ({low}) is above `algorithm.clip_ratio_high` ({high}): tokens are let down "
+            "further than up, the contrary of DAPO's clip-higher (0.2 and 0.28); exchange them if that is not meant"
+        )
+
+
 def _sampling(cfg: Config) -> Iterator[str]:
     """Refuses to cut the distribution off: the actors compute all of it, and the engines would report other
     probabilities."""

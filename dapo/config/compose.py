@@ -4,10 +4,12 @@ In: the arguments after the program's name. Out: a `Config`, or a ValueError for
 Overrides are checked before Hydra sees them: Hydra names an unknown key but not the one meant, and adds a trace.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import re
+import shlex
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,8 +37,12 @@ FLAGS = (  # Hydra's; argparse takes their beginnings too
 )
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 OWN_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp")  # then experiments are a person's own
+_PARTS = re.compile(r"""("[^"]*"|'[^']*'|:\s+|\s+|[\[\]{},"'])|((?:[^\[\]{},"':\s]|:(?!\s)|\s+(?![\s\[\]{},"']))+)""")
+_ODD = re.compile(r"[^\w\s./:$%+@?|-]", re.ASCII)  # what a text holds that needs quotes
 REPLACED = ("data.val_files",)  # a list or a mapping: OmegaConf merges neither into the other
-EXAMPLES: dict[Any, str] = {  # items of lists
+EXAMPLES: dict[Any, str] = {  # items of lists, and mappings by their keys
+    "logging.wandb": "logging.wandb.project=NAME",
+    "logging.mlflow": "logging.mlflow.tracking_uri=URL",
     RewardFunctionConfig: "{path: my_reward.py}",
     SourceConfig: "{name: mine, files: [mine.parquet]}",
 }
@@ -225,8 +231,19 @@ def _unreadable(argument: str, error: Exception, plan: bool) -> str:
     if "=" not in argument:
         what = "lacks a value" if argument in known_keys(plan) else "is no override"
         return f"`{argument}` {what}; write KEY=VALUE"
-    remedy = "; write the whole path, as in $HOME/..." if "=~" in argument else ""
-    return f"cannot read the override `{argument}`: {error}{remedy}"
+    return f"cannot read the override `{argument}`: {error}{_quoted(argument)}"
+
+
+def _quoted(argument: str) -> str:
+    """Returns how to write an argument whose value has characters that Hydra reads otherwise: its texts in quotes, and
+    all of it in the shell's; empty where that would not help."""
+    key, _, value = argument.partition("=")
+    parts = [mark or (f'"{text}"' if _ODD.search(text) else text) for mark, text in _PARTS.findall(value)]
+    for quoted in ("".join(parts), f'"{value}"'):
+        with contextlib.suppress(HydraException):
+            OverridesParser.create().parse_override(written := f"{key}={quoted}")
+            return f"; write {shlex.quote(written)}"
+    return ""
 
 
 def _unknown_experiment(name: str) -> Iterator[str]:
@@ -281,7 +298,11 @@ def _mistyped(name: str, value: Any, tree: Any, above: str = "") -> Iterator[str
         yield f"unknown key `{shown}`; {hint(known)}"
     else:
         must = TYPES.get(typing.get_origin(kind) or kind, TYPES[dict])
-        yield f"`{shown}` ({_told(value)}) must be {must if of is None else f'a list, such as [{EXAMPLES[of]}]'}"
+        if of is not None:
+            must = f"a list, such as [{EXAMPLES[of]}]"
+        elif known in EXAMPLES:
+            must = f"a mapping; name what is in it, as in {EXAMPLES[known]}"
+        yield f"`{shown}` ({_told(value)}) must be {must}"
 
 
 def _told(value: Any) -> str:

@@ -84,8 +84,12 @@ def _hints(name: str, known: Collection[str]) -> Iterator[str]:
         yield f"it is {system}'s name; here it is {ours}"
     yield instead(name)
     yield _within(name)
+    known = [key for key in known if not name.startswith(f"{key}.")]
+    first, last = name.partition(".")[0], name.rpartition(".")[2]
+    within = [key for key in known if key.partition(".")[0] == first and key.rpartition(".")[2] == last]
+    if len(within) == 1:
+        yield f"did you mean `{within[0]}`?"
     yield nearest(name, known, cutoff=0.75)
-    last = name.rpartition(".")[2]
     yield nearest(name, [key for key in known if key.rpartition(".")[2] == last], cutoff=0.0)
     near = difflib.get_close_matches(last.removeprefix("vllm_"), engine_arguments(), n=1, cutoff=0.8)
     if near:

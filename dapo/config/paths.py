@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 PKG_SCHEME = "pkg://"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _COLON = re.compile(r":(?!//)(?![^\[]*\])")  # neither that of pkg:// nor that of train[:100]
 JOB_FILES = ("runtime_resources", "working_dir_files")  # of Ray: above its copy of the folder that a job takes along
 
@@ -27,6 +28,7 @@ def checked_path(value: str, *, key: str) -> str:
     resolved = resolve_path(value)
     if resolved != value or Path(value).exists() or not _looks_local(value):
         return resolved
+    _refuse_scheme(value, key)
     path = _local_path(value)
     if path is None:
         raise ValueError(f"`{key}` ({value}): the package is not installed; install it or give a path")
@@ -92,8 +94,9 @@ def not_on_hub(key: str, name: str, error: Exception | None, what: str = "direct
 
 
 def output_path(value: str) -> Path:
-    """Returns `trainer.output_dir` as an absolute path. Raises ValueError where it lies in Ray's copy of the folder
-    that a job took along: the copy goes with the cluster."""
+    """Returns `trainer.output_dir` as an absolute path. Raises ValueError for an address of other storage, and where it
+    lies in Ray's copy of the folder that a job took along: the copy goes with the cluster."""
+    _refuse_scheme(value, "trainer.output_dir")
     path = Path(value).expanduser().absolute()
     if JOB_FILES in zip(path.parts, path.parts[1:], strict=False):
         raise ValueError(
@@ -102,6 +105,15 @@ def output_path(value: str) -> Path:
             f"trainer.output_dir=/shared/{path.name}"
         )
     return path
+
+
+def _refuse_scheme(value: str, key: str) -> None:
+    """Raises ValueError for s3://... and the like, which would be a folder `s3:` here."""
+    if _SCHEME.match(value) and (key == "trainer.output_dir" or not value.startswith(PKG_SCHEME)):
+        raise ValueError(
+            f"`{key}` ({value}) is no local path, and files are read and written as local ones alone; give the path at "
+            "which that storage is mounted on every node, or copy the files before or after the run"
+        )
 
 
 def _local_path(value: str) -> Path | None:

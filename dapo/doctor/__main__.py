@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dapo.config.checks import doubts
 from dapo.config.compose import compose
 from dapo.config.paths import output_path
 from dapo.doctor.checks import CHECKS, Outcome, diagnose
-from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok
+from dapo.doctor.finding import FAULT, WARNING, Finding, fault, ok, warning
 from dapo.doctor.machines import ThisMachine
 from dapo.doctor.subject import Subject
 from dapo.report.console import EXIT_FAILED, EXIT_INTERRUPTED, end, say
@@ -80,7 +81,9 @@ def _look(arguments: Sequence[str]) -> Iterator[Outcome]:
     except ValueError as error:
         yield Outcome("configuration", fault(str(error), ""), 0.0)
         return
-    yield Outcome("configuration", ok(f"output directory {subject.cfg.trainer.output_dir}"), 0.0)
+    said = "; ".join(doubts(subject.cfg))
+    found = warning(said, "") if said else ok(f"output directory {subject.cfg.trainer.output_dir}")
+    yield Outcome("configuration", found, 0.0)
     if not subject.address:
         yield from diagnose(subject, ThisMachine())
         return

@@ -3,7 +3,7 @@ person's own, installation."""
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from dapo.config.reward import RewardConfig, RewardFunctionConfig
 from dapo.config.rules.model import config_problems, reads_safetensors
 from dapo.config.sandbox import SandboxConfig
 from dapo.config.schema import Config
+from dapo.data.files import read_chunks
 from dapo.data.sources import held_out_files, train_files
 from dapo.report.redact import redacted
 from dapo.report.sinks import choice
 from dapo.rewards import judge
+from dapo.rewards.calling import tried
 from dapo.rewards.calling.by_entry import section_of, source_functions
 from dapo.rewards.calling.loading import SECTION, LoadedFunction, labels, load, ready_name, with_judge
 from dapo.sandbox.confine import python_paths
@@ -49,11 +51,48 @@ def preflight(cfg: Config, *, trains: bool = True) -> None:
         raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def early_problems(cfg: Config) -> list[str]:
+def early_problems(cfg: Config, warn: Callable[[str], None]) -> list[str]:
     """Returns what is wrong with files, functions and names of a run, as far as that can be told without torch and
-    transformers."""
-    problems = [*_data(cfg), *_models(cfg, trains=True), *_reward_functions(cfg), *choice.problems(cfg)]
-    return [*dict.fromkeys([*problems, *_rollout_function(cfg)])]
+    transformers. warn: told what a run survives."""
+    functions = [*_reward_functions(cfg)]
+    problems = [*_data(cfg), *_models(cfg, trains=True), *functions, *choice.problems(cfg), *_rollout_function(cfg)]
+    if not functions:
+        for fails, line in rewards_tried(cfg):
+            problems += [line] if fails else []
+            if not fails:
+                warn(line)
+    return [*dict.fromkeys(problems)]
+
+
+def rewards_tried(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """Calls each function of a person's own on made-up responses to the first row of its data, where that is a local
+    file; yields what it does not score, and whether it scores nothing. All functions can be loaded."""
+    own = source_functions(cfg.data.sources)
+    for entry, specs in {"": cfg.reward.functions, **own}.items():
+        row = _first_row(cfg, entry, own)
+        for index, spec in enumerate(specs if row else ()):
+            key = f"{section_of(entry) if entry else SECTION}[{index}]"
+            function = None if ready_name(spec.path) else load(spec, index=index)
+            if row and function and not function.asynchronous and not function.runs_programs:
+                yield from tried.doubts(spec, row, cfg.reward.limits, key)
+
+
+def _first_row(cfg: Config, entry: str, own: Collection[str]) -> tried.Row | None:
+    """Returns the first row that the functions of an entry score; "": those of `reward.functions`. None where it is not
+    here, or not as it should be: who loads the data tells."""
+    for one in train_files(cfg.data):
+        if one.reading.entry != entry and (entry or one.reading.entry in own):
+            continue
+        try:
+            name = checked_data(one.files[0], key=one.key)
+            chunk = next(read_chunks(name, one.key, one.reading)) if Path(name).is_file() else None
+            if chunk is not None:
+                rest, truth = chunk.rest(0), chunk.reward_models[0]["ground_truth"]
+                extra = dict(rest.get("extra_info") or {})
+                return tried.Row(data_source=rest["data_source"], ground_truth=truth, extra_info=extra)
+        except (ValueError, StopIteration, LookupError, TypeError):
+            return None
+    return None
 
 
 def _data(cfg: Config) -> Iterator[str]:

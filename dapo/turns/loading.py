@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config.fields import TYPES
 from dapo.config.sampling import RolloutFunctionConfig
-from dapo.rewards.calling.loading import describe, load_file
+from dapo.rewards.calling.loading import load_file, not_imported
 from dapo.turns.session import Function
 
 READY = ("one_turn", "retry", "tool_use")  # modules of this package
@@ -27,10 +27,7 @@ def load(spec: RolloutFunctionConfig) -> Function:
     try:
         module = _module(spec.path)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{KEY}.path` ({spec.path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted "
-            f"module that can be imported on every node, or one of {', '.join(READY)}"
-        ) from error
+        raise ValueError(not_imported(f"{KEY}.path", spec.path, error, READY)) from error
     function = vars(module).get(spec.name)
     if not inspect.iscoroutinefunction(function):
         there = [name for name, value in vars(module).items() if inspect.iscoroutinefunction(value)]

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from dapo.config import compose as module
 from dapo.config.__main__ import reference
+from dapo.config.checks import doubts
 from dapo.config.compose import checked_overrides, compose, experiments
 from dapo.config.facts import vllm_source
 from dapo.config.names import hint
@@ -94,6 +95,12 @@ def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPa
         assert hint("max_num_seqs") == "config/README.md lists all keys"
     finally:
         forget_vllm()
+
+
+def test_a_clip_range_the_other_way_round_is_doubted() -> None:
+    [line] = doubts(compose(["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.2"], "dapo_tiny"))
+    assert "`algorithm.clip_ratio_low` (0.3) is above `algorithm.clip_ratio_high` (0.2)" in line
+    assert [*doubts(compose(["algorithm.clip_ratio_high=0.2"], "dapo_tiny"))] == []
 
 
 def test_the_planners_assumptions_are_no_part_of_a_run(tmp_path: Path) -> None:

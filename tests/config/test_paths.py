@@ -31,6 +31,17 @@ def test_a_run_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert output_path("/shared/working_dir_files/a") == Path("/shared/working_dir_files/a")
 
 
+@pytest.mark.parametrize(
+    "value", ["s3://bucket/run", "hdfs://name:9000/run", "file:///run", "s3:/bucket/run", "pkg://a/b"]
+)
+def test_an_address_of_other_storage_is_no_folder_here(value: str) -> None:
+    with pytest.raises(ValueError, match=rf"^`trainer.output_dir` \({value}\) is no local path.*mounted on every node"):
+        output_path(value)
+    if not value.startswith("pkg"):
+        with pytest.raises(ValueError, match=rf"^`model.path` \({value}\) is no local path"):
+            checked_path(value, key="model.path")
+
+
 def test_rays_copy_of_the_checkout_holds_no_run(job: Path) -> None:
     with pytest.raises(ValueError, match=rf"\(outputs/a\) is {job}/outputs/a: .* trainer.output_dir=/shared/a$"):
         output_path("outputs/a")

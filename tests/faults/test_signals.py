@@ -17,7 +17,7 @@ import pytest
 
 from dapo.faults.signals import SAME_S, SIGNALS, finish
 from dapo.pools import ActorsLost
-from dapo.report.console import EXIT_RESUMABLE
+from dapo.report.console import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60
@@ -203,3 +203,30 @@ def test_under_nohup_a_run_goes_on(moment, tmp_path):
             process.wait(0.3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == EXIT_RESUMABLE
+
+
+STOPPED_WHILE_LOADING = """
+import os, runpy, signal, sys
+sys.argv = ["-m"]
+import dapo
+
+class Loads:
+    def find_spec(self, name, *_):
+        if name == "omegaconf":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Loads())
+runpy.run_module("dapo.main_ppo", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_modules_are_loaded_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_WHILE_LOADING], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (EXIT_INTERRUPTED, "dapo: interrupted\n", "")
+
+
+def test_a_python_without_the_packages_says_how_to_get_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-m", "dapo.main_ppo"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"{sys.executable} has not the packages of dapo; activate their environment (`source .venv" in done.stderr

@@ -13,7 +13,7 @@ from dapo.rewards.calling.loading import load
     ("content", "name", "named"),
     [
         pytest.param(None, "f", ["reward.functions[3].path", "there is no file", "absolute path"], id="no-file"),
-        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError"], id="syntax-error"),
+        pytest.param("def (", "f", ["reward.functions[3].path", "SyntaxError", "correct the file"], id="syntax-error"),
         pytest.param("import no_such_thing", "f", ["path", "ModuleNotFoundError", "no_such_thing"], id="its-import"),
         pytest.param("1 / 0", "f", ["reward.functions[3].path", "ZeroDivisionError"], id="raises-at-import"),
         pytest.param("import sys; sys.exit(3)", "f", ["path", "SystemExit"], id="ends-itself-at-import"),
@@ -30,6 +30,14 @@ def test_loading_errors(tmp_path: Path, content: str | None, name: str, named: l
     with pytest.raises(ValueError) as error:
         load(RewardFunctionConfig(path=str(file), name=name), index=3)
     assert all(part in str(error.value) for part in [*named, "mine.py"])
+
+
+@pytest.mark.parametrize("line", ["from helper import RIGHT", "from .helper import RIGHT", "import helper.part"])
+def test_a_file_cannot_import_its_neighbour_and_says_what_works(tmp_path: Path, line: str) -> None:
+    (tmp_path / "helper.py").write_text("RIGHT = 1.0")
+    (tmp_path / "mine.py").write_text(f"{line}\ndef f(**values): return 1.0")
+    with pytest.raises(ValueError, match=r"mine.py'\) cannot .*; the file's folder is not searched .* in PYTHONPATH"):
+        load(RewardFunctionConfig(path=str(tmp_path / "mine.py"), name="f"))
 
 
 def test_a_missing_module_is_named() -> None:

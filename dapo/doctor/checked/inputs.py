@@ -17,12 +17,15 @@ BAD_SHARE = 0.01  # of references that no right answer matches
 def settings(subject: Subject) -> Finding:
     """Tries what a run tries before it starts workers: schedule, model, reward functions and their known answers,
     functions of a person's own, sinks."""
-    from dapo.driver.preflight import preflight  # loads torch
+    from dapo.driver.preflight import preflight, rewards_tried  # loads torch
 
     try:
         preflight(subject.cfg)
     except ValueError as error:
         return fault(str(error), "correct each")
+    if lines := [*rewards_tried(subject.cfg)]:
+        say = fault if any(fails for fails, _ in lines) else warning
+        return say("\n".join(line for _, line in lines), "")
     names = ", ".join(ready_name(spec.path) or spec.path for spec in subject.cfg.reward.functions)
     return ok(f"schedule {subject.cfg.actor.optim.lr_scheduler}, reward functions {names}")
 

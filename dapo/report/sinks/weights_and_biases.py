@@ -5,13 +5,15 @@ its id is kept in the run directory.
 """
 
 import importlib.util
+import inspect
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from dapo.config.names import nearest
 from dapo.report.redact import redacted
 from dapo.report.sinks.sink import Sink
 from dapo.state.durable import write_text
@@ -73,6 +75,23 @@ class WeightsAndBiases(Sink):
             run.finish()
 
 
+def _refused(name: str, value: Any, known: Collection[str]) -> str:
+    """Returns why `wandb.init` would not take an argument; "" where it would. known: its arguments."""
+    import wandb
+
+    if name not in known:
+        remedy = nearest(name, known) or f"it takes {', '.join(each for each in known if each not in OWN)}"
+        return f"is no argument of `wandb.init`; {remedy}"
+    fields = wandb.Settings.model_fields
+    try:
+        wandb.Settings(**{field: value for field in (name, f"run_{name}") if field in fields})
+    except Exception as error:  # of pydantic or its own
+        lines = [line.strip() for line in str(error).splitlines()]
+        why = lines[2].partition(" [type=")[0] if len(lines) > 2 else lines[0]
+        return f"is refused by `wandb.init`: {why}; correct it, or leave it out"
+    return ""
+
+
 def problem(arguments: Mapping[str, Any]) -> str:
     """Returns what keeps `logging.wandb` from working, empty if nothing does."""
     if not arguments:
@@ -82,10 +101,14 @@ def problem(arguments: Mapping[str, Any]) -> str:
     for name in OWN:
         if name in arguments:
             return f"`logging.wandb.{name}` ({redacted(arguments)[name]}) is set by dapo itself; remove it"
-    if arguments.get("mode", os.environ.get("WANDB_MODE", "online")) != "online":
-        return ""
     import wandb
 
+    known = inspect.signature(wandb.init).parameters
+    for name, value in arguments.items():
+        if wrong := _refused(name, value, known):
+            return f"`logging.wandb.{name}` ({redacted(arguments)[name]}) {wrong}"
+    if arguments.get("mode", os.environ.get("WANDB_MODE", "online")) != "online":
+        return ""
     if not wandb.login(prompt=False):
         return (
             "`logging.wandb` needs an API key for its server: run `wandb login`, set WANDB_API_KEY, or write to disk "

@@ -220,10 +220,23 @@ def _load_module(path: str, key: str) -> ModuleType:
             return load_file(file, "reward")
         return importlib.import_module(f"{PACKAGE}.{ready}" if ready else path)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{key}` ({path!r}) cannot be imported ({describe(error)}); give a Python file (*.py), a dotted module "
-            f"that can be imported on every node, or one of {', '.join(READY)}"
-        ) from error
+        raise ValueError(not_imported(key, path, error, READY)) from error
+
+
+def not_imported(key: str, path: str, error: BaseException, ready: Sequence[str]) -> str:
+    """Returns what to say of a module that cannot be imported. path: a file, or a dotted name. ready: names of modules
+    that could be given instead."""
+    remedy = (
+        f"give a Python file (*.py), a dotted module that can be imported on every node, or one of {', '.join(ready)}"
+    )
+    if Path(path).expanduser().is_file():
+        remedy = "correct the file"
+        if isinstance(error, ImportError):
+            remedy = (
+                "the file's folder is not searched for modules, so that none is shadowed: write what it imports into "
+                "the file, or install it as a package, or name its folder in PYTHONPATH, on every node"
+            )
+    return f"`{key}` ({path!r}) cannot be imported ({describe(error)}); {remedy}"
 
 
 def load_file(file: Path, kind: str) -> ModuleType:
