@@ -156,8 +156,13 @@ def test_nobody_else_writes_to_the_files_of_its_sessions(monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="is no folder of yours.*RAY_TMPDIR"):
             cluster.connect("local", worker_logs=False)
         monkeypatch.setenv("RAY_TMPDIR", str(place / ("long" * 10)))
-        with pytest.raises(ValueError, match="sockets would lie in .*set RAY_TMPDIR"):
+        with pytest.raises(ValueError, match="RAY_TMPDIR .*too long"):
             cluster.connect("local", worker_logs=False)
+        monkeypatch.delenv("RAY_TMPDIR")
+        monkeypatch.setenv("TMPDIR", str(place / ("long" * 10)))
+        cluster.connect("local", worker_logs=False)
+        cluster.leave()
+        assert started["_temp_dir"] == f"/tmp/dapo-{os.getuid()}/ray"
     finally:
         shutil.rmtree(place)
 
