@@ -24,7 +24,7 @@ DELIMITERS = re.compile(r"\\[()\[\]]")
 # Usual spellings that neither of the others reads: a choice before its text, a decimal that is about, one value said
 # twice, Unicode, and sentences around.
 USUAL = (
-    (r"(?<=[0-9}])[,*\s]*(?:≈|\\approx) ?-?[0-9.,]+", ""),
+    (r"(?<=[0-9}])(?:[,.*%\s]|\^\\circ|cm|dollars|hours|miles)*(?:≈|\\approx) ?-?[0-9.,]+", ""),
     (r"\((?:\\?\$)?[A-J]\)\s|It is\s|(?:approximately|≈|x[^0-9]{0,9}\\approx|\\approx)\s*", ""),
     (r"(-?[0-9.,/]+) or \1\.0(?![0-9])", r"\1"),
     (r"\s*I hope it is correct\W*$|。|(?<=\}), where \$a = [^$]*\$$", ""),
@@ -148,7 +148,7 @@ def test_no_answer_is_right_for_two_truths(module: Any) -> None:
             verdicts = [module.compute_score("", answer, truth)["acc"] for truth in pair]
             right += any(verdicts)
             assert not all(verdicts), (answer, pair)
-    assert right > 100, "else it would show nothing"
+    assert right > 50, "else it would show nothing"
 
 
 def refused(solution: str, answer: str, truth: str, value: Fraction) -> Iterator[bool]:
