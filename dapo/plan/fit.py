@@ -2,12 +2,11 @@
 
 import copy
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from dapo.config.facts.model_shape import ModelShape
 from dapo.config.plan import PlannedConfig
-from dapo.derived import device_of, lent_engines, shares_gpus, takes_turns
+from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
 from dapo.plan.actor import ActorMemory
 from dapo.plan.engine import CACHE, EngineMemory
 from dapo.plan.terms import size, together
@@ -20,7 +19,8 @@ Change = dict[str, Any]
 def problems(cfg: PlannedConfig, shape: ModelShape) -> list[str]:
     """Returns one message per thing that does not fit; empty when everything does."""
     engine = EngineMemory(cfg, shape)
-    return [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
+    found = [*_actors(cfg, shape), *_engines(cfg, shape, engine), *_machine(cfg, shape, engine)]
+    return [*found, *_caches(cfg, shape, engine, len(found))]
 
 
 def room_for_actors(cfg: PlannedConfig, shape: ModelShape) -> float:
@@ -133,9 +133,7 @@ def changed(cfg: PlannedConfig, change: Change) -> PlannedConfig:
 
 
 def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Iterator[str]:
-    """Reports engines that vLLM would not start: a longest sequence finds no room, or weights arrive beyond the
-    share.
-    """
+    """Reports weights that arrive beyond an engine's share, and engines that wake beside more than fits."""
     memory, beyond = cfg.plan.gpu_memory_bytes, together(engine.beyond())
     if device_of(cfg) == "cuda" and beyond and engine.taken + beyond > memory:
         why = " and ".join(f"{term.name}, {term.formula}" for term in engine.beyond())
@@ -146,27 +144,46 @@ def _engines(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory) -> Ite
         )
     if takes_turns(cfg) and device_of(cfg) == "cuda":
         yield from _turn_of_engines(cfg, shape, engine)
+
+
+def _caches(cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, others: int) -> Iterator[str]:
+    """Reports engines that vLLM would not start: a longest sequence finds no room. others: problems besides."""
     if engine.at_full_length >= 1:
         return
     *used, cache = engine.terms()
     fixed = together(used)
     needed = -(-engine.window // engine.block) * engine.block * engine.kv_bytes_per_token
-    remedies = []
-    share, key = (fixed + needed) / cfg.plan.gpu_memory_bytes, engine.within(0)[0]
-    if device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION and not shares_gpus(cfg):
-        remedies.append(f"{key}={needed if key.endswith(CACHE) else -int(-share * 100 // 1) / 100}")
-    if cfg.trainer.colocate != "memory":
-        wider = [n for n in shape.head_shares if engine.tensor_parallel < n <= WIDEST_ENGINE]
-        key = "rollout.vllm.tensor_parallel_size"
-        fitting = (n for n in wider if EngineMemory(changed(cfg, {key: n}), shape).at_full_length >= 1)
-        remedies += [f"{key}={n}" for n in islice(fitting, 1)]
-    if engine.kv_tokens > cfg.data.max_prompt_length:
-        remedies.append(f"data.max_response_length={engine.kv_tokens - cfg.data.max_prompt_length}")
-    remedy = f"any of these makes it fit: {'; '.join(remedies)}" if remedies else "take larger GPUs or a smaller model"
+    fitting: dict[str, str] = {}
+    for change in _wider_caches(cfg, shape, engine, fixed, needed):
+        other = changed(cfg, change)
+        if EngineMemory(other, shape).at_full_length >= 1 and len(problems(other, shape)) <= others:
+            fitting.setdefault(next(iter(change)), " ".join(f"{key}={value}" for key, value in change.items()))
+    listed = "; ".join(fitting.values())
+    remedy = f"any of these makes it fit: {listed}" if fitting else "take larger GPUs or a smaller model"
     yield (
         f"an engine needs {size(needed)} of KV cache per GPU for one sequence of {engine.window:,} tokens, and "
         f"{size(cache.amount)} are left ({cache.formula}, {size(fixed)}); {remedy}"
     )
+
+
+def _wider_caches(
+    cfg: PlannedConfig, shape: ModelShape, engine: EngineMemory, fixed: float, needed: int
+) -> Iterator[Change]:
+    """Yields what gives an engine's cache more room, or a sequence less length. fixed: what else the engine takes."""
+    share, key = (fixed + needed) / cfg.plan.gpu_memory_bytes, engine.within(0)[0]
+    if key.endswith(CACHE):
+        yield {key: needed}
+    elif device_of(cfg) == "cuda" and share <= HIGHEST_UTILIZATION:
+        yield {key: -int(-share * 100 // 1) / 100}
+    for n in shape.head_shares:
+        gpus = engine.gpus // engine.tensor_parallel * n
+        wider: Change = {"rollout.vllm.tensor_parallel_size": n}
+        if engine.tensor_parallel < n <= WIDEST_ENGINE and cfg.trainer.colocate == "none":
+            yield wider
+        elif engine.tensor_parallel < n <= WIDEST_ENGINE and takes_turns(cfg) and cfg.actor.num_workers % gpus == 0:
+            yield wider if lends(cfg) else wider | {"rollout.num_engines": cfg.actor.num_workers // gpus}
+    if engine.kv_tokens > cfg.data.max_prompt_length:
+        yield {"data.max_response_length": engine.kv_tokens - cfg.data.max_prompt_length}
 
 
 def _left_by(engine: EngineMemory, needed: float) -> tuple[str, str]:
