@@ -195,6 +195,7 @@ class Writer:
             self._file = _identity(self._path)
         if write is _to_disk:
             write(self._connection)
+            self._is_as_opened()  # it has grown
             return
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -204,12 +205,14 @@ class Writer:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
+        self._is_as_opened()
 
     def _is_as_opened(self) -> bool:
-        """Returns whether what is open is what is at its path, and no smaller: SQLite sees neither."""
+        """Returns whether what is open is what is at its path, and no smaller than it was: SQLite sees neither."""
         before, now = self._file, _identity(self._path)
-        self._file = now
-        return now[:2] == before[:2] and now[2] >= before[2]
+        if same := now[:2] == before[:2] and now[2] >= before[2]:
+            self._file = now
+        return same
 
     def _let_go(self) -> None:
         """Closes a file that was renamed, removed, replaced or cut, with all that was written in it."""

@@ -1,6 +1,7 @@
 """The thread that writes: whole transactions whenever it is killed, what waits is bounded, and neither a disk nor a
 damaged file ends a run."""
 
+import os
 import random
 import signal
 import sqlite3
@@ -192,12 +193,16 @@ def replaced(path):
 
 
 def overwritten(path):
-    path.write_bytes(b"no database at all")
+    path.write_bytes(b"no database at all" * (path.stat().st_size // 20))
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
 
 
 @pytest.mark.parametrize(
     ("harm", "left"),
-    [(renamed, [3, 4]), (Path.unlink, [3, 4]), (replaced, [1, 2, 3, 4]), (overwritten, [3, 4])],
+    [(renamed, [3, 4]), (Path.unlink, [3, 4]), (replaced, [1, 2, 3, 4]), (overwritten, [3, 4]), (cut, [3, 4])],
 )
 def test_a_file_that_goes_while_the_run_writes_is_noticed_and_begun_anew(harm, left, tmp_path, told):
     writer = writer_of(tmp_path, told)
