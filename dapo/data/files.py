@@ -77,11 +77,8 @@ def _hub_chunks(name: str, key: str, reading: Reading) -> Iterator[Chunk]:
         else:
             found = datasets.load_dataset(repository, config or None, split=split or None)
     except Exception as error:  # a network, the hub and every kind of data file are behind this call
-        remedy = (
-            "check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT) and the network, or give a file"
-        )
-        if folder:
-            remedy = "check its files, or give them as a list"
+        network = "" if folder else " and the network"
+        remedy = f"check the name (OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT){network}, or give a file"
         if isinstance(error, OSError) and error.filename:
             cache = datasets.config.HF_DATASETS_CACHE
             remedy = f"if it is its cache ({cache}, HF_HOME) that cannot be written, set HF_HOME to another folder, or "

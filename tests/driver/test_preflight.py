@@ -361,11 +361,11 @@ def test_a_name_that_only_the_hub_knows_is_asked_for_once(tmp_path: Path, monkey
     [
         ("return 1.0 if solution_str.endswith(ground_truth) else 0.0", [], False),
         ("print('hello'); return {'score': 1.0, 'acc': True}", [], False),
-        ("return '1.0'", ["on the answer 'Answer: 26': reward function", "on an empty answer: "], True),
+        ("return '1.0'", ["no score for the answer 'Answer: 26': reward function", "for an empty answer: "], True),
         ("return solution_str.missing", ["`compute_score` raised AttributeError", "at line 2 of mine.py"], True),
         (
             "return {'score': 1 / len(solution_str)}",
-            ["on an empty answer: reward function `compute_score` raised Zero"],
+            ["for an empty answer: reward function `compute_score` raised Zero"],
             False,
         ),
         ("pass", ["gives None for the answer 'Answer: 26'", "gives None for an empty answer"], False),

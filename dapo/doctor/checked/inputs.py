@@ -75,7 +75,7 @@ def verifier(subject: Subject) -> Finding:
     """Scores reference answers of the run's own data, where `reward.functions` score it."""
     judged = [*notes.judged_truths(subject.cfg, subject.prompts[0])]
     if not judged:
-        return ok("a function of your own: `canaries` beside it are its test")
+        return ok("no ready function compares with ground truths; `canaries` beside one of your own are its test")
     said = [*notes.of_truths(judged)]
     if any(len(wrong) > BAD_SHARE * looked for _, looked, wrong in judged):
         return fault("; ".join(said), "")

@@ -62,7 +62,7 @@ def doubts(spec: RewardFunctionConfig, row: Row, limits: LimitsConfig, key: str)
         )
         failed.append(([*tried][len(given)], why))
     for what, why in failed:
-        yield len(failed) == len(tried) or not given, f"`{key}` ({spec.path}) scores no response: on {what}: {why}"
+        yield len(failed) == len(tried) or not given, f"`{key}` ({spec.path}) has no score for {what}: {why}"
     for what, one in zip(tried, given, strict=False):
         if "error" not in one and one["reward"] is None:
             yield (
