@@ -78,6 +78,21 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
     return found
 
 
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Returns the texts of the tokens that a tokenizer takes for control of the context, the longest first."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+
+
+def spelled_out(special: Sequence[str], text: str) -> str:
+    """Returns a text with a space in each special token: as plain text they open no turn."""
+    for token in special:
+        for _ in range(2):  # a token may overlap itself
+            if len(token) > 1 and token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
 def check_rows(prompts: Iterable[Prompt], path: str) -> None:
     """Raises ValueError for a prompt with tokens that the embedding of the model has no row for. path: `model.path`."""
     try:

@@ -43,7 +43,8 @@ class Generate(Protocol):
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the tokens by which the chat template goes on behind the last turn: its end, where the policy did
-        not sample it, messages as (role, content), and the beginning of the policy's next turn."""
+        not sample it, messages as (role, content), and the beginning of the policy's next turn. A content opens and
+        ends no turn: special tokens in it become text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

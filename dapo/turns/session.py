@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from dapo.data.template import rendered
+from dapo.data.tokenizer import special_tokens, spelled_out
 from dapo.rewards.calling.loading import describe
 from dapo.turns.patience import Stopwatch, watch
 from dapo.turns.protocol import Ask, Failed, Generated, Queued, Step, Trajectory
@@ -66,7 +67,9 @@ class Turns:
 
     def after(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Returns what `dapo.turns.protocol.Generate` says. Raises ValueError where the template drops a turn."""
-        turns = (("user", PLACEHOLDER[::-1]), ("assistant", PLACEHOLDER), *messages)
+        special = special_tokens(self.tokenizer)
+        plain = [(role, spelled_out(special, content)) for role, content in messages]  # no control of the context
+        turns = (("user", PLACEHOLDER[::-1]), ("assistant", PLACEHOLDER), *plain)
         _, found, rest = rendered(self.tokenizer, turns, self._template_kwargs).rpartition(PLACEHOLDER)
         if not found:
             raise ValueError("the chat template drops what the assistant said; append tokens of your own instead")

@@ -9,6 +9,7 @@ sandbox (`dapo.sandbox`), each by itself.
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -21,6 +22,8 @@ BEGIN, END = "<calc>", "</calc>"
 PYTHON_BEGIN, PYTHON_END = "<python>", "</python>"
 MAX_CHARS, MAX_DIGITS = 200, 60  # of what is worked out, and of its result
 MAX_EXPONENT = 200
+# No words: behind a number, such as in `1if`, Python's parser warns of them on standard error.
+_WRITTEN = re.compile(r"[\s0-9a-fA-FxXoO_.+\-*/%()]*")
 
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -44,7 +47,7 @@ async def rollout(
     """Returns the text of all turns, results included. After `max_calls` the policy is answered no more. python:
     whether there is an interpreter too. max_result_chars: of what a program wrote."""
     text, given = "", ()
-    encode = lambda shown: tuple(generate.tokenizer(shown, add_special_tokens=False)["input_ids"])  # noqa: E731
+    as_text = {"add_special_tokens": False, "split_special_tokens": True}  # a program may write those that end a turn
     for _ in range(max_calls):
         turn = await generate(given, stop=(END, PYTHON_END) if python else END)
         text += turn.text
@@ -59,7 +62,7 @@ async def rollout(
         else:
             result = await interpret(said.rpartition(PYTHON_BEGIN)[2], max_result_chars)
         shown = f"<result>{result}</result>"
-        text, given = text + shown, encode(shown)
+        text, given = text + shown, tuple(generate.tokenizer(shown, **as_text)["input_ids"])
     return Trajectory(text=text + (await generate(given)).text)
 
 
@@ -72,6 +75,8 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARS:
         return "error: too long"
+    if not _WRITTEN.fullmatch(expression):
+        return "error: not arithmetic"
     try:
         value = str(_value(ast.parse(expression.strip(), mode="eval").body))
     except ZeroDivisionError:

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dapo.config.reward import RewardModelConfig
 from dapo.config.rules.reward_model import head_problems
+from dapo.data.tokenizer import special_tokens, spelled_out
 from dapo.types import Messages
 
 
@@ -98,8 +99,7 @@ class Classifier:
         declared = min(window, self._tokenizer.model_max_length)
         self._max_length = min(config.max_length or declared, window, config.max_tokens)
         self._declared_pad = getattr(self._text_config, "pad_token_id", None)
-        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._special = special_tokens(self._tokenizer)
 
     def score(self, conversations: Sequence[Conversation]) -> list[ModelScore]:
         """Returns one score per conversation, in order."""
@@ -119,7 +119,7 @@ class Classifier:
 
     def _text(self, conversation: Conversation) -> str | ModelScore:
         """Returns the conversation as the model reads it."""
-        response = _without(self._special, _readable(conversation.response))
+        response = spelled_out(self._special, _readable(conversation.response))
         if not self._tokenizer.chat_template:
             return _readable(conversation.prompt_text) + response
         try:
@@ -172,12 +172,3 @@ class Classifier:
 def _readable(text: str) -> str:
     """Replaces lone surrogates, which no tokenizer takes, by U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _without(special: Sequence[str], response: str) -> str:
-    """Puts a space into special tokens that a response spells out: as plain text they open no turn."""
-    for token in special:
-        for _ in range(2):  # a token may overlap itself
-            if len(token) > 1 and token in response:
-                response = response.replace(token, f"{token[0]} {token[1:]}")
-    return response

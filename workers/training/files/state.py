@@ -9,6 +9,7 @@ in the same order. A rank hashes what it has written, for `dapo.state.manifest.s
 
 import copy
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +38,13 @@ from workers.training.files.adapters import (
     save_identity,
 )
 from workers.training.files.loading import INDEX_FILE
+from workers.training.files.reading import Planner, Reader
 from workers.training.forward.policy import PackedPolicy
 from workers.training.fsdp import check_copies, full_parameters, full_shapes, gather, reshard
 from workers.training.lora import has_adapters
 from workers.training.mesh import Mesh
 from workers.training.scaling import LossScale
-from workers.training.unanimous import OwnWork, files_error
+from workers.training.unanimous import FilesError, OwnWork, files_error
 
 EXPORT_FILE_BYTES = 4 << 30
 ADAPTER_FOLDER = "adapter"  # next to the model transformers would load the adapters a second time
@@ -134,16 +136,13 @@ def _write_state(state: dict[str, Any], adapters: dict[str, Any], mesh: Mesh, di
 
 
 def missing_shards(directory: str) -> list[str]:
-    """Returns the files that a distributed checkpoint names in its `.metadata` and that are not there, or too short.
-
-    Of a checkpoint that this run has written itself: its metadata is a pickle.
-    """
+    """Returns the files that a distributed checkpoint names in its `.metadata` and that are not there, or too short."""
     root = Path(directory)
     metadata = root / SHARDS_OF
     if not metadata.exists():
         return [metadata.name]
     ends: dict[str, int] = {}
-    for place in dcp.FileSystemReader(directory).read_metadata().storage_data.values():
+    for place in Reader(directory).read_metadata().storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     return sorted(
         name for name, end in ends.items() if not (root / name).is_file() or (root / name).stat().st_size < end
@@ -164,11 +163,14 @@ def load_state(policy: PackedPolicy, optimizer: torch.optim.Optimizer, scale: Lo
     scale_state = scale.state()
     try:
         if scale_state:
-            saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+            saved = Reader(directory).read_metadata().state_dict_metadata
             scale_state = {key: value for key, value in scale_state.items() if key in saved}
-        dcp.load({"model": model_state, "optimizer": optimizer_state, **scale_state}, checkpoint_id=directory)
+        state = {"model": model_state, "optimizer": optimizer_state, **scale_state}
+        dcp.load(state, storage_reader=Reader(directory), planner=Planner())
     except CheckpointException as error:
         raise files_error(f"{directory} could not be loaded", error) from None
+    except (OSError, pickle.UnpicklingError) as error:  # of its metadata, on every rank
+        raise FilesError(f"{directory} could not be loaded: {type(error).__name__}: {error}") from None
     options = StateDictOptions(strict=False)  # DCP has already missed what is not there
     set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
