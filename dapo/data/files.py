@@ -59,7 +59,7 @@ def _parquet_chunks(path: Path, where: str, reading: Reading) -> Iterator[Chunk]
             layout, columns = _columns(file.schema_arrow, where, reading)
             batches = file.iter_batches(batch_size=_at_a_time(columns), columns=columns)
             yield from _arrow_chunks((pa.Table.from_batches([batch]) for batch in batches), layout, where, reading)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} cannot be read as Parquet ({error}); write or copy it again") from error
 
 
@@ -101,17 +101,30 @@ def _arrow_chunks(tables: Iterator[pa.Table], layout: Layout | None, where: str,
     first_row = 0
     for table in tables:
         if layout is not None:
-            for number, row in enumerate(table.to_pylist(), first_row):
+            for number, row in enumerate(_read(table, where, first_row), first_row):
                 yield _single(number, layout.converted(row, _row(where, number), reading.entry))
             first_row += len(table)
             continue
         others = table.drop_columns(["prompt", "reward_model"])
 
-        def rest(i: int, others: pa.Table = others) -> dict[str, Any]:
-            return others.slice(i, 1).to_pylist()[0]
+        def rest(i: int, others: pa.Table = others, first_row: int = first_row) -> dict[str, Any]:
+            found: dict[str, Any] = _read(others.slice(i, 1), where, first_row + i)[0]
+            return found
 
-        yield Chunk(first_row, table["prompt"].to_pylist(), table["reward_model"].to_pylist(), rest)
+        prompts, reward_models = (_read(table[name], where, first_row) for name in ("prompt", "reward_model"))
+        yield Chunk(first_row, prompts, reward_models, rest)
         first_row += len(table)
+
+
+def _read(part: pa.Table | pa.ChunkedArray, where: str, first_row: int) -> list[Any]:
+    """Returns the values of some rows. Raises ValueError for a text that is none."""
+    try:
+        return list(part.to_pylist())
+    except UnicodeDecodeError as error:
+        if len(part) > 1:  # which row it is
+            for number in range(len(part)):
+                _read(part.slice(number, 1), where, first_row + number)
+        raise ValueError(f"{_row(where, first_row)}: a text is not UTF-8 ({error}); write it again as UTF-8") from None
 
 
 def _single(number: int, row: dict[str, Any]) -> Chunk:

@@ -17,7 +17,7 @@ from dapo.data.tokenizer import TEXT
 from dapo.data.values import shown
 from dapo.rewards.calling.by_entry import source_functions
 from dapo.rewards.calling.loading import ready_name
-from dapo.rewards.selfcheck import FUNCTIONS, reference, verdicts
+from dapo.rewards.selfcheck import FUNCTIONS, no_answers, reference, verdicts
 from dapo.types import HeldOut, Messages, Prompt
 
 DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 29))
@@ -27,7 +27,8 @@ SHORT = 3  # characters; below, a special token may be text
 SLOW = {"math_verify": 200}  # references of which one takes milliseconds
 SAMPLE = 2000  # of the others
 
-Judged = tuple[str, int, list[str]]  # a function, how many truths it was tried on, a line for each that it fails
+# A function, how many truths it was tried on, a line for each that it fails, and for each that stands for no answer.
+Judged = tuple[str, int, list[str], list[str]]
 
 
 def of_all(cfg: Config, tokenizer: Any, prompts: Sequence[Prompt], held_out: Sequence[HeldOut]) -> Iterator[str]:
@@ -111,8 +112,9 @@ def of_held_out(prompts: Sequence[Prompt], sets: Sequence[HeldOut]) -> Iterator[
 
 
 def of_truths(judged: Iterable[Judged]) -> Iterator[str]:
-    """Looks for ground truths that a ready function of `reward.functions` cannot tell."""
-    for name, looked, wrong in judged:
+    """Looks for ground truths that a ready function of `reward.functions` cannot tell, or that are no answers."""
+    for name, looked, wrong, none in judged:
+        yield from (f"{name}: {line}" for line in none[:1])
         if wrong:
             yield (
                 f"{name}: {looked - len(wrong)} of {looked} reference answers as they should be: {wrong[0]}; no "
@@ -131,4 +133,4 @@ def judged_truths(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Judged]:
             step = -(-len(every) // SLOW.get(name, SAMPLE))
             references = [reference(prompt.id, prompt.ground_truth, name) for prompt in every[::step]]
             compute_score = importlib.import_module(f"dapo.rewards.{name}").compute_score
-            yield name, len(references), verdicts(references, compute_score).lines
+            yield name, len(references), verdicts(references, compute_score).lines, no_answers(references)

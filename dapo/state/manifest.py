@@ -1,8 +1,7 @@
 """Seals a directory with a list of its files, and compares a sealed directory with that list.
 
 In: a directory. Out: `manifest.json` in it, with size and SHA-256 of every file and a checksum of its own; or the name
-of the first of these files that is not as it was sealed. Nothing is opened by a library before this, as DCP's metadata
-is a pickle.
+of the first of these files that is not as it was sealed. Nothing is opened by a library before this.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ FORMAT = 3  # also of the files that the caller writes: a directory of another f
 MANIFEST = "manifest.json"
 DIGESTS = "*.sha256.json"  # left by a writer that hashed what it wrote
 SHARDS_OF = ".metadata"  # DCP's table of what lies where
-SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle and must not be loaded to be read
+SHARD = re.compile(rb"__\d+_\d+\.distcp")  # a name in that table, which is a pickle: here it is looked for as text
 HASH_THREADS = 8  # hashing releases the GIL; a 32B checkpoint is some hundred gigabytes
 
 T = TypeVar("T")

@@ -50,6 +50,7 @@ def vocabulary(folder: Path) -> list[str]:
         ),
         (rows(held_out=True), "16 held-out problems are training prompts too"),
         (rows(row("7+7=", "None")), "math: 16 of 17 reference answers as they should be: row 16: 'None'"),
+        (rows(row("7+7=", "proof")), "math: the ground truth 'proof' of 1 of 17 rows, the first 16, is no answer"),
         (rows(MARKED), "1 prompts have special tokens of the model in their messages ('<|"),
         (template(lambda text: "{{ strftime_now('%d %b') }}" + text), "the chat template writes today's date"),
         (template(lambda text: "{{ messages[0]['content'] }}"), "nothing opens the model's turn"),

@@ -154,6 +154,20 @@ def test_a_picture_in_a_parquet_file_is_refused_whatever_its_columns(other, tmp_
         load(write_parquet(tmp_path / "a.parquet", rows), tokenizer)
 
 
+@pytest.mark.parametrize("column", ["prompt", "extra_info", "question"])
+def test_bytes_of_a_parquet_file_that_are_no_text_are_an_error_with_its_row(column, tmp_path, tokenizer):
+    bad = pa.array([b"a", b"\xff\xfe"]).cast(pa.binary()).view(pa.string())
+    columns = {"question": pa.array(["1+1", "2+2"]), "answer": pa.array(["2", "4"])}
+    if column != "question":
+        columns = {
+            name: pa.array([row("1+1", "2")[name], row("2+2", "4")[name]]) for name in row() if name != "ability"
+        }
+    bad = pa.StructArray.from_arrays([bad], ["note"]) if column == "extra_info" else bad
+    pq.write_table(pa.table(columns | {column: bad}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet, row 1 .*: a text is not UTF-8 .*write it again as UTF-8"):
+        load(str(tmp_path / "a.parquet"), tokenizer)
+
+
 ROW = json.dumps(row("1+1", "2")).encode()
 
 

@@ -33,9 +33,13 @@ GIVEN = (
 
 def test_keys_that_hold_secrets_are_known_by_their_names() -> None:
     secret = """token hf_token HF_TOKEN accessToken password db.passwd client_secret secretName api_key APIKey x-api-key
-        credentials private_key aws_secret_access_key Authorization basic_auth"""
+        credentials private_key aws_secret_access_key Authorization basic_auth wandb_key ssh-key OPENAI_KEY MYKEY
+        wandbKey tokens api_tokens slackTokens pass smtp_pass pw db_pw pwd jwt JWT_STRING service_account
+        google_service_account_json webhook_url db_creds SENTRY_DSN passkey secret_prompt_key"""
     other = """max_tokens max_num_batched_tokens tokenizer tokenizer_mode eos_token stop_token per_token key keys author
-        path loss_agg_mode"""
+        path loss_agg_mode prompt_key data.reward_fn_key image_key sortKey public_key monkey pad_token maxTokens compass
+        add_special_tokens stop_tokens total_tokens bypass passes pass_rate key_variable authors patience ignore_keys
+        begin_suppress_tokens spec_tokens lost_tokens kv_tokens"""
     assert [name for name in secret.split() if not is_secret(name)] == []
     assert [name for name in other.split() if is_secret(name)] == []
 
@@ -53,10 +57,52 @@ def test_no_key_of_ours_is_hidden() -> None:
         ("ray://tok@h:1, s3://b/k", f"ray://{HIDDEN}@h:1, s3://b/k"),
         ("https://h/a?sig=x%3D&b=1#c", f"https://h/a?sig={HIDDEN}&b=1#c"),
         ("https://h/a@b owner/name@main me@host", "https://h/a@b owner/name@main me@host"),
+        ("https://user:pa@ss@host/x", f"https://{HIDDEN}@host/x"),
+        ("https://h/a?auth=x&n=1&pwd=y&access=z#token=t", "https://h/a?auth=*&n=1&pwd=*&access=*#token=*"),
+        ("https://h/a?max_tokens=4&user=me", "https://h/a?max_tokens=4&user=me"),
+        ("at https://hooks.slack.com/services/T0/B0/Xy.", "at https://hooks.slack.com/*"),
+        ("https://discord.com/api/webhooks/1/Xy", "https://discord.com/api/webhooks/*"),
     ],
 )
 def test_addresses(text: str, shown: str) -> None:
-    assert without_logins(text) == shown
+    assert without_logins(text) == shown.replace("*", HIDDEN)
+    assert without_logins(shown.replace("*", HIDDEN)) == shown.replace("*", HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("of hf_abcdefghijklmnopqrstuv, not hf_hub_download", "of *, not hf_hub_download"),
+        ("sk-abcdefghijklmnopqrst sk-proj-Ab1_cdefghijklmnop", "* *"),
+        ("sk-learn task-abcdefghijklmnopqrst", "sk-learn task-abcdefghijklmnopqrst"),
+        ("ghp_abcdefghijklmnopqrst glpat-abcdefghij1234567890 xoxb-123456789012-ab AKIAABCDEFGHIJKLMNOP", "* * * *"),
+        ("x eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln y", "x * y"),
+        ("a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc\n-----END RSA PRIVATE KEY-----\nb", "a\n*\nb"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE", "*"),
+        ("-----BEGIN CERTIFICATE-----\nMIIE", "-----BEGIN CERTIFICATE-----\nMIIE"),
+        ("Authorization: Bearer abcdefgh.ij", "Authorization: Bearer *"),
+        ("Authorization: Basic dXNlcjpwYXNz is Basic arithmetic", "Authorization: Basic * is Basic arithmetic"),
+        ("run --password=hunter2 -n 1", "run --password=* -n 1"),
+        ("run --hf-token X1 --max-tokens 512 --api-key 'a b'", "run --hf-token * --max-tokens 512 --api-key '*'"),
+        ("HF_TOKEN=abc x=1", "HF_TOKEN=* x=1"),
+        ('{"api_key": "abc", "n": 2}', '{"api_key": "*", "n": 2}'),
+        ("kwargs: {api_key: abc, max_tokens: 5}", "kwargs: {api_key: *, max_tokens: 5}"),
+        ("password: hunter2", "password: *"),
+        ("Unexpected token: x in its forward pass: y", "Unexpected token: x in its forward pass: y"),
+        ("tokens=512 lost_tokens=many", "tokens=512 lost_tokens=many"),
+        ("prompt_key=prompt, pass=3, token=None", "prompt_key=prompt, pass=3, token=None"),
+    ],
+)
+def test_secrets_in_texts_are_known_by_their_shape_and_by_the_name_before_them(text: str, shown: str) -> None:
+    wanted = shown.replace("*", HIDDEN)
+    assert without_logins(text) == wanted and without_logins(wanted) == wanted
+
+
+def test_command_lines_and_numbers_of_tokens() -> None:
+    given = {"args": ["--token", "X", "--n", "X", "--password=X", "HF_TOKEN=X"], "tokens": 4, "user_tokens": [1, 2]}
+    shown = {"args": ["--token", "*", "--n", "X", "--password=*", "HF_TOKEN=*"], "tokens": 4, "user_tokens": [1, 2]}
+    assert redacted(given) == redacted(redacted(given)) == json.loads(json.dumps(shown).replace("*", HIDDEN))
+    assert redacted({"tokens": ["a", 1], "token": 12345}) == {"tokens": HIDDEN, "token": HIDDEN}
 
 
 def test_an_error_that_quotes_a_request_holds_no_key_of_the_environment(tmp_path: Path) -> None:

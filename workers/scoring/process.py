@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.reward import LimitsConfig
-from dapo.report.redact import is_secret
+from dapo.report.redact import redacted
 from dapo.rewards.calling.frames import EXIT_MEMORY, HEADER, MAX_REPLY_BYTES, pack
 
 START_S = 120.0  # the imports of the reward functions
@@ -251,7 +251,7 @@ class ForkServer:
 def state_and_cpu(pid: int) -> tuple[str, float]:
     """Returns the state of a process (R: running or ready) and its seconds of CPU time: proc(5). Raises OSError when it
     is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
@@ -275,7 +275,7 @@ def _environment(*, network: bool) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("RAY_AUTH_") and (network or not is_secret(name))
+        if not name.startswith("RAY_AUTH_") and (network or redacted(value, name) == value)
     }
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -77,9 +77,11 @@ def verifier(subject: Subject) -> Finding:
     if not judged:
         return ok("no ready function compares with ground truths; `canaries` beside one of your own are its test")
     said = [*notes.of_truths(judged)]
-    if any(len(wrong) > BAD_SHARE * looked for _, looked, wrong in judged):
+    if any(len(wrong) > BAD_SHARE * looked for _, looked, wrong, _ in judged):
         return fault("; ".join(said), "")
-    found = "; ".join(f"{name}: {looked} of {looked} reference answers as they should be" for name, looked, _ in judged)
+    found = "; ".join(
+        f"{name}: {looked} of {looked} reference answers as they should be" for name, looked, _, _ in judged
+    )
     return _noted(said, found)
 
 

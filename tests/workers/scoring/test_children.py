@@ -86,10 +86,12 @@ def test_network_and_processes_are_denied_with_a_remedy_or_allowed(program):
     assert all("as its score" in verdict.detail for verdict in verdicts), "both did what they were told"
 
 
-@pytest.mark.parametrize(("network", "secrets"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("network", "secrets"), [(False, 0), (True, 3)])
 def test_children_come_from_a_clean_process_without_secrets(program, monkeypatch, capfd, network, secrets):
     """One that may ask a server may need its key; none needs Ray's token."""
     monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t")
+    monkeypatch.setenv("MYKEY", "s3cr3t of another name")
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:s3cr3t@host/a")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "s3cr3t too")
 
     async def body(children):
