@@ -10,7 +10,7 @@ draw is stands in `dapo.sampling.draws` alone; how many draws to start is a ques
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
@@ -72,6 +72,7 @@ class OversamplingBuffer:
         self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
+        self.refusals: Counter[tuple[int, int]] = Counter()  # of each draw, by (draw, version of the update)
 
     @classmethod
     def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
@@ -231,7 +232,9 @@ class OversamplingBuffer:
 
     def refused(self) -> None:
         """Notes that the closed batch must not be trained on: its draws start again."""
-        self.draws.send_back(self.draws.at(State.TRAINING), REFUSED)
+        used = self.draws.at(State.TRAINING)
+        self.refusals.update((index, self.version) for index in used)
+        self.draws.send_back(used, REFUSED)
         self._frontier, self._ready = min(self.draws.live, default=self.draws.drawn), 0
         self.serving(self.version)
 
@@ -278,10 +281,13 @@ class OversamplingBuffer:
         since: Collection[tuple[Group, int]] = (),
         *,
         version: int,
+        refusals: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again. since:
-        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it."""
+        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it. refusals: as
+        `refusals` was."""
         self.serving(version)
+        self.refusals = Counter(refusals or {})
         self.rate.restore(state.rate)
         self.draws.restore(state, held, since)
         for group, _ in held:
