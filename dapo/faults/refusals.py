@@ -40,7 +40,7 @@ class Refusals:
 
         Raises `error` when `MAX_IN_A_ROW` batches were refused one after the other.
         """
-        self._voided.add(collected.drawn, version)
+        self._voided.add(self._buffer.in_training(), version)
         self._put(collected.groups, version, error.reason, str(error), {})
         self._buffer.refused()
         self._in_a_row += 1
@@ -55,7 +55,7 @@ class Refusals:
         where = f"{error}; it happened in the update from policy version {version}"
         if times < MAX_LOSSES:
             return ActorsLost(f"{where}; once more with this batch, and it is set aside under {QUARANTINE}/")
-        self._voided.add(collected.drawn, version)
+        self._voided.add(self._buffer.in_training(), version)
         path = self._put(collected.groups, version, "lost", str(error), {})
         put = f"written to {path}" if path else f"not written to {QUARANTINE}/ (the log says why)"
         return ActorsLost(f"{where}, {times} times with the same batch, which is set aside: {put}")

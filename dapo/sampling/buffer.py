@@ -72,7 +72,7 @@ class OversamplingBuffer:
         self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
-        self.refusals: Counter[tuple[int, int]] = Counter()  # of each draw, by (draw, version of the update)
+        self.refusals: Counter[tuple[int, int]] = Counter()  # how often each start was set aside, by (draw, version)
 
     @classmethod
     def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
@@ -230,10 +230,15 @@ class OversamplingBuffer:
         """Notes that the update with the closed batch is done."""
         self.draws.trained()
 
+    def in_training(self) -> list[tuple[Group, int]]:
+        """Returns the groups that the closed batch uses up, each with the policy version at its start."""
+        used = [self.draws.live[index] for index in self.draws.at(State.TRAINING)]
+        return [(draw.group, draw.started) for draw in used if draw.group is not None]
+
     def refused(self) -> None:
         """Notes that the closed batch must not be trained on: its draws start again."""
         used = self.draws.at(State.TRAINING)
-        self.refusals.update((index, self.version) for index in used)
+        self.refusals.update((index, self.draws.live[index].started) for index in used)
         self.draws.send_back(used, REFUSED)
         self._frontier, self._ready = min(self.draws.live, default=self.draws.drawn), 0
         self.serving(self.version)

@@ -1,7 +1,7 @@
 """Remembers which groups must not be trained on, and with which batches ranks were lost, over all starts of a run.
 
 In: batches that were set aside, and those whose update lost the ranks. Out: which groups of a checkpoint or a journal
-are void, how often the draws of an update were set aside, how often a batch has lost the ranks. All of it is in one
+are void, how often a start of a draw was set aside, how often a batch has lost the ranks. All of it is in one
 small file of the output directory, which is on disk before the draws start again.
 """
 
@@ -22,10 +22,11 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """Holds a batch that was set aside. version: that its update started from. groups: digest of each, by draw."""
+    """Holds a batch that was set aside. version: that its update started from. groups: of each its draw, the policy
+    version at its start, and its digest."""
 
     version: int
-    groups: dict[str, str]
+    groups: list[tuple[int, int, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class Loss:
 class Voided:
     """Holds them for one output directory. A file that cannot be written is told, and ends no run.
 
-    refusals: how often each draw was set aside, by (draw, version of the update).
+    refusals: how often each start of a draw was set aside, by (draw, policy version).
     """
 
     def __init__(self, output_dir: Path, *, warn: Callable[[str], None]) -> None:
@@ -70,16 +71,20 @@ class Voided:
     def _take(self, batches: list[SetAside], losses: list[Loss]) -> None:
         self._batches, self._losses = batches, losses
         self.refusals.clear()
-        self.refusals.update((int(index), each.version) for each in batches for index in each.groups)
-        self._digests = {digest for each in batches for digest in each.groups.values()}
+        groups = [group for each in batches for group in each.groups]
+        self.refusals.update((index, started) for index, started, _ in groups)
+        self._digests = {digest for _, _, digest in groups}
 
     def holds(self, group: Group) -> bool:
         """Returns whether the group was set aside."""
-        return bool(self._batches) and _digest(group) in self._digests
+        return bool(self._digests) and _digest(group) in self._digests
 
-    def add(self, groups: Sequence[Group], version: int) -> None:
-        """Notes that these groups, used up by an update from policy `version`, must not be trained on."""
-        batch = SetAside(version=version, groups={str(group.draw.index): _digest(group) for group in groups})
+    def add(self, groups: Sequence[tuple[Group, int]], version: int) -> None:
+        """Notes that these groups, used up by an update from policy `version`, must not be trained on; each with the
+        policy version at its start."""
+        batch = SetAside(
+            version=version, groups=[(group.draw.index, started, _digest(group)) for group, started in groups]
+        )
         self._change([*self._batches, batch], [each for each in self._losses if each.version != version])
 
     def lost(self, groups: Sequence[Group], version: int) -> int:

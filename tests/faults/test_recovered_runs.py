@@ -224,6 +224,16 @@ def test_a_batch_that_loses_the_ranks_twice_is_set_aside(tmp_path, undisturbed, 
     assert responses(found[version]) != responses(undisturbed[version]) and sorted(found) == list(range(7))
 
 
+def test_a_batch_that_was_generated_ahead_is_drawn_again_under_other_seeds(tmp_path):
+    """Its draws started before the version that its update starts from, and start there again after a restart."""
+    cfg, actors = tiny_config(total_steps=5), Poisoned(1)
+    cfg.filter_groups.max_staleness, cfg.checkpoint.journal = 1, False
+    rollouts = [Regenerating() for _ in range(5)]
+    running = run_to_end(lambda: make_trainer(tmp_path, cfg, actors=actors, rollouts=rollouts.pop())[0], actors, 3)
+    asyncio.run(running)
+    assert actors.met == 2 and sorted(trained(actors)) == list(range(5))
+
+
 @pytest.mark.parametrize(
     "where", ["collecting", "saving", "syncing", "another batch", "a batch that was trained meanwhile"]
 )
