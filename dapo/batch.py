@@ -1,6 +1,7 @@
 """Turns groups into what the actors train on: advantages, token weights and mini-batches (DAPO Eqs. 9 and 12).
 
-In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_batch_size` mini-batches; the weights
+In: the groups of one step. Out: a `TrainBatch` of `train_batch_size / ppo_mini_batch_size` mini-batches; of a step that
+has fewer groups (`filter_groups.on_budget`), as few as hold them, of sizes that differ by one at most. The weights
 are computed over each mini-batch, because that is what one optimizer step sums over. Of a response that holds tokens
 which the policy did not sample (`Response.token_mask`), |o_i| counts those that it did.
 """
@@ -45,7 +46,7 @@ def deal(num_groups: int, cfg: Config, *, version: int) -> tuple[list[list[int]]
     shuffle = cfg.actor.shuffle and count > 1
     dealt = rng.permutation(num_groups) if shuffle else np.arange(num_groups)
     orders = [rng.permutation(count) if shuffle else np.arange(count) for _ in range(cfg.actor.ppo_epochs)]
-    chosen = [sorted(dealt[start : start + size].tolist()) for start in range(0, num_groups, size)]
+    chosen = [sorted(part.tolist()) for part in np.array_split(dealt, count)]
     return chosen, tuple(np.concatenate(orders).tolist())
 
 

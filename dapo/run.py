@@ -44,7 +44,7 @@ from dapo.fleet import (
     stop_functions,
 )
 from dapo.own.loading import digests, make_absolute
-from dapo.replay.batches import steps_kept
+from dapo.replay.batches import check_age, steps_kept
 from dapo.report.console import end_at_once, hearing_warnings, say, warn
 from dapo.report.log import MetricsLogger
 from dapo.report.progress import Progress
@@ -132,6 +132,9 @@ async def train(
         for line in run_dir.record_inputs(inputs):
             warn(line)
         store.keeps_groups = not run_dir.accepted and cfg.trainer.only != "train"
+        store.keeps_history = run_dir.same_prompts and cfg.trainer.only != "train"
+        if not run_dir.same_prompts and cfg.data.curriculum != "uniform":
+            warn("the prompts are others than before: `data.curriculum` begins anew, without what was known of them")
         async with build_pools(cfg, rollouts) as pools:
             say(f"ready after {time.monotonic() - began:.0f} s")
             samples = SampleStore(run_dir.path, cfg.logging, warn=warn, guard=run_dir.check)
@@ -167,6 +170,7 @@ def _halve(cfg: Config, until: int | None) -> int | None:
     last, wanted = steps_kept(Path(cfg.data.batches))[-1], cfg.trainer.total_steps if until is None else until
     if last < wanted:
         say(f"`data.batches` ends with step {last}, and so does this run")
+    check_age(cfg, min(last, wanted))
     return min(last, wanted)
 
 

@@ -22,7 +22,7 @@ from dapo.faults.points import fault_point
 from dapo.faults.refusals import Refusals
 from dapo.faults.signals import finish
 from dapo.measure.clock import PhaseClock
-from dapo.pools import BatchRefused, Pools
+from dapo.pools import ActorsLost, BatchRefused, Pools
 from dapo.replay.batches import Batches, stream_of
 from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
@@ -59,7 +59,7 @@ class Trainer:
         self._buffer = OversamplingBuffer.of(cfg, lambda group: has_signal(group, cfg))
         self._order = PromptOrder.of(cfg, prompts)
         self.saver = Saver(cfg, store, pools.actors, self._buffer, self._order, logger, self._limit)
-        self._refusals = Refusals(cfg, logger.output_dir, self._buffer)
+        self._refusals = Refusals(cfg, logger.output_dir, self._buffer, self.saver.voided)
         self.stream = stream_of(cfg, self._order, self._buffer, pools, self.clock)
         self._batches = Batches.of(cfg, logger.output_dir, self._order.visits_of)
         self._until = cfg.trainer.total_steps if until is None else until
@@ -80,30 +80,38 @@ class Trainer:
                 await finish(self.save())
             async with self._limit.leaving("save"):  # the checkpoint says that the evaluation is owed
                 await self.evaluations.finish()
+        except ActorsLost:
+            await self._batches.written()  # the next trainer writes the same files
+            raise
         finally:
             await self.evaluations.close()
             await self.stream.close()
 
     async def step(self) -> dict[str, float]:
         """Takes one rollout step and returns its metrics: samples until the batch is full, updates, syncs. A batch that
-        the actors refuse is set aside, and there are none."""
+        the actors refuse is set aside, and there are none. Raises ActorsLost, also for a batch that is set aside."""
         self.clock.lap()
         self._pools.lap()
         async with self._limit.leaving(*self.saver.acts):
             collected = await unless_lost(self.stream.collect(), self._pools.actors)
         await self._batches.put(self.version + 1, collected.groups)
         await finish(self.evaluations.leave_gpus(), hurry=self.evaluations.give_up)
-        if self._cfg.algorithm.kl.reward_coeff:
-            with self.clock("reference"):
-                collected = await penalized(collected, self._pools.actors, self._cfg, version=self.version)
-        batch = build_batch(collected.groups, self._cfg, version=self.version)
-        self._limit.check("update", *self.saver.acts)
+        version = self.version
         try:
+            if self._cfg.algorithm.kl.reward_coeff:
+                with self.clock("reference"):
+                    collected = await penalized(collected, self._pools.actors, self._cfg, version=version)
+            batch = build_batch(collected.groups, self._cfg, version=version)
+            self._limit.check("update", *self.saver.acts)
             metrics = await finish(self._update(collected, batch), hurry=self.evaluations.give_up)
         except BatchRefused as error:
-            self._refusals.refused(collected, error, self.version)
+            self._refusals.refused(collected, error, version)
             await self._sync()
             return {}
+        except ActorsLost as error:
+            if self.version > version:  # after the update
+                raise
+            raise self._refusals.lost(collected, error, version) from error
         self.evaluations.begin(self.version)
         if self.version < self._until and self.saver.is_due(self.version):
             with self.clock("save"):

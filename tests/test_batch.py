@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dapo.advantage import group_advantages
-from dapo.batch import advantages_of, build_batch, has_signal
+from dapo.batch import advantages_of, build_batch, deal, has_signal
 from dapo.config.algorithm import ADVANTAGES, LOSS_AGG_MODES
 from dapo.config.reward import RewardFunctionConfig
 from dapo.config.schema import Config
@@ -312,3 +312,15 @@ def test_reinforce_plus_plus_takes_the_lengths_of_the_responses():
     expected = [[(score.reward - np.mean(tokens)) / np.std(tokens, ddof=1) for score in g.scores] for g in groups]
     for row, wanted in zip(advantages_of(groups, cfg), expected, strict=True):
         assert row == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"), [(64, [32, 32]), (65, [22, 22, 21]), (33, [17, 16]), (32, [32]), (5, [5]), (96, [32, 32, 32])]
+)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_optimizer_step_is_on_a_remainder(groups, sizes, shuffle):
+    cfg = Config()
+    cfg.actor.ppo_mini_batch_size, cfg.actor.shuffle = 32, shuffle
+    minibatches, order = deal(groups, cfg, version=3)
+    assert [len(each) for each in minibatches] == sizes and sorted(order) == list(range(len(sizes)))
+    assert sorted(index for each in minibatches for index in each) == list(range(groups))

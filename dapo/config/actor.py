@@ -128,8 +128,8 @@ class ActorConfig:
     max_restarts: int = at_least(
         0,
         5,
-        "restarts of all ranks within an hour, after one died, hung or left the others; each goes on from the newest "
-        "checkpoint; with one more the run ends",
+        "restarts of all ranks within an hour, or until a step is trained that was not before, after one died, hung or "
+        "left the others; each goes on from the newest checkpoint; with one more the run ends",
     )
     ppo_mini_batch_size: int = at_least(
         1,

@@ -31,6 +31,7 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.state.durable import free_space
 from dapo.state.journal import JOURNAL, Journal
 from dapo.state.lease import LeaseLost
+from dapo.state.voided import Voided
 from dapo.types import Group
 
 
@@ -42,7 +43,8 @@ class Saver:
     """Saves one run, one checkpoint at a time, and knows what the last one holds.
 
     owes_evaluation: the policy of now is still to be evaluated, so that a run which goes on from a checkpoint of it
-    does that first; set by the trainer. journal: of the groups since the last save that has begun.
+    does that first; set by the trainer. journal: of the groups since the last save that has begun. voided: what must
+    not be trained on.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Saver:
         """Makes one for an unused buffer, with its journal next to the metrics. limit: is told how long a save
         takes."""
         sampling = sampling_of(cfg.rollout, cfg.data.max_response_length)
-        settings = f"{cfg.model.path} {sampling} {cfg.trainer.seed}"
+        settings = f"{sampling} {cfg.trainer.seed}"
         self.journal = Journal(logger.output_dir / JOURNAL, settings, warn=warn)
+        self.voided = Voided(logger.output_dir, warn=warn)
         self.owes_evaluation = False
         self._cfg = cfg.checkpoint
         self._store = store
@@ -197,7 +200,9 @@ class Saver:
             self._tried_at = time.monotonic()
         self._version, self._groups, self._failed = version, captured.names, 0
         self._logger.event("save", f"step {version}")
-        self.journal.prune(min(self._store.steps(), default=version))
+        oldest = min(self._store.steps(), default=version)
+        self.journal.prune(oldest)
+        self.voided.prune(oldest)
 
     async def _write_actors(self, directory: Path, version: int, *, at_once: bool) -> None:
         actor, export = str(directory / "actor"), str(directory / "hf")
@@ -215,8 +220,10 @@ class Saver:
         without a checkpoint, the journal of the untrained policy alone. The metrics go on from there. Call it once,
         also for a run that begins, before anything else.
 
-        The groups are scored anew: verdicts are cheap, and the old ones may be why the run stopped.
+        The groups are scored anew: verdicts are cheap, and the old ones may be why the run stopped. Those that were set
+        aside are left out. Raises ValueError where files cannot be read.
         """
+        await asyncio.to_thread(self.voided.read)
         with waiting("the newest checkpoint to be found and hashed"):  # minutes, where the run has written it itself
             directory = await asyncio.to_thread(self._store.latest)
         state = DriverState(version=0, buffer=self._buffer.state())
@@ -224,18 +231,29 @@ class Saver:
         if directory is not None:
             state = DriverState.read(directory)
             await self._actors.load(str(directory / "actor"), state.version)
-            if self._store.keeps_groups:
+            if self._store.keeps_history:
                 await asyncio.to_thread(self._order.restore, directory, version=state.version)
             held = await asyncio.to_thread(read_groups, directory, self._order.draw)
-        if not self._store.keeps_groups:  # they mean something else by now: their draws start again
+        if not self._store.keeps_groups:  # they mean something else by now
             self.journal.remove()
-            state, held = state.without([group.draw.index for group, _ in held]), []
+            if held:
+                warn(f"{len(held)} groups of {directory} are generated again: what they mean has changed")
+        out = {group.draw.index for group, _ in held if not self._store.keeps_groups or self.voided.holds(group)}
+        if out:  # their draws start again
+            state = state.without(sorted(out))
+            held = [(group, started) for group, started in held if group.draw.index not in out]
         # To its end, also when cancelled: `close` must not meet a journal that is being opened.
         with waiting("the groups of the journal to be read"):
             since = await finish(asyncio.to_thread(self._recover, state, len(held)))
         groups = await asyncio.gather(*[_scored_anew(group, rewards) for group, _ in (*held, *since)])
         scored = [(group, started) for group, (_, started) in zip(groups, (*held, *since), strict=True)]
-        self._buffer.restore(state.buffer, scored[: len(held)], scored[len(held) :], version=state.version)
+        self._buffer.restore(
+            state.buffer,
+            scored[: len(held)],
+            scored[len(held) :],
+            version=state.version,
+            refusals=self.voided.refusals,
+        )
         self._version = state.version
         self._groups = self._held() & {(group.draw.index, started) for group, started in held}
         self._logger.resume(state.version, state.due.lines)
@@ -244,7 +262,8 @@ class Saver:
 
     def _recover(self, state: DriverState, held: int) -> list[tuple[Group, int]]:
         if self._cfg.journal:
-            return recover(self.journal, state.buffer, held, self._order.draw, version=state.version)
+            void = self.voided.holds
+            return recover(self.journal, state.buffer, held, self._order.draw, version=state.version, void=void)
         self.journal.remove()  # a later run must not take it for its own
         return []
 

@@ -2,7 +2,8 @@
 
     make a Trainer ─▶ run ─▶ done
          ▲             │ ActorsLost: ranks died, hang, or stand at different points
-         └── restart ◀─┘ of all ranks; the new Trainer goes on from the newest checkpoint and the journal
+         └── restart ◀─┘ of all ranks; the new Trainer goes on from the newest checkpoint and the journal, without a
+                         batch that has lost them twice (`dapo.faults.refusals`)
 
 In: what makes a Trainer for the same pools. Out: a trained run, or the error that ended it. Engines and reward workers
 replace their processes by themselves (`workers.rollout`, `workers.reward`); they live on meanwhile.
@@ -20,14 +21,15 @@ from dapo.trainer import Trainer
 
 
 async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restarts: int) -> None:
-    """Trains to the last step. max_restarts: of all ranks, within an hour (`actor.max_restarts`).
+    """Trains to the last step. max_restarts: of all ranks, within an hour or until a step is trained that was not
+    before (`actor.max_restarts`).
 
     A signal does not cut the last save short, nor hide why the run ends; the second one ends the process.
 
     Raises:
         ActorsLost: they were lost more often.
     """
-    restarts = Restarts(max_restarts)
+    restarts, furthest = Restarts(max_restarts), 0
     while True:
         trainer = make()
         try:
@@ -36,6 +38,9 @@ async def run_to_end(make: Callable[[], Trainer], actors: ActorPool, max_restart
         except ActorsLost as error:
             await trainer.saver.abandon()
             trainer.saver.close()
+            if trainer.version > furthest:  # steps between the checkpoint and the last loss were trained again alike
+                restarts.worked()
+                furthest = trainer.version
             await _restart(actors, error, restarts)
         except BaseException:
             if trainer.saver.is_behind(trainer.version):
@@ -51,17 +56,17 @@ async def _restart(actors: ActorPool, why: Exception, restarts: Restarts) -> Non
     while True:
         if restarts.spent():
             raise ActorsLost(
-                f"{why}; the ranks were started again {restarts.count()} times within an hour, as often as "
-                "`actor.max_restarts` allows; the same command goes on from the newest checkpoint"
+                f"{why}; the ranks were started again {restarts.count()} times within an hour or without a new step, "
+                "as often as `actor.max_restarts` allows; the same command goes on from the newest checkpoint"
             ) from why
         restarts.add()
-        warn(f"the actors are lost and start again ({restarts.count()} of {restarts.most} within an hour): {why}")
+        count = f"{restarts.count()} of {restarts.most} within an hour or without a new step"
+        warn(f"the actors are lost and start again ({count}): {why}")
         try:
             await actors.restart()
         except RuntimeError as error:
             why = error
             continue
-        restarts.worked()
         say("the actors are back")
         return
 

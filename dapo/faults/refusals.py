@@ -1,7 +1,8 @@
 """Sets batches aside that must not be trained on, so that the run goes on without them and a person can replay them.
 
-In: a batch that all ranks refused, or mini-batches whose step was skipped. Out: files (`dapo.state.quarantine`); draws
-that start again; and an end of the run where that does not help.
+In: a batch that all ranks refused or whose update has lost them twice, or mini-batches whose step was skipped. Out:
+files (`dapo.state.quarantine`); draws that start again under other seeds, and groups that no start takes again
+(`dapo.state.voided`); an end of the run where that does not help.
 """
 
 from collections.abc import Sequence
@@ -9,13 +10,15 @@ from pathlib import Path
 
 from dapo.batch import deal
 from dapo.config.schema import Config
-from dapo.pools import BatchRefused, Updated
+from dapo.pools import ActorsLost, BatchRefused, Updated
 from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
-from dapo.state.quarantine import set_aside
+from dapo.state.quarantine import QUARANTINE, set_aside
+from dapo.state.voided import Voided
 from dapo.types import Collected, Group
 
 MAX_IN_A_ROW = 3
+MAX_LOSSES = 2  # of the ranks, in updates with the same batch: one alone is chance, as a rule
 
 
 class NotFinite(RuntimeError):
@@ -23,11 +26,12 @@ class NotFinite(RuntimeError):
 
 
 class Refusals:
-    """Counts refused batches in a row."""
+    """Counts refused batches in a row, and losses of the ranks with the same batch."""
 
-    def __init__(self, cfg: Config, output_dir: Path, buffer: OversamplingBuffer) -> None:
+    def __init__(self, cfg: Config, output_dir: Path, buffer: OversamplingBuffer, voided: Voided) -> None:
         self._cfg = cfg
         self._buffer = buffer
+        self._voided = voided
         self._output_dir = output_dir
         self._in_a_row = 0
 
@@ -36,6 +40,7 @@ class Refusals:
 
         Raises `error` when `MAX_IN_A_ROW` batches were refused one after the other.
         """
+        self._voided.add(self._buffer.in_training(), version)
         self._put(collected.groups, version, error.reason, str(error), {})
         self._buffer.refused()
         self._in_a_row += 1
@@ -43,12 +48,25 @@ class Refusals:
             raise error
         warn(f"a batch was set aside ({self._in_a_row} in a row; {MAX_IN_A_ROW} end the run): {error}")
 
+    def lost(self, collected: Collected, error: ActorsLost, version: int) -> ActorsLost:
+        """Returns `error` with what becomes of the batch whose update from policy `version` has lost the ranks: after
+        `MAX_LOSSES`, also of several starts, it is set aside, and the next trainer draws its prompts again."""
+        times = self._voided.lost(collected.groups, version)
+        where = f"{error}; it happened in the update from policy version {version}"
+        if times < MAX_LOSSES:
+            return ActorsLost(f"{where}; once more with this batch, and it is set aside under {QUARANTINE}/")
+        self._voided.add(self._buffer.in_training(), version)
+        path = self._put(collected.groups, version, "lost", str(error), {})
+        put = f"written to {path}" if path else f"not written to {QUARANTINE}/ (the log says why)"
+        return ActorsLost(f"{where}, {times} times with the same batch, which is set aside: {put}")
+
     def updated(self, collected: Collected, updated: Updated, version: int) -> None:
         """Sets the groups of skipped mini-batches aside. version: that the update started from.
 
         Raises NotFinite when too many optimizer steps in a row were skipped.
         """
         self._in_a_row = 0
+        self._voided.trained(version)
         if updated.skipped:
             minibatches, _ = deal(len(collected.groups), self._cfg, version=version)
             groups = [collected.groups[i] for k in updated.skipped for i in minibatches[k]]
@@ -57,6 +75,8 @@ class Refusals:
         if updated.stop:
             raise NotFinite(updated.stop)
 
-    def _put(self, groups: Sequence[Group], version: int, reason: str, message: str, metrics: dict[str, float]) -> None:
+    def _put(
+        self, groups: Sequence[Group], version: int, reason: str, message: str, metrics: dict[str, float]
+    ) -> Path | None:
         started = [(group, version) for group in groups]
-        set_aside(self._output_dir, started, version=version, reason=reason, message=message, metrics=metrics)
+        return set_aside(self._output_dir, started, version=version, reason=reason, message=message, metrics=metrics)

@@ -1,4 +1,4 @@
-"""Bounds how often something is started again: a fault that comes back at once is no fault that a restart helps."""
+"""Bounds how often something is started again: a fault that comes back is no fault that a restart helps."""
 
 import time
 from collections import deque
@@ -30,5 +30,5 @@ class Restarts:
         self._in_a_row += 1
 
     def worked(self) -> None:
-        """Notes that the last one worked."""
+        """Notes that the last one worked: what it was for has been done since."""
         self._in_a_row = 0

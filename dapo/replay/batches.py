@@ -21,7 +21,7 @@ from dapo.report.console import warn
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.draws import SURPLUS, TRAINED
 from dapo.sampling.outcome import classifier, classify
-from dapo.sampling.saved import read_groups, write_groups
+from dapo.sampling.saved import oldest_policy, read_groups, write_groups
 from dapo.sampling.stream import GroupStream, sampling_of
 from dapo.sampling.traffic import Traffic
 from dapo.state.checkpoint import STEP_NAME, step_of
@@ -116,6 +116,21 @@ def _paths(directory: Path) -> list[Path]:
 def steps_kept(directory: Path) -> list[int]:
     """Returns the steps whose batches are there, in order. directory: `batches/` of a run."""
     return sorted(step_of(path) for path in _paths(directory))
+
+
+def check_age(cfg: Config, last: int) -> None:
+    """Raises ValueError where a batch of `data.batches` up to step `last` has tokens of older policies, as all of a run
+    that only generated, and nothing corrects for it."""
+    if cfg.algorithm.rollout_correction.mode != "none":
+        return
+    for step in [step for step in reversed(steps_kept(Path(cfg.data.batches))) if step <= last]:
+        age = step - 1 - oldest_policy(Path(cfg.data.batches) / f"step_{step:06d}", step - 1)
+        if age > 0:
+            raise ValueError(
+                f"`data.batches` ({cfg.data.batches}) has tokens that are {age} updates old at step {step}, and "
+                "`algorithm.rollout_correction.mode` (none) does not correct for it; take truncate or mask (with "
+                "`algorithm.rollout_correction.use_rollout_logprobs=false`)"
+            )
 
 
 class SavedStream:

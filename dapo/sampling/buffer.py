@@ -9,7 +9,7 @@ draw is stands in `dapo.sampling.draws` alone; how many draws to start is a ques
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from dapo.config.schema import Config
 from dapo.sampling.budget import Budget
@@ -71,6 +71,7 @@ class OversamplingBuffer:
         self._budget = Budget(max_draws=max_draws, gen_batch=max_in_flight, train_partial=on_budget == "train_partial")
         self._stale = 0  # draws that the last step sent back because they were too old
         self._why_back = SURPLUS if max_staleness == 0 else STALE
+        self.refusals: Counter[tuple[int, int]] = Counter()  # how often each start was set aside, by (draw, version)
 
     @classmethod
     def of(cls, cfg: Config, has_signal: Callable[[Group], bool] = lambda group: True) -> "OversamplingBuffer":
@@ -228,9 +229,16 @@ class OversamplingBuffer:
         """Notes that the update with the closed batch is done."""
         self.draws.trained()
 
+    def in_training(self) -> list[tuple[Group, int]]:
+        """Returns the groups that the closed batch uses up, each with the policy version at its start."""
+        used = [self.draws.live[index] for index in self.draws.at(State.TRAINING)]
+        return [(draw.group, draw.started) for draw in used if draw.group is not None]
+
     def refused(self) -> None:
         """Notes that the closed batch must not be trained on: its draws start again."""
-        self.draws.send_back(self.draws.at(State.TRAINING), REFUSED)
+        used = self.draws.at(State.TRAINING)
+        self.refusals.update((index, self.draws.live[index].started) for index in used)
+        self.draws.send_back(used, REFUSED)
         self._frontier, self._ready = min(self.draws.live, default=self.draws.drawn), 0
         self.serving(self.version)
 
@@ -277,10 +285,13 @@ class OversamplingBuffer:
         since: Collection[tuple[Group, int]] = (),
         *,
         version: int,
+        refusals: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         """Goes on from a checkpoint of policy `version`, if unused; groups that are too old are drawn again. since:
-        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it."""
+        groups of draws that the checkpoint still awaits (`BufferState.awaits`) and that finished after it. refusals: as
+        `refusals` was."""
         self.serving(version)
+        self.refusals = Counter(refusals or {})
         self.rate.restore(state.rate)
         self.draws.restore(state, held, since)
         for group, _ in held:

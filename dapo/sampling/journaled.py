@@ -22,16 +22,24 @@ def note(journal: Journal, group: Group, started: int) -> None:
     another such policy, and the next checkpoint holds the group, or it is trained on by then.
     """
     if max(started, newest_policy(group)) <= journal.version:
-        journal.append(lambda: _prompt_digest(group.draw.prompt) + encode_group(group, started))
+        size = sum(each.token_ids.nbytes + each.rollout_logprobs.nbytes + len(each.text) for each in group.responses)
+        journal.append(lambda: _prompt_digest(group.draw.prompt) + encode_group(group, started), size)
 
 
 def recover(
-    journal: Journal, state: BufferState, held: int, draw: Callable[[int], Draw], *, version: int
+    journal: Journal,
+    state: BufferState,
+    held: int,
+    draw: Callable[[int], Draw],
+    *,
+    version: int,
+    void: Callable[[Group], bool] = lambda group: False,
 ) -> list[tuple[Group, int]]:
     """Returns the groups that finished after the checkpoint of policy `version`, in draw order, each with the version
     at its start, and begins the journal anew with them.
 
-    state, held: of the checkpoint, and how many groups it holds. draw: the stream's, by index.
+    state, held: of the checkpoint, and how many groups it holds. draw: the stream's, by index. void: whether a group
+    must not be trained on.
     """
     found: dict[int, tuple[Group, int, bytes]] = {}
     for record in journal.read(version):
@@ -41,7 +49,8 @@ def recover(
             continue
         index = group.draw.index
         same_prompt = _prompt_digest(group.draw.prompt) == record[:PROMPT_BYTES]
-        if same_prompt and state.awaits(index, held) and max(started, newest_policy(group)) <= version:
+        fits = same_prompt and state.awaits(index, held) and max(started, newest_policy(group)) <= version
+        if fits and not void(group):
             found[index] = group, started, record  # the last one, where a draw came back
     in_order = [found[index] for index in sorted(found)]
     journal.restart(version, [record for _, _, record in in_order])

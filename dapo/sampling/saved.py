@@ -54,6 +54,16 @@ def read_groups(directory: Path, draw: Callable[[int], Draw]) -> list[tuple[Grou
     return _groups(pq.read_table(path, schema=_MASKED), draw) if path.is_file() else []
 
 
+def oldest_policy(directory: Path, default: int) -> int:
+    """Returns the earliest policy version that sampled a token of what `write_groups` wrote; `default` where there is
+    none, or no file."""
+    path = directory / FILE
+    if not path.is_file():
+        return default
+    spans = pq.read_table(path, columns=["policy_versions"])["policy_versions"].to_pylist()
+    return min((span["version"] for text in spans for span in json.loads(text)), default=default)
+
+
 def encode_group(group: Group, started: int) -> bytes:
     """Returns a group with the policy version at its start as an Arrow stream: small, and decoded without a copy."""
     sink = io.BytesIO()

@@ -7,8 +7,8 @@ import hashlib
 
 
 def response_seed(*words: int | str) -> int:
-    """Returns a 63-bit sampling seed from run seed, draw, policy version and sample: the same for a retry, new for all
-    else."""
+    """Returns a 63-bit sampling seed from run seed, draw, policy version, sample and, where the draw was set aside at
+    that version, how often: the same for a retry, new for all else."""
     image = "/".join(str(word) for word in words).encode()
     return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "big") >> 1
 

@@ -194,8 +194,10 @@ class GroupStream:
 
     def _start(self, index: int) -> None:
         version = self.buffer.version
-        key, draw = f"v{version}-d{index}", self._order.draw(index)
-        seeds = [response_seed(self._seed, index, version, sample) for sample in range(self._sampling.n)]
+        refusals = self.buffer.refusals[index, version]
+        again = [refusals] if refusals else []  # what was refused must not come again
+        key, draw = "-".join([f"v{version}-d{index}", *map(str, again)]), self._order.draw(index)
+        seeds = [response_seed(self._seed, index, version, sample, *again) for sample in range(self._sampling.n)]
         prompt = draw.prompt
         sampling = replace(self._sampling, max_tokens=self._caps.get(prompt.entry, self._sampling.max_tokens))
         responses = self._rollouts.generate(key, prompt.token_ids, sampling, seeds, problem=prompt)

@@ -99,6 +99,7 @@ HARMLESS = (  # how fast, for how long, how often, with what; and the course of 
     "trainer.ray_address",
     "trainer.colocate",
 )
+COURSE = ("actor.optim",)  # of the harmless ones: what the weights become all the same
 JUDGE = "reward.judge"
 
 
@@ -120,6 +121,11 @@ def alters_meaning(key: str) -> bool:
         max((len(entry) for entry in table if covers(entry, key)), default=0) for table in (MEANING, HARMLESS)
     )
     return meaning >= harmless
+
+
+def alters_course(key: str) -> bool:
+    """Returns whether the weights become others with another value of a key: also where the run means the same."""
+    return alters_meaning(key) or any(covers(entry, key) for entry in COURSE)
 
 
 def covers(entry: str, key: str) -> bool:

@@ -62,7 +62,9 @@ class CheckpointStore:
         self._faults: dict[Path, str] = {}  # "": whole. Only this process writes here: nothing is hashed twice
         self._misnamed: str | None = None
         self._back: tuple[Path, list[Path]] | None = None  # the checkpoint to go back to, and later ones still there
-        self.keeps_groups = True  # whether groups sampled before still mean what they did; true of what is written here
+        # Whether groups sampled before still mean what they did, and the prompts are those that the history of them is
+        # of; true of what is written here.
+        self.keeps_groups = self.keeps_history = True
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Path]:
@@ -99,7 +101,7 @@ class CheckpointStore:
         fault_point("save.placed")
         self._placed(step)
         self._prune(step)
-        self.keeps_groups = True
+        self.keeps_groups = self.keeps_history = True
 
     def _place(self, temporary: Path, final: Path) -> None:
         """Puts a sealed directory where it belongs. Where that fails, the former one is back."""

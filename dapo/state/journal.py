@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from dapo.state.durable import NOT_THERE, TRIES, sync_directory, tried
 
@@ -34,7 +34,7 @@ NAME = re.compile(r"after_(\d{6,})\.log")
 TEMPORARY = ".tmp"
 SYNC_S = 1.0
 CLOSE_S = 30.0
-MAX_WAITING = 4096  # records that a slow disk may be behind
+MAX_WAITING_BYTES = 1 << 30  # that a slow disk may be behind, and memory holds meanwhile
 
 Encode = Callable[[], bytes]
 
@@ -57,7 +57,8 @@ class Journal:
         self._directory = directory
         self._key = hashlib.blake2b(f"{FORMAT}/{settings}".encode()).digest()
         self._warn = warn
-        self._queue: queue.SimpleQueue[Encode | _Segment | None] = queue.SimpleQueue()  # None: the end
+        self._queue: queue.SimpleQueue[_Record | _Segment | None] = queue.SimpleQueue()  # None: the end
+        self._put = self._taken = 0  # bytes: the caller counts the one, the thread the other
         self._thread: threading.Thread | None = None
         self._segment: _Segment | None = None
         self._behind = False
@@ -114,17 +115,19 @@ class Journal:
         elif self._segment is not None and self._segment.failed:
             self._open(version, "ab")
 
-    def append(self, encode: Encode) -> None:
-        """Hands over one record, for which the thread asks `encode`. Keeps nothing without a segment, and where the
-        disk has failed or is far behind."""
+    def append(self, encode: Encode, size: int) -> None:
+        """Hands over one record, for which the thread asks `encode`. size: bytes that it keeps in memory until then.
+        Keeps nothing without a segment, and where the disk has failed or is far behind."""
         if self._segment is None or self._segment.failed:
             return
-        if self._queue.qsize() >= MAX_WAITING:
+        waiting = self._put - self._taken
+        if waiting and waiting + size > MAX_WAITING_BYTES:
             if not self._behind:
-                self._warn(f"the journal leaves groups out: {self._directory} is {MAX_WAITING} of them behind")
+                self._warn(f"the journal leaves groups out: {self._directory} is {waiting >> 20} MiB behind")
             self._behind = True
             return
-        self._queue.put(encode)
+        self._put += size
+        self._queue.put(_Record(encode, size))
 
     def prune(self, oldest: int) -> None:
         """Removes the segments before checkpoint `oldest`."""
@@ -159,7 +162,7 @@ class Journal:
         segment: _Segment | None = None
         ended = False
         while not ended:
-            item: Encode | _Segment | None = None
+            item: _Record | _Segment | None = None
             try:
                 item = self._queue.get(timeout=SYNC_S)
                 ended = item is None
@@ -173,12 +176,14 @@ class Journal:
                     segment.open()
                 elif segment is not None and not segment.failed:
                     if item is not None:
-                        segment.append(item())
+                        segment.append(item.encode())
                     segment.sync(at_once=ended)
             except Exception as error:  # the run goes on without, whatever it is
                 assert segment is not None
                 segment.failed = True
                 self._warn(f"no journal until the next checkpoint: {type(error).__name__}: {error}")
+            if isinstance(item, _Record):
+                self._taken += item.size
         if segment is not None:
             segment.close()
 
@@ -191,6 +196,11 @@ class Journal:
             return []
         paths = [path for path in self._directory.iterdir() if NAME.fullmatch(path.name)]
         return sorted((path for path in paths if _version_of(path) >= version), key=_version_of)
+
+
+class _Record(NamedTuple):
+    encode: Encode
+    size: int
 
 
 class _Segment:

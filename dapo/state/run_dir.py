@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 from dapo.config.paths import output_path
 from dapo.config.schema import RESUME
 from dapo.report.redact import redacted
-from dapo.state.changes import alters_meaning, changes, check_accepted, is_accepted, value_of
+from dapo.state.changes import alters_course, alters_meaning, changes, check_accepted, is_accepted, value_of
 from dapo.state.checkpoint import STEP_NAME, CheckpointStore, step_of
 from dapo.state.durable import write_text
 from dapo.state.inputs import INPUTS, changed_inputs, inputs_text, read_config, read_inputs
-from dapo.state.journal import holds_groups
+from dapo.state.journal import JOURNAL, Journal, holds_groups
 from dapo.state.lease import LEASE, LOCK, Lease, hold
 from dapo.state.manifest import BrokenCheckpoint
 
@@ -46,7 +46,7 @@ class RunDirectory:
     store: its checkpoints. notices: what a person should know of this start, one line each. accepted: the keys that
     alter the run's meaning and differ from those of the checkpoint that it goes on from, as
     `checkpoint.accept_changes` allows; groups that were sampled before mean something else then. check, when_lost: of
-    the lease: whether another run has taken the directory over.
+    the lease: whether another run has taken the directory over. same_prompts: whether they are those of the run before.
     """
 
     def __init__(self, path: Path, lock: TextIO, lease: Lease, config: dict[str, Any]) -> None:
@@ -54,6 +54,7 @@ class RunDirectory:
         self.checkpoints = path / CHECKPOINTS
         self.notices: list[str] = []
         self.accepted: list[str] = []
+        self.same_prompts = True
         self._config = config
         self._accept = list(value_of(config, "checkpoint.accept_changes") or [])
         self._before: Path | None = None  # where the files of `COPIED` are that count, of a run that goes on
@@ -88,6 +89,7 @@ class RunDirectory:
         if recorded and recorded.exists() and (before := recorded.read_text(encoding="utf-8").strip()) != fingerprint:
             what = f"gives other prompts (fingerprint {fingerprint}) than the run in {self.path} was trained on"
             self._allow("data.train_files", f"{what} ({before})", "restore the files or the tokenizer")
+            self.same_prompts = False
         self._write(FINGERPRINT, fingerprint + "\n")
 
     def check_own(self, found: dict[str, str]) -> None:
@@ -155,8 +157,10 @@ class RunDirectory:
         """Makes `checkpoint.resume`, a path, what `store` gives, unless this run has gone on from there already.
         Returns the checkpoint of this run to go back to, if it is one."""
         key, ours = f"`checkpoint.resume` ({resume})", chosen.parent.resolve() == self.checkpoints.resolve()
-        if held and value_of(read_config(self.path / CONFIG, self._where), "checkpoint.resume") == resume:
+        before = read_config(self.path / CONFIG, self._where) if held else {}
+        if held and value_of(before, "checkpoint.resume") == resume:
             if self.store.steps():
+                self._check_course(before, key)
                 self.notices.append(f"{key}: the run has gone on from there; it continues with its newest checkpoint")
                 return None
         elif held and not ours:
@@ -173,6 +177,17 @@ class RunDirectory:
         except BrokenCheckpoint as error:
             raise ValueError(f"{key} is not whole: {error}; give another checkpoint") from error
         return back
+
+    def _check_course(self, before: dict[str, Any], key: str) -> None:
+        """Raises ValueError where the command that went back is given again with another course: it is not told whether
+        that is to begin at the checkpoint once more."""
+        differences = [change for change in changes(before, self._config) if alters_course(change.key)]
+        if differences:
+            raise ValueError(
+                f"{self._where}: the run has gone on from {key}, and now {', '.join(map(str, differences))}; to begin "
+                "there once more, give another `trainer.output_dir`; to go on from the newest checkpoint with what has "
+                "changed, give checkpoint.resume=auto"
+            )
 
     def _compare(self, recorded: dict[str, Any]) -> None:
         """Refuses what alters the meaning of the run and is not accepted, and tells the rest."""
@@ -210,6 +225,8 @@ class RunDirectory:
         """Goes back where `checkpoint.resume` says so, and writes what was noted: the start is not refused any more."""
         self.check()
         self.store.leave_later()
+        if self.accepted:  # a start that dies next must not leave groups that mean something else than `config.yaml`
+            Journal(self.path / JOURNAL, "", warn=log.warning).remove()
         noted, self._later = self._later or {}, None
         for name, text in noted.items():
             self._write(name, text)

@@ -173,6 +173,21 @@ def test_the_history_of_a_checkpoint_is_what_the_updates_used_up(tmp_path):
             assert history.pass_rate[prompt] == (1.0 if own else 0.0) and history.solved[prompt] == len(own)
 
 
+@pytest.mark.parametrize("name", ["uniform", "weighted"])
+def test_what_is_known_of_the_prompts_outlives_an_accepted_change_that_leaves_them_as_they_are(tmp_path, name, capsys):
+    cfg = config(name, total_steps=STEPS)
+    Run(tmp_path / "run", cfg).whole()
+    visits = {}
+    for keeps in ("groups", "history", "nothing"):
+        again = Run(tmp_path / "run", cfg).trainer
+        again.saver._store.keeps_groups = keeps == "groups"
+        again.saver._store.keeps_history = keeps != "nothing"
+        asyncio.run(again._resume())
+        again.saver.close()
+        visits[keeps] = again._order.saved().history.visits.sum(), again._order.shares().tolist()
+    assert visits["groups"] == visits["history"] and visits["history"][0] > 0 == visits["nothing"][0]
+
+
 def test_batches_that_were_kept_find_their_prompts_again(tmp_path):
     cfg = config("retire", True, total_steps=STEPS)
     run = Run(tmp_path / "run", cfg).whole()

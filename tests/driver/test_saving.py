@@ -9,7 +9,7 @@ from dapo.pools import ActorsLost
 from dapo.sampling.budget import BudgetExhausted
 from dapo.sampling.driver_state import DriverState, Due
 from dapo.state import manifest
-from tests.support.driver.loops import FULL, make_trainer, tiny_config
+from tests.support.driver.loops import FULL, killed, make_trainer, tiny_config
 
 
 def test_groups_collected_since_the_last_checkpoint_are_saved(tmp_path):
@@ -125,6 +125,17 @@ def test_a_save_is_due_by_step_and_by_time(tmp_path, monkeypatch):
     now[0] += 10**6
     assert [version for version in range(10) if saver.is_due(version)] == [4, 8]
     saver.close()
+
+
+def test_a_model_that_was_moved_has_the_groups_of_its_journal(tmp_path):
+    """Whether it is another one `config.yaml` tells, as for a checkpoint."""
+    cfg = tiny_config(total_steps=9)
+    cfg.model.path = "/mnt/one/model"
+    asyncio.run(killed(make_trainer(tmp_path, cfg)[0], 0, 25))
+    cfg.model.path = "/mnt/two/model"
+    trainer, _ = make_trainer(tmp_path, cfg)
+    assert asyncio.run(trainer.saver.resume(trainer._pools.rewards)).journaled > 0
+    trainer.saver.close()
 
 
 def test_what_is_due_is_part_of_the_state(tmp_path):

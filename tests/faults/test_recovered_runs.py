@@ -1,16 +1,19 @@
 """Whole runs on fake pools whose actors fail train on what they would have without."""
 
 import asyncio
+import itertools
+import time
 
 import pyarrow.parquet as pq
 import pytest
 
 from dapo.faults.recovery import run_to_end
 from dapo.pools import ActorsLost, BatchRefused, Updated
+from dapo.replay.batches import Batches
 from dapo.report.log import read_metrics
 from dapo.sampling.saved import FILE
 from dapo.state.quarantine import QUARANTINE
-from tests.support.driver.loops import make_trainer, tiny_config
+from tests.support.driver.loops import make_trainer, tiny_config, tokens, whole
 from tests.support.fakes import FakeActors, FakeRollouts
 from tests.support.faulty_pools import lost
 
@@ -103,16 +106,175 @@ def test_a_run_that_loses_its_actors_trains_on_what_it_would_have(tmp_path, undi
     assert trained(actors) == undisturbed and actors.restarted == len(at)
 
 
+def quarantined(path) -> dict[str, list]:
+    entries = sorted((path / QUARANTINE).iterdir())
+    return {entry.name: sorted(pq.read_table(entry / FILE)["token_ids"].to_pylist()) for entry in entries}
+
+
+def responses(batch: list) -> list:
+    return sorted(ids[3:] for ids, _ in batch)
+
+
+REFUSED = BatchRefused("parity", "the engines compute something else")
+
+
 @pytest.mark.parametrize("at", [[1], [7], [2, 3, 5]])
-def test_a_run_of_which_batches_are_refused_trains_on_what_it_would_have(tmp_path, undisturbed, at):
-    actors = Failing({number: BatchRefused("parity", "the engines compute something else") for number in at})
+def test_batches_that_are_refused_are_drawn_again_with_other_tokens(tmp_path, undisturbed, at):
+    actors = Failing(dict.fromkeys(at, REFUSED))
     assert run_with(tmp_path, actors) == 1
-    assert trained(actors) == undisturbed
-    entries = sorted((tmp_path / QUARANTINE).iterdir())
-    assert [entry.name for entry in entries] == [f"step_{number - 1:06d}-parity" for number in at]
-    for entry, number in zip(entries, at, strict=True):
-        tokens = pq.read_table(entry / FILE)["token_ids"].to_pylist()
-        assert sorted(tokens) == sorted(ids[3:] for ids, _ in undisturbed[number - 1])
+    first, found = at[0] - 1, trained(actors)
+    assert [found[v] for v in range(first)] == [undisturbed[v] for v in range(first)]
+    assert responses(found[first]) != responses(undisturbed[first]) and sorted(found) == list(range(7))
+    entries = quarantined(tmp_path)
+    assert list(entries) == [f"step_{number - 1:06d}-parity" for number in at]
+    assert entries[f"step_{first:06d}-parity"] == responses(undisturbed[first])
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["in the journal", "in the checkpoint"])
+@pytest.mark.parametrize("turns", [0, 12, 25])
+def test_a_refused_batch_does_not_come_back_after_a_kill(tmp_path, undisturbed, held, turns):
+    """What comes in its place is what would have come without the kill, in the middle of which it was."""
+
+    def make(path, actors: FakeActors):
+        return make_trainer(path, tiny_config(total_steps=7), actors=actors, rollouts=Regenerating())[0]
+
+    straight, again = Failing({3: REFUSED}), Failing({})
+    whole(make(tmp_path / "straight", straight))
+    path = tmp_path / "run"
+    if held:
+        ends = Failing({3: RuntimeError("the run ends with a batch in hand")})
+        with pytest.raises(RuntimeError, match="in hand"):
+            asyncio.run(run_to_end(lambda: make(path, ends), ends, 0))
+    refusing = Failing({3: REFUSED})
+    refused = make(path, refusing)
+
+    async def killed_after_the_refusal() -> None:
+        await refused._resume()
+        while not (path / QUARANTINE).exists():
+            await refused.step()
+        running = asyncio.create_task(refused.step())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(killed_after_the_refusal())
+    refused.saver.journal.close()
+    whole(make(path, again))
+    wanted, found = trained(straight), trained(again)
+    assert found == {version: wanted[version] for version in range(2, 7)}
+    assert responses(found[2]) != responses(undisturbed[2])
+
+
+def test_batches_that_ended_the_run_do_not_begin_the_next_one(tmp_path):
+    class Refusing(Failing):
+        async def update(self, batch) -> Updated:
+            self.batches.append(batch)
+            raise REFUSED
+
+    met, found = Refusing({}), Failing({})
+    trainer, _ = make_trainer(tmp_path, tiny_config(total_steps=1), actors=met, rollouts=Regenerating())
+    with pytest.raises(BatchRefused):
+        asyncio.run(run_to_end(lambda: trainer, met, 0))
+    whole(make_trainer(tmp_path, tiny_config(total_steps=1), actors=found, rollouts=Regenerating())[0])
+    batches = [sorted(map(str, each)) for each in (*tokens(met), *tokens(found))]
+    assert len(batches) == 4 and all(one != other for one, other in itertools.combinations(batches, 2))
+
+
+class Poisoned(Failing):
+    """Dies of one batch: the first that is trained from policy version `at_version`."""
+
+    def __init__(self, at_version: int) -> None:
+        super().__init__({})
+        self.at_version, self.poison, self.met = at_version, None, 0
+
+    async def update(self, batch) -> Updated:
+        found = [sequence.token_ids.tolist() for minibatch in batch.minibatches for sequence in minibatch]
+        if batch.version == self.at_version:
+            self.poison = self.poison or found
+        if found == self.poison:
+            self.met, self.gone = self.met + 1, True
+            raise lost()
+        return await super().update(batch)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize(("version", "allowed"), [(0, 5), (2, 5), (3, 5), (3, 0), (3, 1)])
+def test_a_batch_that_loses_the_ranks_twice_is_set_aside(tmp_path, undisturbed, version, allowed, journal):
+    """Behind a checkpoint (2) and between two (3); with fewer restarts than it takes, over several starts."""
+    cfg, actors, errors, made = tiny_config(total_steps=7), Poisoned(version), [], []
+    cfg.checkpoint.journal = journal
+
+    def make():
+        made.append(make_trainer(tmp_path, cfg, actors=actors, rollouts=Regenerating(seed=len(made)))[0])
+        return made[-1]
+
+    for _ in range(3):
+        try:
+            asyncio.run(run_to_end(make, actors, allowed))
+            break
+        except ActorsLost as error:
+            errors.append(str(error))
+            asyncio.run(actors.restart())
+    assert actors.met == 2 and len(made) == 3 and len(errors) == max(0, 2 - allowed)
+    assert all(QUARANTINE in error for error in errors)
+    assert quarantined(tmp_path) == {f"step_{version:06d}-lost": responses(undisturbed[version])}
+    found = trained(actors)
+    assert [found[v] for v in range(version)] == [undisturbed[v] for v in range(version)]
+    assert responses(found[version]) != responses(undisturbed[version]) and sorted(found) == list(range(7))
+
+
+def test_a_batch_that_was_generated_ahead_is_drawn_again_under_other_seeds(tmp_path):
+    """Its draws started before the version that its update starts from, and start there again after a restart."""
+    cfg, actors = tiny_config(total_steps=5), Poisoned(1)
+    cfg.filter_groups.max_staleness, cfg.checkpoint.journal = 1, False
+    rollouts = [Regenerating() for _ in range(5)]
+    running = run_to_end(lambda: make_trainer(tmp_path, cfg, actors=actors, rollouts=rollouts.pop())[0], actors, 3)
+    asyncio.run(running)
+    assert actors.met == 2 and sorted(trained(actors)) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "where", ["collecting", "saving", "syncing", "another batch", "a batch that was trained meanwhile"]
+)
+def test_losses_elsewhere_set_no_batch_aside(tmp_path, undisturbed, where):
+    class Elsewhere(Failing):
+        left = 2
+
+        def lose(self, here: str, version: int, at: int) -> bool:
+            self.gone = here == where and version == at and self.left > 0
+            self.left -= self.gone
+            return self.gone
+
+        async def save(self, directory: str, version: int) -> None:
+            if self.lose("saving", version, 2):
+                raise lost()
+            await super().save(directory, version)
+
+        async def until_lost(self) -> str:
+            return "rank 3 is gone" if self.lose("collecting", self.version, 2) else await super().until_lost()
+
+        async def update(self, batch) -> Updated:
+            updated = await super().update(batch)
+            if where == "a batch that was trained meanwhile" and self.version == 3 and self.left == 2:
+                self.left, self.at = 0, {4: lost(), 3: lost()}  # in step 4, and in step 3 when it comes again
+            return updated
+
+    at = {"another batch": (3, 4), "a batch that was trained meanwhile": (3,)}.get(where, ())
+    actors = Elsewhere({number: lost(number) for number in at})
+
+    class Synced:
+        def append(self, version: int) -> None:
+            if actors.lose("syncing", version, 3):
+                raise lost()
+
+    def make():
+        cfg = tiny_config(total_steps=7)
+        return make_trainer(tmp_path, cfg, actors=actors, rollouts=Regenerating(), synced=Synced())[0]
+
+    asyncio.run(run_to_end(make, actors, 9))
+    assert actors.restarted == (3 if "meanwhile" in where else 2)
+    assert trained(actors) == undisturbed and not (tmp_path / QUARANTINE).exists()
 
 
 @pytest.mark.parametrize("before", [(1,), (7,), (2, 3, 5)])
@@ -121,6 +283,23 @@ def test_ranks_that_are_lost_while_engines_generate_start_again_at_once(tmp_path
     assert run_with(tmp_path, actors) == 1 + len(before)
     assert trained(actors) == undisturbed and actors.restarted == len(before)
     assert capsys.readouterr().err.count("rank 3 is gone") == len(before)
+
+
+def test_a_batch_is_written_before_the_next_trainer_writes_it(tmp_path, monkeypatch):
+    events: list[str] = []
+
+    def slowly(self, step, groups, visits) -> None:
+        time.sleep(0.1)
+        events.append("written")
+
+    class Told(Failing):
+        async def restart(self) -> None:
+            events.append("restart")
+            await super().restart()
+
+    monkeypatch.setattr(Batches, "_write", slowly)
+    assert run_with(tmp_path, Told({1: lost()})) == 2
+    assert events[:3] == ["written", "restart", "written"]
 
 
 def test_a_signal_that_meets_the_loss_of_the_actors_ends_the_run(tmp_path):

@@ -7,18 +7,17 @@ import pytest
 from dapo.driver.saving import SaveFailed
 from dapo.faults import restarts
 from dapo.faults.recovery import run_to_end
-from dapo.faults.restarts import HOUR_S
 from dapo.pools import ActorsLost
 from tests.support.faulty_pools import lost
 
 
 class Recorded:
-    """A trainer and its saver at once, with `version` 1; `ends` is what happens at the end of `run`."""
+    """A trainer and its saver at once; `ends` is what happens at the end of `run`."""
 
-    behind, refuses_to_save = True, None
+    behind, refuses_to_save, version = True, None, 1
 
     def __init__(self, events: list[str], number: int, ends: BaseException | None) -> None:
-        self.version, self.saver = 1, self
+        self.saver = self
         self.events, self.number, self.ends = events, number, ends
 
     async def run(self) -> None:
@@ -77,8 +76,8 @@ def test_a_run_whose_actors_are_lost_goes_on_with_a_new_trainer(capsys):
         *("run 2", "close 2"),
     ], "the earlier one has left the journal before the next one reads it, and has saved nothing"
     told = capsys.readouterr()
-    assert "start again (1 of 3 within an hour): rank 1 is gone" in told.err
-    assert "start again (2 of 3 within an hour): rank 2 is gone" in told.err
+    assert "start again (1 of 3 within an hour or without a new step): rank 1 is gone" in told.err
+    assert "start again (2 of 3 within an hour or without a new step): rank 2 is gone" in told.err
     assert told.out.count("the actors are back") == 2
 
 
@@ -101,16 +100,25 @@ def test_a_restart_that_fails_counts_and_its_reason_is_told():
     assert error is None and events == ["run 0", "abandon 0", "close 0", *["restart"] * 3, "run 1", "close 1"]
 
 
-@pytest.mark.parametrize(("apart", "restarted"), [(3000.0, 1), (3700.0, 5)])
-def test_a_loss_counts_for_an_hour(monkeypatch, apart, restarted):
+@pytest.mark.parametrize(
+    ("apart", "versions", "restarted"),
+    [
+        pytest.param(3000.0, (1, 2, 3, 4, 5, 6), 1, id="within the hour"),
+        pytest.param(3700.0, (1, 2, 3, 4, 5, 6), 5, id="later, and a step farther"),
+        pytest.param(3700.0, (7, 7, 7, 7, 7, 7), 1, id="later, in the same step"),
+        pytest.param(3700.0, (7, 5, 7, 6, 7, 7), 1, id="later, in steps that were trained before"),
+    ],
+)
+def test_a_loss_counts_for_an_hour_and_until_another_step_is_trained(monkeypatch, apart, versions, restarted):
     now = [0.0]
     monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
 
     def later(trainer: Recorded) -> None:
         now[0] += apart
+        trainer.version = versions[trainer.number]
 
     events, error = played([lost()] * 5 + [None], max_restarts=1, change=later)
-    assert (error is None) == (apart > HOUR_S) and events.count("restart") == restarted
+    assert (error is None) == (restarted == 5) and events.count("restart") == restarted
 
 
 @pytest.mark.parametrize("behind", [True, False])

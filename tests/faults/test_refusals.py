@@ -16,6 +16,7 @@ from dapo.sampling.buffer import OversamplingBuffer
 from dapo.sampling.saved import read_groups
 from dapo.state import quarantine
 from dapo.state.quarantine import PROMPTS, QUARANTINE, WHY
+from dapo.state.voided import Voided
 from dapo.types import Collected, Draw, Group, Prompt
 from tests.support.fakes import make_group
 
@@ -37,7 +38,7 @@ class Collecting:
 
     def __init__(self, path: Path) -> None:
         self.buffer = OversamplingBuffer.of(config())
-        self.refusals = Refusals(config(), path, self.buffer)
+        self.refusals = Refusals(config(), path, self.buffer, Voided(path, warn=pytest.fail))
         self.root = path / QUARANTINE
 
     def collect(self) -> Collected:

@@ -21,11 +21,12 @@ from dapo.replay.__main__ import main
 from dapo.replay.again import prepare
 from dapo.replay.batches import PROMPTS, Batches, SavedStream, steps_kept, stream_of
 from dapo.replay.outcome import Outcome, words
+from dapo.run import _halve
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.run_dir import CONFIG, HEADER, METRICS, STARTED, claim_output_dir
 from dapo.store.samples import SampleStore
 from dapo.types import Group
-from tests.support.fakes import make_group, make_prompt
+from tests.support.fakes import make_group, make_prompt, make_response
 from tests.support.store.stored import collected_of
 
 TINY = "dapo_tiny"
@@ -126,6 +127,29 @@ def test_groups_that_were_read_are_counted_by_their_accuracies(tmp_path: Path) -
     stream = stream_of(cfg, order, OversamplingBuffer.of(cfg), None, PhaseClock())
     collected = asyncio.run(stream.collect())
     assert Counter(collected.outcomes) == {"mixed": 1, "all_correct": 1, "all_wrong": 2}
+
+
+@pytest.mark.parametrize("mode", ["none", "truncate"])
+@pytest.mark.parametrize(
+    ("ages", "last", "oldest"), [((0, 1, 2), 3, 2), ((0, 1, 2), 1, 0), ((0, 1, 0), 3, 1), ((0,), 9, 0)]
+)
+def test_tokens_of_older_policies_are_not_trained_on_without_a_correction(
+    tmp_path: Path, ages, last, oldest, mode
+) -> None:
+    batches = Batches(tmp_path / "batches", None)
+    for step, age in enumerate(ages, 1):
+        group = make_group(step, [1.0, 0.0])
+        responses = make_response(4, version=step - 1), make_response(4, version=step - 1 - age)
+        put(batches, step, [replace(group, responses=responses)])
+    flags = [f"--train-only={tmp_path / 'batches'}", f"algorithm.rollout_correction.mode={mode}"]
+    cfg = compose([*flags, f"trainer.total_steps={last}"], TINY)
+    if oldest and mode == "none":
+        with pytest.raises(
+            ValueError, match=rf"`data.batches` \(.*are {oldest} updates old.*\(none\).*truncate or mask"
+        ):
+            _halve(cfg, None)
+    else:
+        assert _halve(cfg, None) == min(last, len(ages))
 
 
 @pytest.mark.parametrize("other", ["seed", "shuffle", "prompts"])

@@ -36,7 +36,7 @@ def written(directory: Path, version: int = 0, records: list[bytes] = RECORDS) -
     journal = opened(directory)
     journal.restart(version, [])
     for record in records:
-        journal.append(lambda record=record: record)
+        journal.append(lambda record=record: record, 1)
     journal.close()
     return directory / "journal" / f"after_{version:06d}.log"
 
@@ -51,12 +51,12 @@ def wait_for(holds) -> None:
 def test_what_was_appended_while_a_segment_is_open_is_read_in_its_order(tmp_path):
     assert read(tmp_path) == ([], [])
     journal = opened(tmp_path)
-    journal.append(lambda: b"early")
+    journal.append(lambda: b"early", 1)
     journal.restart(0, [])
     for record in RECORDS:
-        journal.append(lambda record=record: record)
+        journal.append(lambda record=record: record, 1)
     journal.close()
-    journal.append(lambda: b"late")
+    journal.append(lambda: b"late", 1)
     journal.close()
     assert read(tmp_path) == (RECORDS, [])
 
@@ -70,7 +70,7 @@ def test_a_torn_last_record_costs_that_record_only(tmp_path, cut):
     assert found == RECORDS[:-1] and len(warnings) == 1 and "after_000000.log" in warnings[0]
     again = opened(tmp_path)
     again.begin(1)
-    again.append(lambda: b"next")
+    again.append(lambda: b"next", 1)
     again.close()
     assert read(tmp_path)[0] == [*RECORDS[:-1], b"next"]
     segment.write_bytes(whole[:-cut] + framed(b"later", again._key))  # a disk that was full takes writes again
@@ -134,7 +134,7 @@ def test_segments_are_read_from_a_version_on(tmp_path):
     journal = opened(tmp_path)
     for version in (0, 3, 3, 20, 1_000_000):
         journal.begin(version)
-        journal.append(lambda version=version: b"%d" % version)
+        journal.append(lambda version=version: b"%d" % version, 1)
     journal.close()
     assert read(tmp_path, 3)[0] == [b"3", b"3", b"20", b"1000000"]
     assert read(tmp_path, 21)[0] == [b"1000000"]
@@ -146,7 +146,7 @@ def test_a_segment_of_a_course_that_was_left_is_not_appended_to(tmp_path):
     journal = opened(tmp_path)
     journal.version = 4
     journal.begin(5)
-    journal.append(lambda: b"new")
+    journal.append(lambda: b"new", 1)
     journal.close()
     assert read(tmp_path, 5)[0] == [b"new"]
 
@@ -156,7 +156,7 @@ def test_restarting_keeps_the_given_records_and_removes_later_segments(tmp_path)
         written(tmp_path, version)
     journal = opened(tmp_path)
     journal.restart(5, RECORDS[1:3])
-    journal.append(lambda: b"next")
+    journal.append(lambda: b"next", 1)
     journal.close()
     assert names(tmp_path / "journal") == ["after_000000.log", "after_000005.log"]
     assert read(tmp_path, 5) == ([*RECORDS[1:3], b"next"], [])
@@ -191,18 +191,18 @@ def test_a_failing_disk_is_told_once_and_tried_again_at_the_next_checkpoint(tmp_
 
     monkeypatch.setattr(journal_module._Segment, "append", short)
     journal.restart(0, [])
-    journal.append(lambda: b"before")
+    journal.append(lambda: b"before", 1)
     wait_for(lambda: read(tmp_path)[0] == [b"before"])
     full.set()
     for _ in range(5):
-        journal.append(lambda: b"lost")
+        journal.append(lambda: b"lost", 1)
     wait_for(lambda: bool(warnings))
     full.clear()
-    journal.append(lambda: b"lost")
+    journal.append(lambda: b"lost", 1)
     journal.begin(0)
-    journal.append(lambda: b"same segment")
+    journal.append(lambda: b"same segment", 1)
     journal.begin(2)
-    journal.append(lambda: b"next segment")
+    journal.append(lambda: b"next segment", 1)
     journal.close()
     assert len(warnings) == 1 and "No space left" in warnings[0]
     assert read(tmp_path)[0] == [b"before", b"same segment", b"next segment"]
@@ -215,18 +215,18 @@ def test_neither_a_directory_that_cannot_be_made_nor_a_record_that_cannot_be_enc
     assert journal.read(0) == []
     journal.restart(0, [])
     journal.begin(1)
-    journal.append(lambda: b"lost")
+    journal.append(lambda: b"lost", 1)
     journal.close()
     assert len(warnings) == 2 and all("until the next checkpoint" in line for line in warnings)
     (tmp_path / "journal").unlink()
     journal.restart(0, [])
-    journal.append(lambda: "no surrogates \ud800".encode())
+    journal.append(lambda: "no surrogates \ud800".encode(), 1)
     journal.close()
     assert "surrogates" in warnings[2]
 
 
 def test_a_slow_disk_holds_nobody_up_and_costs_groups_and_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(journal_module, "MAX_WAITING_BYTES", 8)
     warnings: list[str] = []
     journal = opened(tmp_path, warnings)
     journal.restart(0, [])
@@ -238,14 +238,16 @@ def test_a_slow_disk_holds_nobody_up_and_costs_groups_and_no_memory(tmp_path, mo
         threads.append(threading.current_thread().name)
         return b"record"
 
-    journal.append(encode)
+    journal.append(encode, 2)
     wait_for(journal._queue.empty)
     for _ in range(9):
-        journal.append(encode)
+        journal.append(encode, 2)
     assert threads == []
     slow.set()
+    wait_for(lambda: journal._taken == 4 * 2)
+    journal.append(encode, 99)  # more than all that may wait, where nothing does
     journal.close()
-    assert read(tmp_path)[0] == [b"record"] * 4 and threads == ["journal"] * 4
+    assert read(tmp_path)[0] == [b"record"] * 5 and threads == ["journal"] * 5
     assert len(warnings) == 1 and "behind" in warnings[0]
 
 
@@ -256,7 +258,7 @@ from dapo.state.journal import Journal
 journal = Journal(Path(sys.argv[1]) / "journal", "n=4", warn=print)
 journal.restart(0, [])
 for number in range(10**6):
-    journal.append(lambda number=number: b"%d" % number)
+    journal.append(lambda number=number: b"%d" % number, 1)
     if number == 200:
         print("written", flush=True)
     time.sleep(0.0005)

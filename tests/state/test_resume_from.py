@@ -16,10 +16,10 @@ CONFIG: dict[str, Any] = {"rollout": {"n": 16}, "trainer": {"seed": 0}, "checkpo
 
 
 def claim(
-    path: Path, resume: Path | str = "auto", *, n: int = 16, accept: tuple[str, ...] = (), begin: bool = True
+    path: Path, resume: Path | str = "auto", *, n: int = 16, accept: tuple[str, ...] = (), begin: bool = True, **other
 ) -> RunDirectory:
     checkpoint = {"keep": 0, "resume": str(resume), "accept_changes": list(accept)}
-    run = claim_output_dir(str(path), str(resume), {**CONFIG, "rollout": {"n": n}, "checkpoint": checkpoint})
+    run = claim_output_dir(str(path), str(resume), {**CONFIG, "rollout": {"n": n}, "checkpoint": checkpoint, **other})
     if begin:
         run.begin()
     return run
@@ -88,6 +88,30 @@ def test_going_back_in_the_own_directory(name, tmp_path, other):
     with claim(tmp_path / name) as run:
         assert weights(run) == f"of step 6 in {name}", "step 10 of the course that was left does not return"
     assert (other.with_name("left_000010") / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param({"actor": {"optim": {"lr": 2e-6}}}, {"actor": {"optim": {"lr": 3e-6}}}, id="harmless"),
+        pytest.param({"n": 8, "accept": ("rollout",)}, {"n": 4, "accept": ("rollout",)}, id="accepted"),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False], ids=["back", "from another run"])
+def test_another_course_from_the_same_checkpoint_is_not_put_on_top_of_the_first(own, first, second, tmp_path, other):
+    path = tmp_path / ("other" if own else "new")
+    with claim(path, other, **first) as run:
+        save(run, 6)
+    with claim(path, other, **first, eval={"every": 7}) as run:  # a job that is started again, and what trains nothing
+        assert weights(run).startswith("of step 6")
+    with pytest.raises(ValueError) as refused:
+        claim(path, other, **second)
+    for words in ("has gone on from `checkpoint.resume`", "another `trainer.output_dir`", "checkpoint.resume=auto"):
+        assert words in str(refused.value)
+    with claim(path, **second) as run:
+        assert weights(run).startswith("of step 6")
+    with claim(tmp_path / "third", other, **second) as run:
+        assert weights(run).startswith("of step 5")
 
 
 def files(path: Path) -> dict[str, bytes]:

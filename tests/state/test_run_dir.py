@@ -95,7 +95,8 @@ def test_groups_of_a_journal_alone_are_a_run(tmp_path):
     with pytest.raises(ValueError, match="`rollout.n` is 16 there and 8 here"):
         claim(tmp_path, changed(rollout__n=8))
     with claim(tmp_path, ACCEPTED) as run:
-        assert run.accepted == ["rollout.n"], "its groups are not taken over"
+        assert run.accepted == ["rollout.n"] and not segment.exists(), "its groups are not taken over"
+        segment.write_bytes(b"a group that has eight")
     with claim(tmp_path, changed(rollout__n=8)) as run:
         with pytest.raises(ValueError, match="`data.train_files` gives other prompts"):
             run.check_data("of others")

@@ -44,7 +44,7 @@ def config(**trainer):
 
 class SomeCutOff(FakeRollouts):
     async def generate(self, key, prompt, sampling, seeds, **how):
-        reason = "length" if int(key.partition("-d")[2] if "-d" in key else 1) % 4 == 0 else "stop"
+        reason = "length" if int(key.split("-")[1][1:] if "-d" in key else 1) % 4 == 0 else "stop"
         async for sample, response in super().generate(key, prompt, sampling, seeds, **how):
             yield sample, replace(response, finish_reason=reason, engine=sample % 2, seconds=1.5)
 
@@ -233,20 +233,25 @@ class Losing(FakeActors):
         return await super().update(batch)
 
 
-def test_lost_ranks_and_a_refused_batch_leave_the_store_as_it_would_be_without(tmp_path, straight):
-    actors, store = Losing(), store_in(tmp_path)
+def test_lost_ranks_leave_the_store_as_it_would_be_without_also_around_a_refused_batch(tmp_path):
+    lost, refused = tmp_path / "lost", tmp_path / "refused"
+    for directory in (lost, refused):
+        actors = Losing()
+        actors.restarted = int(directory == refused)
+        directory.mkdir()
+        store = store_in(directory)
 
-    def make():
-        rollouts, cfg = SomeCutOff(seed=3), config(total_steps=8)
-        return make_trainer(tmp_path, cfg, verdict=kinds, rollouts=rollouts, actors=actors, samples=store)[0]
+        def make(directory=directory, actors=actors, store=store):
+            rollouts, cfg = SomeCutOff(seed=3), config(total_steps=8)
+            return make_trainer(directory, cfg, verdict=kinds, rollouts=rollouts, actors=actors, samples=store)[0]
 
-    asyncio.run(run_to_end(make, actors, 2))
-    store.close()
-    assert actors.restarted == 1 and actors.refused
+        asyncio.run(run_to_end(make, actors, 2))
+        store.close()
+        assert actors.restarted == 1 and actors.refused
     for name in KEPT:
         if name != "metrics":  # they count restarts
-            assert table(tmp_path, name) == table(straight, name), name
-    resumed = rows(tmp_path, "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
+            assert table(lost, name) == table(refused, name), name
+    resumed = rows(lost, "SELECT message FROM events WHERE kind = 'resume' ORDER BY event")
     assert resumed == [("begins",), ("goes on from step 2",)]
 
 
