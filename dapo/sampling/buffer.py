@@ -9,6 +9,7 @@ draw is stands in `dapo.sampling.draws` alone; how many draws to start is a ques
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from dapo.config.schema import Config
