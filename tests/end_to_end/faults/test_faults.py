@@ -46,7 +46,7 @@ def break_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def assert_told(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
-    assert "the actors are lost and start again (1 of 5 within an hour or without a new step)" in err and "the actors are back" in out
+    assert "start again (1 of 5 within an hour or without a new step)" in err and "the actors are back" in out
 
 
 @pytest.mark.nightly
