@@ -127,8 +127,9 @@ def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, mes
         while not place.exists() or not listens(place):
             time.sleep(0.01)
         monkeypatch.setattr(head, "takes_connections", lambda address: how != "dies with the head")
+        before = set(threading.enumerate())  # with that of the Ray of this process
         head.end_with_raylet(str(place), "head:1", over, lambda message, code: ended.append((message, code)))
-        [thread] = [each for each in threading.enumerate() if each.name == "raylet"]
+        [thread] = [each for each in threading.enumerate() if each.name == "raylet" and each not in before]
         if how == "is left":
             over.set()
         raylet.kill()

@@ -28,6 +28,9 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cluster, "_own", ExitStack())
+    monkeypatch.setattr(cluster, "_left", threading.Event())
+    monkeypatch.setattr(cluster, "_ended", threading.Event())
+    monkeypatch.setattr(cluster, "end_with_raylet", lambda *given: None)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     for name in ("AuthenticationTokenLoader", "Config"):
         monkeypatch.setattr(own_cluster, name, MagicMock())
