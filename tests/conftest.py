@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # it loads Ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be by what tests start
+# Under nohup, or behind a shell's `&`, they are ignored, and so they would be by what tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What a test says must not depend on chance, nor on how busy the machine is. HYPOTHESIS_PROFILE=default draws new
 # examples; `launch/test.sh --all` takes "all".
