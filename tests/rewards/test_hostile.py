@@ -152,12 +152,12 @@ def status(pid: int, key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
-def broken_rules(items: Sequence[Item], done: Run) -> list[str]:
-    """One line per item or process that broke a rule."""
+def broken_rules(items: Sequence[Item], done: Run, wall_s: float = LimitsConfig().wall_s) -> list[str]:
+    """One line per item or process that broke a rule. wall_s: that the run had as its limit."""
     lines = [
         f"{item.kind}: {rule} · {ascii(item.text[-120:])} · truth {item.truth!r}"
         for item, verdict in zip(items, done.verdicts, strict=True)
-        for rule in broken(item, verdict)
+        for rule in broken(item, verdict, wall_s)
     ]
     if not done.peaks:
         lines.append("nobody saw the memory of a child")
@@ -169,14 +169,14 @@ def broken_rules(items: Sequence[Item], done: Run) -> list[str]:
     return lines
 
 
-def broken(item: Item, verdict: Verdict) -> list[str]:
+def broken(item: Item, verdict: Verdict, wall_s: float) -> list[str]:
     score = verdict.score
     found = []
     if (score.accuracy, score.reward) != ((1.0, 1.0) if item.kind == "right" else (0.0, -1.0)):
         found.append(f"accuracy {score.accuracy}, reward {score.reward}, prediction {score.prediction!a}")
     if score.failure and (item.kind in ("right", "wrong") or score.failure not in AT_LIMIT):
         found.append(f"failure {score.failure!r} ({verdict.detail})")
-    if math.isnan(verdict.cpu_s) and score.failure != "memory" or verdict.cpu_s > 2.5 or verdict.wall_s > 10.5:
+    if math.isnan(verdict.cpu_s) and score.failure != "memory" or verdict.cpu_s > 2.5 or verdict.wall_s > wall_s + 0.5:
         found.append(f"{verdict.cpu_s:.2f} s CPU, {verdict.wall_s:.2f} s")
     return found
 
@@ -208,9 +208,11 @@ def test_what_a_careless_verifier_executes_is_seen(trace: Path, tmp_path: Path) 
 )
 def test_hostile_responses_are_wrong_and_harm_nothing(function: str, turns: int, trace: Path) -> None:
     items = corpus(trace, turns)
+    # Among busy processes, and beside another long test, 2 s of CPU take more than 10 s.
+    limits = LimitsConfig(wall_s=60.0) if turns > 1 else LimitsConfig()
     with busy_processes() if turns > 1 else ExitStack():
-        done = run(function, items, 4)
-    assert broken_rules(items, done) == []
+        done = run(function, items, 4, limits)
+    assert broken_rules(items, done, limits.wall_s) == []
     assert done.count("cpu") <= len(items) // 30
     assert os.listdir(trace) == []
 
