@@ -16,7 +16,7 @@ import ray
 from ray._common.utils import get_system_memory
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import RpcError
 
 from dapo.faults.head import ASK_S, end_with_raylet, reach
@@ -71,7 +71,22 @@ def connect(address: str, *, worker_logs: bool) -> None:
         raise
     _left = threading.Event()
     if (node := ray._private.worker._global_node) is not None:
-        end_with_raylet(node.raylet_socket_name, node.gcs_address, _left)
+        end_with_raylet(node.raylet_socket_name, node.gcs_address, _left, _asks_for_node(node.gcs_address))
+
+
+def _asks_for_node(head: str) -> Callable[[], bool]:
+    """Returns what asks the head, HOST:PORT, whether it holds this node for dead; False without an answer."""
+    node, clients = NodeID.from_hex(ray.get_runtime_context().get_node_id()), list[GcsClient]()
+
+    def given_up() -> bool:
+        try:
+            if not clients:
+                clients.append(GcsClient(address=head))
+            return clients[0].check_alive([node], timeout=ASK_S) == [False]
+        except RpcError:
+            return False
+
+    return given_up
 
 
 def leave() -> None:

@@ -4,7 +4,8 @@ In: the head's address. Out: a cancelled run, which saves what was trained as af
 speak to each other without the head), and then `HeadLost`. Where that takes too long, for `ray start` takes the node of
 the head along, with all that ran there, the process ends without it, before Ray ends it without a word. A head that
 stands still is told, and given up only later: nothing needs it until a worker is lost. Without the node's raylet Ray
-ends the driver within a second; it ends with a message before.
+ends the driver within a second; it ends with a message before. One that stands still holds the driver up, deaf to
+signals; the head gives its node up after a minute, and that ends the driver too.
 """
 
 import asyncio
@@ -91,10 +92,15 @@ async def while_reachable(
 
 
 def end_with_raylet(
-    raylet: str, head: str, over: threading.Event, end: Callable[[str, int], object] = end_at_once
+    raylet: str,
+    head: str,
+    over: threading.Event,
+    given_up: Callable[[], bool] = lambda: False,
+    end: Callable[[str, int], object] = end_at_once,
 ) -> None:
     """Ends the process with a message once the node's raylet has died, until `over` is set. raylet: its socket. head:
-    HOST:PORT of the head; without that one Ray leaves the driver a minute, and `while_reachable` uses it."""
+    HOST:PORT of the head; without that one Ray leaves the driver a minute, and `while_reachable` uses it. given_up:
+    asks the head whether it holds the node for dead."""
     try:
         with socket.socket(socket.AF_UNIX) as one:
             one.connect(raylet)
@@ -107,11 +113,12 @@ def end_with_raylet(
         ended = select.poll()
         ended.register(process, select.POLLIN)
         while not over.is_set():
-            if ended.poll(EVERY_S * 1000):
+            if (dead := bool(ended.poll(EVERY_S * 1000))) or given_up():
                 if not over.is_set() and takes_connections(head):
+                    what = "has died, and Ray ends what it had started" if dead else "stands still, and Ray gave it up"
                     end(
-                        "Ray's process on this node (raylet) has died, and Ray ends what it had started; the same "
-                        "command continues from the newest checkpoint",
+                        f"Ray's process on this node (raylet) {what}; the same command continues from the newest "
+                        "checkpoint",
                         EXIT_RESUMABLE,
                     )
                 break

@@ -116,7 +116,9 @@ def test_a_head_that_takes_connections_and_answers_nothing_is_named_and_given_up
     assert named
 
 
-@pytest.mark.parametrize(("how", "messages"), [("dies", 1), ("dies with the head", 0), ("is left", 0)])
+@pytest.mark.parametrize(
+    ("how", "messages"), [("dies", 1), ("dies with the head", 0), ("is left", 0), ("stands still", 1)]
+)
 def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, messages):
     """Ray would end the process by its C++ code, with a dump of its state."""
     place, over, ended = tmp_path / "raylet", threading.Event(), []
@@ -128,13 +130,18 @@ def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, mes
             time.sleep(0.01)
         monkeypatch.setattr(head, "takes_connections", lambda address: how != "dies with the head")
         before = set(threading.enumerate())  # with that of the Ray of this process
-        head.end_with_raylet(str(place), "head:1", over, lambda message, code: ended.append((message, code)))
+        head.end_with_raylet(
+            *(str(place), "head:1", over, lambda: how == "stands still"),
+            lambda message, code: ended.append((message, code)),
+        )
         [thread] = [each for each in threading.enumerate() if each.name == "raylet" and each not in before]
         if how == "is left":
             over.set()
-        raylet.kill()
+        if how != "stands still":
+            raylet.kill()
         thread.join(20)
         assert not thread.is_alive()
+        raylet.kill()
     assert len(ended) == messages
     for message, code in ended:
         assert "the same command continues" in message and code == 85
