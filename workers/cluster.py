@@ -71,22 +71,25 @@ def connect(address: str, *, worker_logs: bool) -> None:
         raise
     _left = threading.Event()
     if (node := ray._private.worker._global_node) is not None:
-        end_with_raylet(node.raylet_socket_name, node.gcs_address, _left, _asks_for_node(node.gcs_address))
+        ask = _asking(node.gcs_address, NodeID.from_hex(ray.get_runtime_context().get_node_id()))
+        end_with_raylet(node.raylet_socket_name, node.gcs_address, _left, lambda: ask() == [False])
 
 
-def _asks_for_node(head: str) -> Callable[[], bool]:
-    """Returns what asks the head, HOST:PORT, whether it holds this node for dead; False without an answer."""
-    node, clients = NodeID.from_hex(ray.get_runtime_context().get_node_id()), list[GcsClient]()
+def _asking(head: str, *nodes: NodeID) -> Callable[[], list[bool] | None]:
+    """Returns what asks the head, HOST:PORT, which of the nodes it holds for alive: None after `ASK_S` without an
+    answer."""
+    clients: list[GcsClient] = []
 
-    def given_up() -> bool:
+    def ask() -> list[bool] | None:
         try:
             if not clients:
                 clients.append(GcsClient(address=head))
-            return clients[0].check_alive([node], timeout=ASK_S) == [False]
+            alive: list[bool] = clients[0].check_alive([*nodes], timeout=ASK_S)
         except RpcError:
-            return False
+            return None
+        return alive
 
-    return given_up
+    return ask
 
 
 def leave() -> None:
@@ -145,18 +148,8 @@ def head(address: str) -> tuple[str, float, Callable[[], bool]]:
     Nobody starts that of a cluster of our own again. address: as in `connect`, which comes first.
     """
     place: str = ray.get_runtime_context().gcs_address
-    clients: list[GcsClient] = []
-
-    def answers() -> bool:
-        try:
-            if not clients:
-                clients.append(GcsClient(address=place))
-            clients[0].check_alive([], timeout=ASK_S)
-        except RpcError:
-            return False
-        return True
-
-    return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, answers
+    ask = _asking(place)
+    return place, OWN_HEAD_S if _target(address) == "local" else HEAD_S, lambda: ask() is not None
 
 
 def _object_store_bytes() -> int:

@@ -119,7 +119,7 @@ def test_a_head_that_takes_connections_and_answers_nothing_is_named_and_given_up
 @pytest.mark.parametrize(
     ("how", "messages"), [("dies", 1), ("dies with the head", 0), ("is left", 0), ("stands still", 1)]
 )
-def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, messages):
+def test_a_raylet_that_dies_or_is_given_up_ends_the_process_with_a_message(monkeypatch, tmp_path, how, messages):
     """Ray would end the process by its C++ code, with a dump of its state."""
     place, over, ended = tmp_path / "raylet", threading.Event(), []
     script = (
@@ -137,14 +137,15 @@ def test_the_death_of_the_raylet_is_told_at_once(monkeypatch, tmp_path, how, mes
         [thread] = [each for each in threading.enumerate() if each.name == "raylet" and each not in before]
         if how == "is left":
             over.set()
-        if how != "stands still":
-            raylet.kill()
+        if how == "stands still":
+            thread.join(20)
+        raylet.kill()
         thread.join(20)
         assert not thread.is_alive()
-        raylet.kill()
     assert len(ended) == messages
     for message, code in ended:
         assert "the same command continues" in message and code == 85
+        assert (how in message) == (how == "stands still")
 
 
 def told() -> list[str]:

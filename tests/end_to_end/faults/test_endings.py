@@ -1,4 +1,4 @@
-"""How the real program ends: Ctrl-C, dead workers, a dead head of Ray. SIGTERM: test_faults.py."""
+"""How the real program ends: Ctrl-C, dead workers, Ray's own processes. SIGTERM: test_faults.py."""
 
 import json
 import os
@@ -56,3 +56,11 @@ def test_a_dead_head_of_ray_ends_the_run_in_order(tmp_path: Path) -> None:
     assert time.monotonic() - began < 50
     assert returncode == 1 and "Ray's head process (GCS) at" in err and "the same command continues" in err
     assert checkpoint(tmp_path / "run").name >= "step_000002"
+
+
+def test_a_raylet_that_stands_still_ends_the_run_once_ray_has_given_its_node_up(tmp_path: Path) -> None:
+    """It holds the object store: a driver that waits there hears no signal."""
+    process, children = start(tmp_path / "run")
+    next(child for child in children if child.name() == "raylet").suspend()
+    returncode, err = finish(process, children)
+    assert returncode == 85 and "(raylet) stands still" in err
