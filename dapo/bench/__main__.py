@@ -14,7 +14,10 @@ from dapo.bench.shapes import LENGTHS, MODELS, SYNC_SHAPES
 from dapo.config.actor import TRANSPORTS
 from dapo.config.devices import PEAK_FLOPS
 
-OVERRIDES = "key=value words are overrides of the configuration, +experiment=dapo_tiny, as dapo.main_ppo takes them."
+OVERRIDES = (
+    "key=value words are overrides of the configuration, as dapo.main_ppo takes them; without +experiment=NAME among "
+    "them it is dapo_tiny's."
+)
 
 
 def parser() -> argparse.ArgumentParser:

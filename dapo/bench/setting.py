@@ -32,8 +32,9 @@ LONG = (
 
 
 def tiny_config(*overrides: str) -> Config:
-    """Returns the tiny experiment with `overrides`, its paths absolute."""
-    cfg = compose(overrides, experiment="dapo_tiny")
+    """Returns the tiny experiment, or the one that they name, with `overrides`, its paths absolute."""
+    named = any(override.startswith("+experiment=") for override in overrides)
+    cfg = compose(overrides, experiment=None if named else "dapo_tiny")
     make_paths_absolute(cfg)
     return cfg
 

@@ -260,3 +260,5 @@ def test_cpu_roles_reserve_nothing_and_set_thread_counts():
     for options in (*placed.rollout(), *placed.actors(), *placed.reward_model(), placed.rewards()):
         assert options["num_cpus"] == 0 and "num_gpus" not in options
     assert {each["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for each in placed.actors()} == {"5"}
+    for each in (*placed.rollout(), *placed.actors(), *placed.reward_model()):  # or threads that wait take the cores
+        assert int(each["runtime_env"]["env_vars"]["GOMP_SPINCOUNT"]) <= 1000
