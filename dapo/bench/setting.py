@@ -31,7 +31,7 @@ LONG = (
 )
 
 
-def tiny_config(*overrides: str) -> Config:
+def bench_config(*overrides: str) -> Config:
     """Returns the tiny experiment, or the one that they name, with `overrides`, its paths absolute."""
     named = any(override.startswith("+experiment=") for override in overrides)
     cfg = compose(overrides, experiment=None if named else "dapo_tiny")
@@ -45,7 +45,7 @@ def run_config(lengths: str, folder: Path, overrides: Sequence[str]) -> Config:
     if lengths == "long":
         arguments += [*LONG, f"model.path={make_random_model(folder / 'random')}"]
     (folder / lengths).mkdir()
-    return tiny_config(*arguments, *overrides)
+    return bench_config(*arguments, *overrides)
 
 
 def cluster(cfg: Config) -> AbstractContextManager[None]:

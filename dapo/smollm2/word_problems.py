@@ -2,14 +2,12 @@
 `+experiment=smollm2_cpu` in the DAPO-Math schema: `train.parquet`, 6000 prompts, and `val.parquet`, 256 held-out ones.
 """
 
-import argparse
 import hashlib
 import random
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from dapo.tiny.make_data import write
 
 DATA_DIR = Path(__file__).parent / "data"
 DATA_SOURCE = "word_problems"
@@ -25,17 +23,17 @@ Problem = tuple[str, int, int, int]  # kind, its two numbers, the answer
 def draw_problem(rng: random.Random, split: Split) -> Problem:
     """Draws a problem, each kind as often as the others. A held-out one has two numbers that no training problem of its
     kind has together, in whatever order."""
+    kind = rng.choice(KINDS)
     while True:
-        problem = _numbers(rng)
-        digest = hashlib.sha256(f"{problem[0]} {sorted(problem[1:3])}".encode()).digest()
+        problem = _numbers(rng, kind)
+        digest = hashlib.sha256(f"{kind} {sorted(problem[1:3])}".encode()).digest()
         if (int.from_bytes(digest[:8], "big") % 10 == 0) == (split == "heldout"):
             return problem
 
 
-def _numbers(rng: random.Random) -> Problem:
-    kind = rng.choice(KINDS)
-    first, second = rng.randint(3, 30), rng.randint(2, 20)
+def _numbers(rng: random.Random, kind: str) -> Problem:
     one, other = rng.randint(2, 12), rng.randint(2, 12)
+    first, second = rng.randint(3, 30), rng.randint(2, 20)
     match kind:
         case "gives":
             more, less = max(first, second) + 1, min(first, second)
@@ -89,14 +87,5 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     return {"train.parquet": rows("train", 6000, seed=1), "val.parquet": rows("heldout", 256, seed=2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to (default: the package's own)")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables().items():
-        pq.write_table(pa.Table.from_pylist(table), out / name, compression="zstd")
-
-
 if __name__ == "__main__":
-    main()
+    write(__doc__, tables(), DATA_DIR)

@@ -35,15 +35,16 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to (default: the package's own)")
+def write(description: str | None, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Runs a command line: writes the tables by file name to `--out`, or to `folder` without it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write to (default: the package's own)")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables().items():
+    for name, table in tables.items():
         pq.write_table(pa.Table.from_pylist(table), out / name, compression="zstd")
         print(f"{out / name}: {len(table)} prompts, {(out / name).stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    write(__doc__, tables(), DATA_DIR)

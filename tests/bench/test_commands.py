@@ -44,7 +44,9 @@ def test_the_readme_names_commands_that_exist() -> None:
 
 
 def test_overrides_are_of_the_experiment_that_they_name() -> None:
-    paths = [setting.tiny_config(*named, "rollout.n=4").trainer.output_dir for named in ([], ["+experiment=grpo_tiny"])]
+    paths = [
+        setting.bench_config(*named, "rollout.n=4").trainer.output_dir for named in ([], ["+experiment=grpo_tiny"])
+    ]
     assert [Path(path).name for path in paths] == ["dapo_tiny", "grpo_tiny"]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo.bench.setting import cluster, random_batch, tiny_config
+from dapo.bench.setting import bench_config, cluster, random_batch
 from dapo.bench.steps.step import Recording
 from dapo.bench.training.actor import LEARNT_NOTHING, VOCABULARY
 from dapo.bench.training.device import random_weights
@@ -72,7 +72,7 @@ class TimedEngines(Recording):
 def to_config(given: argparse.Namespace, path: str) -> Config:
     """Returns the setting of one rank and one engine in turns. Raises ValueError for overrides that do not fit."""
     tokens = given.tokens or 64
-    return tiny_config(
+    return bench_config(
         *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
         *("trainer.colocate=time", f"trainer.device={given.device}", "actor.num_workers=1", *LEARNT_NOTHING),
         *("model.gradient_checkpointing=full", "actor.reshard_after_forward=true", "rollout.temperature=1.0"),

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from dapo.bench.setting import cluster, tiny_config
+from dapo.bench.setting import bench_config, cluster
 from dapo.config.schema import Config
 from dapo.derived import device_of
 from dapo.fleet import STOP_GRACE_S
@@ -37,7 +37,7 @@ def to_config(given: argparse.Namespace) -> tuple[Config, Config]:
         f"{{method: ngram, num_speculative_tokens: {given.tokens}, prompt_lookup_min: {given.ngram}, "
         f"prompt_lookup_max: {given.ngram}, num_speculative_tokens_per_batch_size: [[1, {most}, {given.tokens}]]}}"
     )
-    return tiny_config(*common), tiny_config(*common, f"rollout.vllm.speculative_config={drafts}")
+    return bench_config(*common), bench_config(*common, f"rollout.vllm.speculative_config={drafts}")
 
 
 @asynccontextmanager

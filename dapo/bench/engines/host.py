@@ -20,7 +20,7 @@ import psutil
 
 from dapo.bench.engines.cycle import TIMEOUT_S, needs_device, random_model
 from dapo.bench.engines.decode import engine
-from dapo.bench.setting import cluster, tiny_config
+from dapo.bench.setting import bench_config, cluster
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.sampling.stream import sampling_of
@@ -33,7 +33,7 @@ PROMPT = np.arange(1, 9, dtype=np.int32)
 
 def to_config(given: argparse.Namespace, path: str) -> Config:
     """Returns the setting of one engine. Raises ValueError for overrides that do not fit."""
-    return tiny_config(
+    return bench_config(
         *(f"model.path={path}", f"model.dtype={'bfloat16' if given.device == 'cuda' else 'float32'}"),
         *(f"trainer.device={given.device}", "rollout.temperature=1.0", f"data.max_response_length={given.tokens}"),
         *("reward.overlong_buffer.enable=false", "actor.num_workers=1", "trainer.colocate=time"),  # no GPU for ranks

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from dapo.bench.setting import cluster, random_batch, tiny_config
+from dapo.bench.setting import bench_config, cluster, random_batch
 from dapo.bench.training.hand_loop import HandWrittenRank, seconds_of
 from dapo.bench.training.whole_logits import compare
 from dapo.config.schema import Config
@@ -88,7 +88,7 @@ def update(given: argparse.Namespace) -> None:
         random_model = make_random_model(Path(folder) / "random")  # its positions suffice for the long shape
         for shape in given.shapes:
             model = [f"model.path={random_model}"] if shape == "long" else []
-            cfg = tiny_config(*LEARNT_NOTHING, *SIZES[shape], *model, *given.overrides)
+            cfg = bench_config(*LEARNT_NOTHING, *SIZES[shape], *model, *given.overrides)
             rounds = asyncio.run(bench_update(shape, cfg, given.repeats))
             tokens = sum(len(sequence.token_ids) for sequence in batch_of(shape, cfg).minibatches[0])
             speeds = [f"{tokens / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)]

@@ -25,7 +25,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dapo.bench.setting import random_batch, tiny_config
+from dapo.bench.setting import bench_config, random_batch
 from dapo.bench.training.actor import LEARNT_NOTHING
 from dapo.config.facts.model_shape import read_config, read_shape
 from dapo.config.schema import Config
@@ -131,7 +131,7 @@ def run(given: argparse.Namespace) -> None:
     fixed.append("actor.reshard_after_forward=true")  # else 7B takes 182 GB (`dapo.plan`): all gradients whole
     for model in given.models:
         for tokens in given.tokens:
-            cfg = tiny_config(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
+            cfg = bench_config(*LEARNT_NOTHING, *fixed, "actor.num_workers=1", *given.overrides)
             with (
                 tempfile.TemporaryDirectory(dir=given.folder) as folder,
                 # A process for each: the next one finds the device empty, and an error ends one row only.

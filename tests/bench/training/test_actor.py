@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.bench.__main__ import main
-from dapo.bench.setting import tiny_config
+from dapo.bench.setting import bench_config
 from dapo.bench.training.actor import batch_of
 from dapo.bench.training.hand_loop import BareRank, HandWrittenRank
 from dapo.config.facts.model_shape import read_shape
@@ -23,7 +23,7 @@ def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
     """What it is compared with must be the same work: its parameters after a step, from the policy's gradient."""
     fixed = ("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "actor.optim.grad_clip=1e9", "rollout.temperature=0.7")
     sizes = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.max_tokens_per_gpu=256")
-    cfg = tiny_config(*sizes, *fixed)
+    cfg = bench_config(*sizes, *fixed)
     batch = batch_of("short", cfg)
     [work] = split_batch(batch, 1, 256)
     assert len(work.minibatches[0]) > 1
