@@ -248,6 +248,12 @@ class TrainSequence:
     staleness: Int32Array
     token_mask: Mask | None = None
 
+    @property
+    def shared_prompt(self) -> Int32Array:
+        """Returns what need be computed only once for all responses to a prompt: its tokens but the last, [P - 1], from
+        which the first token of each response is predicted."""
+        return self.token_ids[: self.num_prompt_tokens - 1]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:

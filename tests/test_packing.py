@@ -54,6 +54,35 @@ def test_work_not_tokens_is_balanced():
     assert pack([6, 3, 3, 3, 3], 2, 100, equal_at=1) == [[[0]], [[1, 2, 3, 4]]]
 
 
+def test_sequences_of_one_prompt_are_together_where_that_saves_work():
+    """Sixteen responses of 10 tokens to each of four prompts of 90."""
+    lengths = [100] * 64
+    prompts = [(bytes([i // 16]), 90) for i in range(64)]
+    groups = [list(range(start, start + 16)) for start in range(0, 64, 16)]
+    assert sorted(i for [i] in pack(lengths, 4, 1600, prompts=prompts)) == groups
+    # More ranks than groups: each has a half, instead of half of them all.
+    assert sorted(i for [i] in pack(lengths, 8, 1600, prompts=prompts)) == sorted(
+        g[k : k + 8] for g in groups for k in (0, 8)
+    )
+    # Without prompts, and where they are a small part, lengths alone decide.
+    apart = pack(lengths, 4, 1600)
+    assert apart != pack(lengths, 4, 1600, prompts=prompts)
+    assert apart == pack(lengths, 4, 1600, prompts=[(prompt, 9) for prompt, _ in prompts])
+
+
+@given(data=st.data(), num_ranks=st.integers(1, 4), slack=st.integers(0, 150))
+def test_invariants_with_prompts(data, num_ranks, slack):
+    groups = data.draw(st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(1, 30), max_size=9)), max_size=6))
+    lengths = [prompt + length for prompt, responses in groups for length in responses]
+    prompts = [(bytes([k]), prompt) for k, (prompt, responses) in enumerate(groups) for _ in responses]
+    max_tokens = max(lengths, default=1) + slack
+    ranks = pack(lengths, num_ranks, max_tokens, prompts=prompts)
+    assert len(ranks) == num_ranks and len({len(micro_batches) for micro_batches in ranks}) == 1
+    micro_batches = [indices for rank in ranks for indices in rank]
+    assert sorted(i for indices in micro_batches for i in indices) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in indices) <= max_tokens for indices in micro_batches)
+
+
 def test_a_sequence_that_cannot_fit_is_named_with_the_remedy():
     with pytest.raises(ValueError, match=r"`actor.max_tokens_per_gpu` x .* \(10\).* 1 has 11 tokens.*raise one"):
         pack([3, 11], 2, 10)

@@ -151,7 +151,8 @@ class Updater:
         return _by_sequence(logprobs, micro_batches)
 
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
-        return collate(sequences, self._device, self._mesh.sequence_parallel)
+        shared = self._policy.shares_prompts
+        return collate(sequences, self._device, self._mesh.sequence_parallel, share_prompts=shared)
 
     def _set_learning_rate(self, version: int, step: int) -> float:
         lr = self._learning_rate(version, step)

@@ -36,7 +36,7 @@ def split_batch(
     """
     shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
     for sequences in batch.minibatches:
-        packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
+        packed = _pack(sequences, num_ranks, max_tokens, equal_at)
         for share, micro_batches in zip(shares, packed, strict=True):
             share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
     return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
@@ -47,7 +47,7 @@ def split_sequences(
 ) -> tuple[list[MicroBatches], Callable[[Sequence[list[Any]]], list[Any]]]:
     """Packs sequences over ranks as `split_batch` does; returns what puts the ranks' results, one per sequence in the
     order of their micro-batches, back into the order of the sequences."""
-    packed = pack([len(sequence.token_ids) for sequence in sequences], num_ranks, max_tokens, equal_at)
+    packed = _pack(sequences, num_ranks, max_tokens, equal_at)
 
     def in_order(results: Sequence[list[Any]]) -> list[Any]:
         found: dict[int, Any] = {}
@@ -56,6 +56,12 @@ def split_sequences(
         return [found[i] for i in range(len(sequences))]
 
     return [tuple(tuple(sequences[i] for i in indices) for indices in share) for share in packed], in_order
+
+
+def _pack(sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int) -> list[list[list[int]]]:
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    prompts = [(sequence.shared_prompt.tobytes(), len(sequence.shared_prompt)) for sequence in sequences]
+    return pack(lengths, num_ranks, max_tokens, equal_at, prompts)
 
 
 def known_shape(model_path: str) -> ModelShape | None:

@@ -114,14 +114,18 @@ def in_turns(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
 
 
 def make_sequences(model_dir: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[TrainSequence, ...]:
-    """Random sequences whose rollout log-probabilities are the model's own."""
+    """Random sequences whose rollout log-probabilities are the model's own. Neighbours with as many prompt tokens have
+    the same prompt."""
     rng = np.random.default_rng(seed)
     model = reference(model_dir)
     total = sum(response for _, response in lengths)
-    sequences = []
+    sequences: list[TrainSequence] = []
     for prompt, response in lengths:
+        tokens = rng.integers(2, VOCABULARY, prompt + response).astype(np.int32)
+        if sequences and sequences[-1].num_prompt_tokens == prompt:
+            tokens[:prompt] = sequences[-1].token_ids[:prompt]
         draft = TrainSequence(
-            token_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
+            token_ids=tokens,
             num_prompt_tokens=prompt,
             rollout_logprobs=np.zeros(response, np.float32),
             advantage=float(rng.normal()),

@@ -24,7 +24,7 @@ from tests.support.training.plain_reference import (
 )
 from workers.actor import ActorWorker, split_batch
 
-LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6))
+LENGTHS = ((5, 9), (3, 1), (7, 14), (2, 6), (8, 4), (8, 1), (8, 3))  # the last three share a prompt
 WORK = [name for name, family in FAMILIES.items() if not family.refused]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 

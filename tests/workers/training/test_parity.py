@@ -42,8 +42,8 @@ BOUND = 1e-5
 CHUNK_ROWS = 3
 LORA = LoraConfig(rank=3, alpha=6.0)
 ROWS = [(2, 1), (2, 2), (4, 2)]  # ranks, of which so many share a sequence
-# Prompts and responses of many lengths, more tokens than any number of ranks divides.
-SEQUENCES = (*LENGTHS, (9, 40), (1, 1), (30, 2), (2, 33))
+# Prompts and responses of many lengths, five of them to one prompt, more tokens than any number of ranks divides.
+SEQUENCES = (*LENGTHS, (9, 40), (1, 1), (30, 2), (2, 33), *((11, length) for length in (3, 8, 1, 5, 2)))
 Tensors = dict[str, torch.Tensor]
 Plain = tuple[dict[bytes, torch.Tensor], Tensors]  # log-probabilities by a sequence's tokens, gradients by name
 

@@ -2,6 +2,7 @@
 
 In: queries, keys and values of all sequences of a micro-batch laid end to end, and their `Segments`. Out: causal
 attention within each sequence. No [T, T] mask exists: variable-length kernels on GPU, one call per sequence on CPU.
+Sequences may share a prompt: only its keys and values are there for each of them.
 Sequence-parallel ranks each compute all tokens of some heads (`workers.training.forward.ulysses`).
 """
 
@@ -27,17 +28,37 @@ _VARLEN_TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).par
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Says with which prompt each of N segments begins.
+
+    of: the number of the segment that is its prompt; its own number where it has none. lengths: tokens of each with its
+    prompt. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
+    """
+
+    of: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cu_seq_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Segments:
     """Says where the sequences of a micro-batch lie. Made by `workers.training.forward.policy`, consumed by
     `packed_attention`.
 
     lengths: tokens of each of the N sequences. cu_seq_lens: [N + 1] int32 on the model's device, their sums from 0.
     group: the sequence-parallel ranks, each with an equal run of the tokens; None: this rank has all.
+    prompts: where several sequences share one, which then is a sequence of its own and missing in theirs; else None.
     """
 
     lengths: tuple[int, ...]
     cu_seq_lens: Tensor
     group: dist.ProcessGroup | None = None
+    prompts: SharedPrompts | None = None
+
+    @property
+    def keys(self) -> "Segments | SharedPrompts":
+        """Returns what has the lengths and sums of the tokens that each sequence attends to."""
+        return self.prompts or self
 
     @property
     def longest(self) -> int:
@@ -65,7 +86,7 @@ def packed_attention(
     Dropout is ignored on purpose: log-probabilities must be those of the sampling policy.
     Raises ValueError for a sliding window shorter than a sequence, for logit soft-capping and for attention sinks.
     """
-    longest = segments.longest
+    longest = max(segments.keys.lengths)
     if (sliding_window is not None and sliding_window < longest) or softcap is not None or s_aux is not None:
         raise ValueError(
             f"`model.path`: {type(module).__name__} uses sliding-window attention ({sliding_window} tokens, longest "
@@ -154,6 +175,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
         raise ValueError(
             f"`model.dtype` ({query.dtype}) must be bfloat16 or float16 on GPU, or set `trainer.device=cpu`"
         )
+    if segments.prompts is not None:
+        key, value = (torch.cat(_with_prompts(x, segments), dim=2) for x in (key, value))
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     if groups > 1 and _VARLEN_TAKES_GROUPED_HEADS:
@@ -162,7 +185,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
     cu, longest = segments.cu_seq_lens, segments.longest
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
+    out = varlen_attn(q, k, v, cu, segments.keys.cu_seq_lens, longest, max(segments.keys.lengths), **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
@@ -177,9 +200,26 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, 
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    parts = zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True)
-    outs = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in parts]
+    parts = zip(
+        query.split(segments.lengths, dim=2), _with_prompts(key, segments), _with_prompts(value, segments), strict=True
+    )
+    outs = []
+    for q, k, v in parts:
+        own, seen = q.shape[2], k.shape[2]
+        mask = None if own == seen else torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
+        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling))
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1)
+
+
+def _with_prompts(x: Tensor, segments: Segments) -> list[Tensor]:
+    """Cuts [1, H, T, D] into the sequences, each with the prompt that it shares."""
+    parts = x.split(segments.lengths, dim=2)
+    if segments.prompts is None:
+        return list(parts)
+    return [
+        part if prompt == i else torch.cat([parts[prompt], part], dim=2)
+        for i, (prompt, part) in enumerate(zip(segments.prompts.of, parts, strict=True))
+    ]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

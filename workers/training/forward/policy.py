@@ -6,6 +6,7 @@ tokens that the policy did not sample are read like the prompt, and nothing that
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dapo.packing import worth_sharing
 from dapo.types import TrainSequence
-from workers.training.forward.attention import Segments
+from workers.training.forward.attention import PACKED_ATTENTION, Segments, SharedPrompts
 from workers.training.forward.logprobs import token_logprobs
 from workers.training.forward.ulysses import gather_rows
 from workers.training.mesh import SequenceParallel
@@ -24,11 +26,11 @@ ALONE = SequenceParallel()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Holds sequences laid end to end, T tokens, R of them sampled. Made by `collate`, consumed by
+    """Holds sequences laid end to end, T tokens, of which R predict a sampled one. Made by `collate`, consumed by
     `workers.training.update`.
 
     Of the tokens this rank holds an equal run, t of T, and r of the R predictors:
-    token_ids, position_ids: [1, t] int64; positions restart at 0 in each sequence.
+    token_ids, position_ids: [1, t] int64; positions count from 0 in each sequence.
     predictors: [r] int64, the place among the t whose logits predict each sampled token. labels: [r] int64, these
     tokens. counts: r of each rank.
     Of all sampled tokens: rollout_logprobs, advantages, weights: [R] float32. segment_ids: [R] int64, the sequence
@@ -49,15 +51,24 @@ class MicroBatch:
 
 
 def collate(
-    sequences: Sequence[TrainSequence], device: torch.device, sequence_parallel: SequenceParallel = ALONE
+    sequences: Sequence[TrainSequence],
+    device: torch.device,
+    sequence_parallel: SequenceParallel = ALONE,
+    *,
+    share_prompts: bool = True,
 ) -> MicroBatch:
     """Lays sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
+
+    The prompt of neighbours that have the same one stands there once, before them, where that saves much.
 
     Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
     part in every collective.
     """
     rank, size = sequence_parallel.rank, sequence_parallel.size
-    tokens, positions, predict, lengths = _lay_out(sequences, size)
+    tokens, positions, predict, lengths, prompts = _lay_out(sequences, size, share_prompts)
+    whole = [
+        length + (lengths[of] if of != i else 0) for i, (length, of) in enumerate(zip(lengths, prompts, strict=True))
+    ]
     run = len(tokens) // size
     edges = np.searchsorted(predict, np.arange(size + 1) * run)
     own, mine = slice(rank * run, (rank + 1) * run), slice(edges[rank], edges[rank + 1])
@@ -66,11 +77,15 @@ def collate(
     def to(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return MicroBatch(
         token_ids=to(tokens[None, own]),
         position_ids=to(positions[None, own]),
-        segments=Segments(lengths, to(ends), sequence_parallel.group),
+        segments=Segments(
+            tuple(lengths),
+            to(_sums(lengths)),
+            sequence_parallel.group,
+            SharedPrompts(tuple(prompts), tuple(whole), to(_sums(whole))) if whole != lengths else None,
+        ),
         predictors=to(predict[mine] - rank * run),
         labels=to(tokens[predict[mine] + 1] if len(predict) else predict),
         counts=tuple(np.diff(edges).tolist()),
@@ -82,20 +97,47 @@ def collate(
     )
 
 
+def _sums(lengths: Sequence[int]) -> NDArray[np.int32]:
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
 def _lay_out(
-    sequences: Sequence[TrainSequence], multiple: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
-    """Returns (tokens [T], positions [T], predictors [R] as places in T, lengths), T > 0 a multiple of `multiple`."""
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    filler = multiple if not lengths else -sum(lengths) % multiple
-    parts = [sequence.token_ids for sequence in sequences] + [np.zeros(filler, np.int64)]
-    lengths += [filler] if filler else []
-    predictors = [np.zeros(0, np.int64)]
-    for sequence, end in zip(sequences, np.cumsum(lengths), strict=False):
-        response = np.arange(end - len(sequence.token_ids) + sequence.num_prompt_tokens, end) - 1
-        predictors.append(response if sequence.token_mask is None else response[sequence.token_mask])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    return np.concatenate(parts).astype(np.int64), positions, np.concatenate(predictors), tuple(lengths)
+    sequences: Sequence[TrainSequence], multiple: int, share_prompts: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int], list[int]]:
+    """Returns (tokens [T], positions [T], predictors [R] as places in T, lengths and prompts of the N segments; a
+    segment's prompt is another's number, or its own: none), T > 0 a multiple of `multiple`."""
+    parts, positions, predictors = [], [], [np.zeros(0, np.int64)]
+    lengths: list[int] = []
+    prompts: list[int] = []
+    filled = 0
+
+    def add(tokens: NDArray[np.integer], start: int, prompt: int | None = None) -> None:
+        nonlocal filled
+        prompts.append(len(lengths) if prompt is None else prompt)
+        lengths.append(len(tokens))
+        parts.append(tokens)
+        positions.append(np.arange(start, start + len(tokens)))
+        filled += len(tokens)
+
+    for _, neighbours in groupby(sequences, key=lambda sequence: sequence.shared_prompt.tobytes()):
+        run = list(neighbours)
+        shared, prompt = 0, None
+        if share_prompts and worth_sharing(len(run[0].shared_prompt), [len(one.token_ids) for one in run]):
+            shared, prompt = len(run[0].shared_prompt), len(lengths)
+            add(run[0].shared_prompt, 0)
+        for sequence in run:
+            add(sequence.token_ids[shared:], shared, prompt)
+            response = np.arange(filled - len(sequence.token_ids) + sequence.num_prompt_tokens, filled) - 1
+            predictors.append(response if sequence.token_mask is None else response[sequence.token_mask])
+    if filler := -filled % multiple if filled else multiple:
+        add(np.zeros(filler, np.int64), 0)
+    return (
+        np.concatenate(parts).astype(np.int64),
+        np.concatenate(positions),
+        np.concatenate(predictors),
+        lengths,
+        prompts,
+    )
 
 
 class PackedPolicy(nn.Module):
@@ -117,6 +159,11 @@ class PackedPolicy(nn.Module):
             for name, value in vars(module).items():  # rates of models that call functions of torch's
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Returns whether its attention takes micro-batches in which sequences share a prompt."""
+        return self.model.config._attn_implementation == PACKED_ATTENTION
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""

@@ -62,6 +62,26 @@ def test_what_the_policy_did_not_sample_is_read_and_not_predicted() -> None:
     assert [len(values) for values in (batch.advantages, batch.weights, batch.staleness)] == [4, 4, 4]
 
 
+def test_a_prompt_that_neighbours_share_is_laid_out_once() -> None:
+    one, other = sequence([5, 6, 7], [8, 9]), sequence([5, 6, 7], [2])
+    batch = collate([sequence([3], [4]), one, other], CPU)
+    assert batch.token_ids.tolist() == [[3, 4, 5, 6, 7, 8, 9, 7, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
+    assert batch.predictors.tolist() == [0, 4, 5, 7]
+    assert batch.labels.tolist() == [4, 8, 9, 2]
+    assert batch.segment_ids.tolist() == [0, 1, 1, 2]
+    assert batch.segments.lengths == (2, 2, 3, 2)
+    prompts = batch.segments.prompts
+    assert prompts is not None and prompts.of == (0, 1, 1, 1)
+    assert prompts.cu_seq_lens.tolist() == [0, 2, 4, 9, 13]
+    for apart in (
+        collate([one, other], CPU, share_prompts=False),  # for an attention that does not know of it
+        collate([one, sequence([5, 4, 7], [2])], CPU),
+        collate([sequence([5, 6, 7], [8] * 20), sequence([5, 6, 7], [9] * 20)], CPU),  # 2 tokens of 46
+    ):
+        assert len(apart.segments.lengths) == 2 and apart.segments.prompts is None
+
+
 def test_without_sequences_nothing_comes_out_but_gradients_are_zero() -> None:
     policy = build_policy()
     logprobs, entropy = policy(collate([], CPU))
