@@ -19,8 +19,9 @@ class Forecast:
 class UsableRate:
     """Estimates the share of draws that give a usable group, as it goes.
 
-    It holds about the last two steps, so that it follows a rate that drifts with the policy, and learns within a step
-    from every draw that finishes. What finishes within a step depends on timing; what a step used up does not, and
+    It holds about the last two steps, so that it follows a rate that drifts with the policy; a step that took many draws
+    weighs no more than the one after it, or a rate that rises would be followed late. It learns within a step from every
+    draw that finishes. What finishes within a step depends on timing; what a step used up does not, and
     replaces it when the step ends.
     """
 
@@ -49,7 +50,11 @@ class UsableRate:
     def end_step(self, *, usable: int, draws: int) -> None:
         """Replaces what was observed within the step by what it used up; older outcomes fade."""
         before_usable, before_draws = self._past
-        self._past = (self.KEEP * (before_usable + usable), self.KEEP * (before_draws + draws))
+        weight = min(1.0, max(1, draws) / before_draws)
+        self._past = (
+            self.KEEP * (weight * before_usable + usable),
+            self.KEEP * (weight * before_draws + draws),
+        )
         self._usable, self._draws = self._past
 
     def missing(self, wanted: int, *, usable: int, in_flight: int) -> int:

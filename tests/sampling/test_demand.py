@@ -154,6 +154,17 @@ def test_extreme_rates_give_whole_finite_numbers_of_the_right_size(share, draws,
     assert to_start(rate, wanted, Supply(0, 10**14)) == 0 and allowed(rate, wanted, Supply(0, 10**13)) == 0
 
 
+def test_a_rate_that_rises_is_followed_like_one_that_falls():
+    """The first steps of a policy that learns quickly: a step counts half, however many draws those before it took."""
+    rate = UsableRate(certain=False)
+    rate.end_step(usable=8, draws=142)
+    first = rate.value
+    rate.end_step(usable=8, draws=22)
+    assert rate.value == pytest.approx((first + 8 / 22) / 2)
+    rate.end_step(usable=8, draws=142)
+    assert rate.value < 1.2 * 8 / 142 + 0.01
+
+
 def test_the_rate_learns_within_a_step_and_remembers_what_the_step_used_up():
     rate = UsableRate(certain=False)
     for usable in [True, False, False, False]:
