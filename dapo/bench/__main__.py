@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     update = command("update", "training.actor", "update", "updates against a loop written by hand")
     update.add_argument("--shapes", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     update.add_argument("--repeats", type=positive, default=10, help="measured rounds")
+    update.add_argument("--prompt", type=positive, default=0, help="tokens of a group's prompt (default: 10 to 20)")
     logprobs = command("logprobs", "training.actor", "logprobs", "log-probabilities in chunks against whole logits")
     logprobs.set_defaults(overrides=False)
     logprobs.add_argument("--repeats", type=positive, default=5, help="measured rounds")

@@ -61,7 +61,8 @@ class ModelConfig:
     attn_implementation: str = key(
         "auto",
         "`auto` is packed attention of our own (torch's variable-length kernels on GPU, one SDPA call per sequence on "
-        "CPU); any other name goes to transformers, such as flash_attention_2 or sdpa",
+        "CPU), which computes the prompt of several responses once; any other name goes to transformers, such as "
+        "flash_attention_2 or sdpa",
         verl=f"{MODEL}.override_config.attn_implementation",
         trl="model_init_kwargs",
     )
@@ -149,7 +150,8 @@ class ActorConfig:
     max_tokens_per_gpu: int = at_least(
         1,
         22528,
-        "hard bound on the tokens of one packed micro-batch that one rank computes",
+        "hard bound on the tokens of one packed micro-batch that one rank computes; a prompt that responses share "
+        "counts for each of them",
         verl=f"{ACTOR}.ppo_max_token_len_per_gpu",
     )
     ulysses_sequence_parallel_size: int = key(

@@ -1,7 +1,8 @@
 """Estimates tokens, FLOPs and seconds of one step from configuration, model shape and assumptions.
 
 The response lengths are a fixed sample, log-normal and cut off at the cap; mini-batches of it are packed by the actors'
-own code (`dapo.packing`), so that idle and badly filled micro-batches are counted and not guessed.
+own code (`dapo.packing`), so that idle and badly filled micro-batches are counted and not guessed. A prompt is counted
+for each of its responses, though ranks compute a long one once for several: then the update is faster than planned.
 """
 
 import math

@@ -19,10 +19,10 @@ class Forecast:
 class UsableRate:
     """Estimates the share of draws that give a usable group, as it goes.
 
-    It holds about the last two steps, so that it follows a rate that drifts with the policy; a step that took many draws
-    weighs no more than the one after it, or a rate that rises would be followed late. It learns within a step from every
-    draw that finishes. What finishes within a step depends on timing; what a step used up does not, and
-    replaces it when the step ends.
+    It holds about the last two steps, so that it follows a rate that drifts with the policy; one that took many draws
+    weighs no more than the one after it, or a rate that rises would be followed late. It learns within a step from
+    every draw that finishes. What finishes within a step depends on timing; what a step used up does not, and replaces
+    it when the step ends.
     """
 
     KEEP = 0.5  # weight of the steps before, at each new step

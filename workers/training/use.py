@@ -5,7 +5,8 @@ In: what each rank says of itself, the batch, the seconds. Out: metrics of `perf
 MFU = model FLOPs / (seconds × GPUs × peak FLOP/s, `dapo.config.devices`). Model FLOPs of an optimizer step = 3 × the
 forward pass (`dapo.config.facts.model_shape`: matrices 2 FLOPs per weight and token, the head at response tokens only,
 causal attention at half of its square), the backward pass counting twice; 2 × with LoRA, where the model's matrices get
-no gradient. What checkpointing computes again, and old or reference log-probabilities, do not count.
+no gradient. What checkpointing computes again, and old or reference log-probabilities, do not count; a prompt counts
+for each of its responses, also where it is computed once for several.
 """
 
 from collections.abc import Sequence

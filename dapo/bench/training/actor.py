@@ -46,17 +46,21 @@ def response_lengths(shape: str, cfg: Config, rng: np.random.Generator) -> list[
     return [min(int(length), cfg.data.max_response_length) for length in drawn]
 
 
-def batch_of(shape: str, cfg: Config) -> TrainBatch:
-    """Returns one update of one optimizer step on random tokens, with prompts of 10 to 20."""
+def batch_of(shape: str, cfg: Config, prompt: int = 0) -> TrainBatch:
+    """Returns one update of one optimizer step on random tokens. prompt: tokens of that of each group; 0: 10 to 20."""
     rng = np.random.default_rng(0)
-    lengths = [(int(rng.integers(10, 21)), response) for response in response_lengths(shape, cfg, rng)]
-    return random_batch(lengths, VOCABULARY, rng)
+    responses, n = response_lengths(shape, cfg, rng), cfg.rollout.n
+    prompts = [prompt or int(rng.integers(10, 21)) for _ in range(cfg.data.train_batch_size)]
+    batch = random_batch([(prompts[i // n], response) for i, response in enumerate(responses)], VOCABULARY, rng)
+    for i, sequence in enumerate(batch.minibatches[0]):
+        first = batch.minibatches[0][i - i % n]
+        sequence.token_ids[: first.num_prompt_tokens] = first.token_ids[: first.num_prompt_tokens]
+    return batch
 
 
-async def bench_update(shape: str, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
+async def bench_update(batch: TrainBatch, cfg: Config, repeats: int) -> list[tuple[float, float, float]]:
     """Returns the seconds of one update in turn, without `WARM_UP` rounds before: as the trainer waits for it, Ray
     included; of the slowest rank, within its process; and of the slowest process of the loop, likewise."""
-    batch = batch_of(shape, cfg)
     remote: Any = ray.remote(HandWrittenRank)
     rounds = []
     with cluster(cfg):
@@ -89,8 +93,9 @@ def update(given: argparse.Namespace) -> None:
         for shape in given.shapes:
             model = [f"model.path={random_model}"] if shape == "long" else []
             cfg = bench_config(*LEARNT_NOTHING, *SIZES[shape], *model, *given.overrides)
-            rounds = asyncio.run(bench_update(shape, cfg, given.repeats))
-            tokens = sum(len(sequence.token_ids) for sequence in batch_of(shape, cfg).minibatches[0])
+            batch = batch_of(shape, cfg, given.prompt)
+            rounds = asyncio.run(bench_update(batch, cfg, given.repeats))
+            tokens = sum(len(sequence.token_ids) for sequence in batch.minibatches[0])
             speeds = [f"{tokens / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)]
             within, waited = ([loop / one[k] for *one, loop in rounds] for k in (1, 0))
             rows.append([shape, f"{tokens}", *speeds, *spread(within), *spread(waited)])

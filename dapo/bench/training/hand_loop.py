@@ -3,7 +3,8 @@ out.
 
 Neither knows FSDP, exchange of gradients, metrics or guards: each process has a copy of the model of its own.
 `BareRank` is forward and backward through the product's own log-probabilities. `HandWrittenRank` is a whole update as
-one would write it for one process in plain torch and transformers: whole logits, plain autograd.
+one would write it for one process in plain torch and transformers: whole logits, plain autograd, each response with a
+prompt of its own.
 """
 
 import time
@@ -71,7 +72,7 @@ class HandWrittenRank:
 
     def _step(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> None:
         for sequences in micro_batches:
-            batch = collate(sequences, torch.device("cpu"))
+            batch = collate(sequences, torch.device("cpu"), share_prompts=False)
             logprobs = self._logprobs(batch)
             ratio = torch.exp(logprobs - logprobs.detach())
             bounds = 1 - self._cfg.algorithm.clip_ratio_low, 1 + self._cfg.algorithm.clip_ratio_high
