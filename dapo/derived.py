@@ -31,6 +31,11 @@ def shares_gpus(cfg: Config) -> bool:
     return cfg.trainer.colocate != "none"
 
 
+def shares_prompts(cfg: Config) -> bool:
+    """Returns whether the actors compute a prompt once for several responses: their own attention can."""
+    return cfg.model.attn_implementation == "auto"
+
+
 def takes_turns(cfg: Config) -> bool:
     """Returns whether the engines on the actors' GPUs sleep while these train, and each has all of a GPU meanwhile."""
     return cfg.trainer.colocate in ("time", "lend")

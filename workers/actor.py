@@ -14,7 +14,7 @@ import torch
 
 from dapo.allocator import check_allocator
 from dapo.config.schema import Config
-from dapo.derived import LENT_TRANSPORT, transfer_timeout_s
+from dapo.derived import LENT_TRANSPORT, shares_prompts, transfer_timeout_s
 from dapo.faults.points import fault_point
 from dapo.faults.restarts import Restarts
 from dapo.own.loading import Source, load, source_of
@@ -221,6 +221,7 @@ class ActorPool(Checkpoints, Sending):
             cfg.actor.num_workers // self._sequence_parallel,
             cfg.actor.max_tokens_per_gpu * self._sequence_parallel,
             equal_at(self._shape),
+            shares_prompts(cfg),
         )
 
     async def find(self) -> None:

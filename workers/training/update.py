@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo.config.schema import Config
+from dapo.derived import shares_prompts
 from dapo.faults.points import fault_point
 from dapo.objective import Constants, Correction, objective, rollout_correction
 from dapo.own.loading import OwnFunction
@@ -151,7 +152,7 @@ class Updater:
         return _by_sequence(logprobs, micro_batches)
 
     def _collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
-        shared = self._policy.shares_prompts
+        shared = shares_prompts(self._cfg)
         return collate(sequences, self._device, self._mesh.sequence_parallel, share_prompts=shared)
 
     def _set_learning_rate(self, version: int, step: int) -> float:

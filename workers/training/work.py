@@ -28,7 +28,11 @@ class RankWork:
 
 
 def split_batch(
-    batch: TrainBatch, num_ranks: int, max_tokens: int, equal_at: int = ATTENTION_EQUALS_REST_TOKENS
+    batch: TrainBatch,
+    num_ranks: int,
+    max_tokens: int,
+    equal_at: int = ATTENTION_EQUALS_REST_TOKENS,
+    share_prompts: bool = True,
 ) -> list[RankWork]:
     """Packs each mini-batch over ranks, or groups of sequence-parallel ranks (`dapo.packing`).
 
@@ -36,18 +40,18 @@ def split_batch(
     """
     shares: list[list[MicroBatches]] = [[] for _ in range(num_ranks)]
     for sequences in batch.minibatches:
-        packed = _pack(sequences, num_ranks, max_tokens, equal_at)
+        packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
         for share, micro_batches in zip(shares, packed, strict=True):
             share.append(tuple(tuple(sequences[i] for i in indices) for indices in micro_batches))
     return [RankWork(version=batch.version, minibatches=tuple(share), order=batch.order) for share in shares]
 
 
 def split_sequences(
-    sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int
+    sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int, share_prompts: bool
 ) -> tuple[list[MicroBatches], Callable[[Sequence[list[Any]]], list[Any]]]:
     """Packs sequences over ranks as `split_batch` does; returns what puts the ranks' results, one per sequence in the
     order of their micro-batches, back into the order of the sequences."""
-    packed = _pack(sequences, num_ranks, max_tokens, equal_at)
+    packed = _pack(sequences, num_ranks, max_tokens, equal_at, share_prompts)
 
     def in_order(results: Sequence[list[Any]]) -> list[Any]:
         found: dict[int, Any] = {}
@@ -58,10 +62,12 @@ def split_sequences(
     return [tuple(tuple(sequences[i] for i in indices) for indices in share) for share in packed], in_order
 
 
-def _pack(sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int) -> list[list[list[int]]]:
+def _pack(
+    sequences: Sequence[TrainSequence], num_ranks: int, max_tokens: int, equal_at: int, share_prompts: bool
+) -> list[list[list[int]]]:
     lengths = [len(sequence.token_ids) for sequence in sequences]
-    prompts = [(sequence.shared_prompt.tobytes(), len(sequence.shared_prompt)) for sequence in sequences]
-    return pack(lengths, num_ranks, max_tokens, equal_at, prompts)
+    shared = [sequence.shared_prompt for sequence in sequences] if share_prompts else []
+    return pack(lengths, num_ranks, max_tokens, equal_at, [(prompt.tobytes(), len(prompt)) for prompt in shared])
 
 
 def known_shape(model_path: str) -> ModelShape | None:

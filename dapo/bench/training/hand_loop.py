@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dapo.config.schema import Config
+from dapo.derived import shares_prompts
 from dapo.types import TrainSequence
 from workers.actor import ActorWorker, RankWork
 from workers.training.forward.attention import implementation
@@ -33,6 +34,7 @@ class BareRank:
     """Runs one process of the bare update; a Ray actor in the benchmark."""
 
     def __init__(self, cfg: Config) -> None:
+        self._shared = shares_prompts(cfg)
         self._policy = PackedPolicy(load_model(cfg), cfg.rollout.temperature).train()
 
     def run(self, work: RankWork) -> float:
@@ -40,7 +42,7 @@ class BareRank:
         began = time.perf_counter()
         for k in work.order:
             for sequences in work.minibatches[k]:
-                batch = collate(sequences, torch.device("cpu"))
+                batch = collate(sequences, torch.device("cpu"), share_prompts=self._shared)
                 logprobs, _ = self._policy(batch)
                 (-batch.weights * batch.advantages * logprobs).sum().backward()
         self._policy.zero_grad()

@@ -70,6 +70,14 @@ def test_a_family_that_works_gives_transformers_logprobs_and_gradients(
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_an_attention_of_transformers_gets_a_prompt_for_each_response(rank: ActorWorker, tmp_path: Path) -> None:
+    save_model(FAMILIES[WORK[0]], tmp_path)
+    cfg = config_of(tmp_path)
+    cfg.model.attn_implementation = "sdpa"
+    rebuild(rank, cfg)
+    assert largest_difference(rank, make_sequences(tmp_path, LENGTHS), reference(tmp_path)) <= 1e-5
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_does_not_is_refused_before_any_worker_starts(tmp_path: Path, name: str) -> None:
     save_config(FAMILIES[name], tmp_path)

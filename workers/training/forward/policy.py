@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dapo.packing import worth_sharing
 from dapo.types import TrainSequence
-from workers.training.forward.attention import PACKED_ATTENTION, Segments, SharedPrompts
+from workers.training.forward.attention import Segments, SharedPrompts
 from workers.training.forward.logprobs import token_logprobs
 from workers.training.forward.ulysses import gather_rows
 from workers.training.mesh import SequenceParallel
@@ -59,7 +59,8 @@ def collate(
 ) -> MicroBatch:
     """Lays sequences end to end on `device`; with several ranks, up to size - 1 tokens behind them make T divide.
 
-    The prompt of neighbours that have the same one stands there once, before them, where that saves much.
+    share_prompts: the prompt of neighbours that have the same one stands there once, before them, where that saves
+    much (`dapo.derived.shares_prompts`).
 
     Without sequences the micro-batch is one token per rank that nothing is learnt from (R = 0): the rank still takes
     part in every collective.
@@ -159,11 +160,6 @@ class PackedPolicy(nn.Module):
             for name, value in vars(module).items():  # rates of models that call functions of torch's
                 if ("drop" in name or "noise" in name) and isinstance(value, float):
                     setattr(module, name, 0.0)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Returns whether its attention takes micro-batches in which sequences share a prompt."""
-        return self.model.config._attn_implementation == PACKED_ATTENTION
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns (log-probabilities [R], entropy [R]) in nats, float32, alike on all sequence-parallel ranks."""
