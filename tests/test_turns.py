@@ -136,7 +136,7 @@ def test_loss_and_gradients_are_those_of_transformers_with_a_mask(model_dir, mod
     groups = make_groups(unsampled=math.nan)  # what nobody sampled has no log-probability
     loss, found = packed_gradients(model_dir, groups, cfg)
     wanted_loss, wanted = plain_gradients(model_dir, groups, cfg)
-    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-7)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-6)  # CISPO's terms are of size 3 and cancel to .002
     assert distance(found, wanted) <= BOUND
 
 
