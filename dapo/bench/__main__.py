@@ -7,7 +7,6 @@ when it runs. `python -m dapo.bench short|long|both [steps]` is another spelling
 import argparse
 import pkgutil
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from dapo.bench.shapes import LENGTHS, MODELS, SYNC_SHAPES
@@ -36,50 +35,22 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(entry=f"dapo.bench.{module}:{function}", overrides=overrides)
         return added
 
-    step = command("step", "steps.step", "run", "whole steps against the engines alone and a bare update")
+    step = command("step", "step", "run", "whole steps against the engines alone and a bare update")
     step.add_argument("shape", nargs="?", choices=(*LENGTHS, "both"), default="both", help="lengths of the responses")
     step.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of each shape")
-    _rounds(command("overlap", "steps.overlap", "run", "groups trained per second at staleness 0 and 1"))
-    _rounds(command("lend", "steps.overlap", "run_lend", "groups trained per second without and with lent devices"))
-    save = command("save", "steps.save", "run", "what journal and checkpoints cost the steps")
-    save.add_argument("rounds", nargs="?", type=positive, default=25, help="measured steps of each kind")
-    driver = command("driver", "driver", "run", "the driver's own work in one step", overrides=False)
-    driver.add_argument("groups", nargs="?", type=positive, default=512, help="groups trained on")
-    driver.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")
-    store = command("store", "store", "run", "the sample store, which a thread writes", overrides=False)
-    store.add_argument("responses", nargs="?", type=positive, default=8192, help="of a step")
-    store.add_argument("tokens", nargs="?", type=positive, default=5000, help="tokens of a response")
-    store.add_argument("--steps", type=positive, default=3)
-    store.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     rewards = command("rewards", "rewards", "run", "throughput and latency of scoring", overrides=False)
     rewards.add_argument("--function", default="math", help="math, math_verify, gsm8k, or the path of your own")
     rewards.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
     rewards.add_argument("--responses", type=positive, default=20_000)
-    code = command("code", "code", "run", "programs of the model through the sandbox", overrides=False)
-    code.add_argument("--children", type=positive, default=1, help="child processes of the one reward worker")
-    code.add_argument("--programs", type=positive, default=1000)
-    update = command("update", "training.actor", "update", "updates against a loop written by hand")
+    update = command("update", "update", "run", "updates against a loop written by hand")
     update.add_argument("--shapes", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     update.add_argument("--repeats", type=positive, default=10, help="measured rounds")
     update.add_argument("--prompt", type=positive, default=0, help="tokens of a group's prompt (default: 10 to 20)")
-    logprobs = command("logprobs", "training.actor", "logprobs", "log-probabilities in chunks against whole logits")
-    logprobs.set_defaults(overrides=False)
-    logprobs.add_argument("--repeats", type=positive, default=5, help="measured rounds")
-    logprobs.add_argument("--tokens", type=positive, default=1024)
-    logprobs.add_argument("--vocabulary", type=positive, default=151_936)
-    logprobs.add_argument("--hidden", type=positive, nargs="+", default=[64])
-    _device(command("device", "training.device", "run", "updates of one rank on one GPU at the shapes of real models"))
-    _cycle(command("cycle", "engines.cycle", "run", "engines and actors that take turns on the same GPU"))
-    _host(command("host", "engines.host", "run", "what an engine asks of its host's processor for each token"))
-    _decode(command("decode", "engines.decode", "run", "decoding with and without speculation"))
-    _sync(command("sync", "engines.sync", "run", "whole weight syncs by transport", overrides=False))
+    _device(command("device", "device", "run", "updates of one rank on one GPU at the shapes of real models"))
+    _cycle(command("cycle", "cycle", "run", "engines and actors that take turns on the same GPU"))
+    _host(command("host", "host", "run", "what an engine asks of its host's processor for each token"))
+    _sync(command("sync", "sync", "run", "whole weight syncs by transport", overrides=False))
     return program
-
-
-def _rounds(rounds: argparse.ArgumentParser) -> None:
-    rounds.add_argument("shape", nargs="?", choices=LENGTHS, default="long", help="lengths of the responses")
-    rounds.add_argument("steps", nargs="?", type=positive, default=10, help="measured steps of a round")
-    rounds.add_argument("rounds", nargs="?", type=positive, default=3, help="rounds either way")
 
 
 def _device(device: argparse.ArgumentParser) -> None:
@@ -110,13 +81,6 @@ def _host(host: argparse.ArgumentParser) -> None:
     host.add_argument("--rounds", type=positive, default=3, help="measured rounds of each")
     host.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     host.add_argument("--folder", help="where the random weights go for a while (7B: 15 GB)")
-
-
-def _decode(decode: argparse.ArgumentParser) -> None:
-    decode.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 64], help="that run at once")
-    decode.add_argument("--rounds", type=positive, default=7, help="measured rounds of each")
-    decode.add_argument("--tokens", type=positive, default=4, help="drafted at a time")
-    decode.add_argument("--ngram", type=positive, default=4, help="tokens that a draft's context repeats")
 
 
 def _sync(sync: argparse.ArgumentParser) -> None:

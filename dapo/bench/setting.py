@@ -2,7 +2,7 @@
 trainer."""
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import ray
 
 from dapo.config.compose import compose
 from dapo.config.schema import Config
-from dapo.faults.limit import TimeLimit
-from dapo.fleet import build_pools, ray_cluster
+from dapo.derived import device_of
+from dapo.fleet import STOP_GRACE_S, build_pools, ray_cluster
 from dapo.pools import Pools
 from dapo.report.log import MetricsLogger
 from dapo.run import load_data, make_paths_absolute
@@ -20,6 +20,9 @@ from dapo.state.checkpoint import CheckpointStore
 from dapo.tiny.random_model import make_random_model
 from dapo.trainer import Trainer
 from dapo.types import Prompt, TrainBatch, TrainSequence
+from workers.engines.arguments import engine_args
+from workers.placement import Placement
+from workers.rollout import RolloutPool
 
 # The learning rate is so small that each step makes the same requests whatever it learnt.
 COMMON = ("actor.optim.lr=1e-12", "eval.before_train=false", "logging.samples=0", "checkpoint.every=0", "rollout.n=8")
@@ -63,21 +66,29 @@ async def workers(cfg: Config) -> AsyncIterator[tuple[Pools, list[Prompt]]]:
 
 
 @asynccontextmanager
+async def engine(cfg: Config) -> AsyncIterator[RolloutPool]:
+    """Yields one engine."""
+    device = device_of(cfg)
+    pool = RolloutPool(Placement(cfg, device).rollout(), cfg.rollout)
+    try:
+        await pool.start(cfg.model.path, engine_args(cfg, device))
+        yield pool
+    finally:
+        await pool.stop(STOP_GRACE_S)
+
+
+@asynccontextmanager
 async def trainer(
     cfg: Config,
     pools: Pools,
     prompts: Sequence[Prompt],
     directory: Path,
-    *,
-    say: Callable[[str], None] = lambda line: None,
-    limit: TimeLimit | None = None,
 ) -> AsyncIterator[Trainer]:
-    """Yields a trainer that writes to `directory`, which is made; at the end nothing generates. say: takes the line
-    that ends each step. limit: is told how long updates and saves take."""
+    """Yields a trainer that writes to `directory`, which is made; at the end nothing generates."""
     directory.mkdir()
     logger = MetricsLogger(directory)
     store = CheckpointStore(directory / "checkpoints", keep=1)
-    training = Trainer(cfg, pools, prompts, [], store, logger, say=say, limit=limit)
+    training = Trainer(cfg, pools, prompts, [], store, logger)
     try:
         yield training
     finally:

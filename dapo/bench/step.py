@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import ray
 
+from dapo.bench.hand_loop import BareRank
 from dapo.bench.setting import run_config, trainer, workers
 from dapo.bench.shapes import LENGTHS
-from dapo.bench.training.hand_loop import BareRank
 from dapo.config.schema import Config
 from dapo.pools import ActorPool, RolloutPool, Updated
 from dapo.report.table import table

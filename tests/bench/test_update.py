@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo.bench.__main__ import main
+from dapo.bench.hand_loop import BareRank, HandWrittenRank
 from dapo.bench.setting import bench_config
-from dapo.bench.training.actor import batch_of
-from dapo.bench.training.hand_loop import BareRank, HandWrittenRank
+from dapo.bench.update import batch_of
 from dapo.config.facts.model_shape import read_shape
 from workers.actor import split_batch
 from workers.training.forward.attention import PACKED_ATTENTION
@@ -42,13 +42,6 @@ def test_the_loop_written_by_hand_takes_the_policys_step() -> None:
     wanted = model.state_dict()
     for name, parameter in rank._model.named_parameters():
         torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=1e-6)
-
-
-def test_time_of_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["logprobs", "--tokens", "64", "--vocabulary", "500", "--hidden", "16", "--repeats", "2"])
-    _, names, _, *rows, _ = capsys.readouterr().out.splitlines()
-    assert "chunks / whole" in names and len(rows) == 2
-    assert [row.split(" | ")[1] for row in rows] == ["no", "yes"]
 
 
 @pytest.mark.ray

@@ -26,7 +26,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo.bench.setting import bench_config, random_batch
-from dapo.bench.training.actor import LEARNT_NOTHING
+from dapo.bench.update import LEARNT_NOTHING
 from dapo.config.facts.model_shape import read_config, read_shape
 from dapo.config.schema import Config
 from dapo.types import TrainBatch

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dapo.bench.device import random_weights
 from dapo.bench.setting import bench_config, cluster, random_batch
-from dapo.bench.steps.step import Recording
-from dapo.bench.training.actor import LEARNT_NOTHING, VOCABULARY
-from dapo.bench.training.device import random_weights
+from dapo.bench.step import Recording
+from dapo.bench.update import LEARNT_NOTHING, VOCABULARY
 from dapo.config.facts.model_shape import read_shape
 from dapo.config.schema import Config
 from dapo.derived import device_of

@@ -1,8 +1,4 @@
-"""Measures the actors against yardsticks: whole updates, and log-probabilities.
-
-`update`: updates by FSDP ranks on CPU against a loop written by hand (`hand_loop.py`), same tokens, in turn.
-`logprobs`: log-probabilities and entropy in chunks against whole logits (`whole_logits.py`). Out: tables.
-"""
+"""Measures updates by FSDP ranks on CPU against a loop written by hand (`hand_loop.py`), same tokens, in turn."""
 
 import argparse
 import asyncio
@@ -17,9 +13,8 @@ from typing import Any
 import numpy as np
 import ray
 
+from dapo.bench.hand_loop import HandWrittenRank, seconds_of
 from dapo.bench.setting import bench_config, cluster, random_batch
-from dapo.bench.training.hand_loop import HandWrittenRank, seconds_of
-from dapo.bench.training.whole_logits import compare
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.tiny.random_model import make_random_model
@@ -29,7 +24,6 @@ from workers.placement import Placement
 from workers.remote import wait
 
 WANTED_THROUGHPUT = 0.85  # of the loop written by hand
-WANTED_SECONDS = 1.3  # of whole logits
 VOCABULARY = 100  # tokens that are drawn from, as few as the tiny models have
 WARM_UP = 2  # rounds: the first ones fill allocators and caches
 LEARNT_NOTHING = ("actor.optim.lr=1e-12", "weight_sync.max_mean_logprob_diff=1e9")  # tokens are drawn at random
@@ -85,7 +79,7 @@ async def bench_update(batch: TrainBatch, cfg: Config, repeats: int) -> list[tup
     return rounds[WARM_UP:]
 
 
-def update(given: argparse.Namespace) -> None:
+def run(given: argparse.Namespace) -> None:
     """Prints a table with a row per shape."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -102,22 +96,6 @@ def update(given: argparse.Namespace) -> None:
     of_speeds = ("update tokens/s with Ray", "within ranks", "loop")
     print(table(["shape", "tokens", *of_speeds, "within ranks / loop", "range", "with Ray / loop", "range"], rows))
     print(f"wanted: at least {WANTED_THROUGHPUT} of the loop, which exchanges no gradients, in as many processes")
-
-
-def logprobs(given: argparse.Namespace) -> None:
-    """Prints a table with a row per hidden size, with and without the entropy's gradient."""
-    rows = []
-    for size in given.hidden:
-        for entropy_gradient in (False, True):
-            pairs = compare(
-                given.tokens, given.vocabulary, size, entropy_gradient=entropy_gradient, repeats=given.repeats
-            )
-            ratios = spread([chunked / whole for chunked, whole in pairs])
-            chunked, whole = (statistics.median(column) for column in zip(*pairs, strict=True))
-            rows.append([f"{size}", "yes" if entropy_gradient else "no", f"{chunked:.2f}", f"{whole:.2f}", *ratios])
-    print(f"{given.tokens} tokens, vocabulary {given.vocabulary}, forward and backward, CPU seconds of one thread")
-    print(table(["hidden size", "entropy gradient", "chunks s", "whole s", "chunks / whole", "range"], rows))
-    print(f"wanted: at most {WANTED_SECONDS}")
 
 
 def spread(ratios: Sequence[float]) -> list[str]:

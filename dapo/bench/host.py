@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dapo.bench.engines.cycle import TIMEOUT_S, needs_device, random_model
-from dapo.bench.engines.decode import engine
-from dapo.bench.setting import bench_config, cluster
+from dapo.bench.cycle import TIMEOUT_S, needs_device, random_model
+from dapo.bench.setting import bench_config, cluster, engine
 from dapo.config.schema import Config
 from dapo.report.table import table
 from dapo.sampling.stream import sampling_of

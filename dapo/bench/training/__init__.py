@@ -1,1 +1,0 @@
-"""Benchmarks of the actors' update, and the yardsticks that it is compared with."""
