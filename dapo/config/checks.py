@@ -170,7 +170,7 @@ def _engine_numbers(cfg: Config) -> Iterator[str]:
 
 def _engine_args(cfg: Config) -> Iterator[str]:
     # Of speculation `decoding` tells.
-    yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS, elsewhere="speculative_config")
+    yield from arguments(ENGINE, cfg.rollout.vllm, OWN_ENGINE_ARGS)
     cpu = cfg.trainer.device == "auto" and cfg.model.dtype == "float32"  # which no GPU takes (`dapo.derived`)
     device = "cpu" if cpu else cfg.trainer.device
     yield from batches(cfg, device)

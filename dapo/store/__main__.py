@@ -39,9 +39,9 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
 - **Speed.** In dapo_tiny (about 290 responses a step) a step costs the thread 14 ms of CPU and the driver 0.5 ms: 0.2
   % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
   longer (median of 28 pairs, quartiles -14 % and +10 %). 8,192 responses of 5,000 tokens with texts of 20 kB are on
-  disk 1.4 to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses. The timeline of a step of as many costs the driver 15 ms of
-  counting and, with 8 engines, 6 ms at its end and the thread 1 ms (64: 21 ms and 10 ms). More than 1 GiB that waits
-  for a slow disk is left out and counted.
+  disk 1.4 to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses.
+  The timeline of a step of as many costs the driver 15 ms of counting and, with 8 engines, 6 ms at its end and the
+  thread 1 ms (64: 21 ms and 10 ms). More than 1 GiB that waits for a slow disk is left out and counted.
 - **Failure.** What cannot be written (a full disk) is left out: a warning at most every 10 minutes with the count, a
   row in `events`; the run goes on. What comes while another program has the file locked waits in memory, up to 1 GiB.
   A damaged file, and one of another version, is renamed and a new one begins, and so it does where the file is renamed,

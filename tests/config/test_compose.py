@@ -79,22 +79,15 @@ def test_keys_of_open_sections_are_added_and_removed() -> None:
     assert compose(["reward.judge.values={yes: 1, no: 0.0}"], "dapo_tiny").reward.judge.values == {"yes": 1, "no": 0}
 
 
-def forget_vllm() -> None:
-    """Lets its source be read again."""
-    for one in vars(vllm_source).values():
-        if hasattr(one, "cache_clear"):
-            one.cache_clear()
-
-
 def test_without_vllm_its_arguments_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_source.importlib.util, "find_spec", lambda name: None)
-    forget_vllm()
+    vllm_source.engine_arguments.cache_clear()
     try:
         given = ["rollout.vllm.xyzzy=1", "rollout.vllm.enforce_eager=maybe"]
         assert compose(given, "dapo_tiny").rollout.vllm == {"max_num_seqs": 256, "xyzzy": 1, "enforce_eager": "maybe"}
         assert hint("max_num_seqs") == "config/README.md lists all keys"
     finally:
-        forget_vllm()
+        vllm_source.engine_arguments.cache_clear()
 
 
 def test_a_clip_range_the_other_way_round_is_doubted() -> None:

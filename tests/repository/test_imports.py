@@ -100,12 +100,11 @@ def violations(name: str, source: str) -> list[str]:
         and {module for module in ours if within(module, "dapo.run", "dapo.fleet", "dapo.main_ppo", "dapo.trainer")},
         "vLLM only in the engine's process": name
         not in (
-            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling", "blocks")),
+            *(f"workers.engines.{part}" for part in ("worker", "extension", "scheduling")),
             "workers.judging.process",
             "workers.weights.receiver",
         )
-        and {module for module in imported if within(module, "vllm", "workers.vllm_surface")},
-        "vLLM only by the names in workers.vllm_surface": {module for module in imported if within(module, "vllm")},
+        and {module for module in imported if within(module, "vllm")},
     }
     return [f"{rule}: {name} imports {', '.join(sorted(found))}" for rule, found in rules.items() if found]
 
@@ -116,7 +115,7 @@ def test_import_direction():
 
 def test_imports_inside_functions_and_by_name_are_seen():
     assert "only dapo.run" in violations("dapo.trainer", "def f():\n    import ray")[0]
-    assert "vLLM only in" in violations("workers.actor", "from workers.vllm_surface import AsyncLLM")[0]
+    assert "vLLM only in" in violations("workers.actor", "from vllm import AsyncLLM")[0]
 
 
 def modules_in(*folders: str) -> list[str]:

@@ -9,9 +9,10 @@ import logging
 
 import torch
 from torch import Tensor
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
 
 from workers.engines.orphans import end_with_actor
-from workers.vllm_surface import HAS_TRITON, register_kernels
 from workers.weights.receiver import WeightReceiverExtension
 
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -35,7 +36,7 @@ def expand(
     output.copy_(replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 
 
-# It warns that a scheduler of one's own may not fit the next vLLM; `workers.vllm_surface` looks whether it does.
+# It warns that a scheduler of one's own may not fit the next vLLM; `check_version` stands before that.
 logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
 if not HAS_TRITON:  # on a CPU, that is
     register_kernels({EXPAND: expand})

@@ -10,9 +10,9 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
-
-from workers.engines.blocks import spare
-from workers.vllm_surface import AsyncScheduler, LogprobsLists, Scheduler
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
 
 TOGETHER = 16  # rows: to read and keep one takes an eighth of the time, and with 64 rows a thirteenth
 
@@ -69,9 +69,6 @@ class GatheringAsyncScheduler(Gathering, AsyncScheduler):
 
 
 def scheduler(**needs: Any) -> Gathering:
-    """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself, with a keeper of KV blocks
-    that is spared needless work."""
+    """Returns the scheduler for an engine, of the kind that vLLM would have taken by itself."""
     ahead = needs["vllm_config"].scheduler_config.async_scheduling
-    made = (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)
-    spare(made.kv_cache_manager)
-    return made
+    return (GatheringAsyncScheduler if ahead else GatheringScheduler)(**needs)

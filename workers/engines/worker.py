@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
+from packaging.specifiers import SpecifierSet
 
 from dapo.types import Int32Array, Response, Sampling, VersionSpan
 from workers.capacity import EngineSize
@@ -27,8 +28,20 @@ from workers.weights.bucket import BACKEND, Bucket
 T = TypeVar("T")
 _numbers = count()  # of requests: vLLM takes no second one of a name
 SCHEDULER = "workers.engines.scheduling.scheduler"
+KNOWN = ">=0.32,<0.34"  # versions of vLLM; the extras of pyproject.toml say the same
 TOGETHER_S = 0.005  # responses of a group that end within this travel together
 ENDING_S = 1.0  # what groups that were asked to end have, before the engine refuses to sleep
+
+
+def check_version() -> None:
+    """Raises RuntimeError for a vLLM outside of `KNOWN`: much of what we use of it is private or young."""
+    import vllm
+
+    if not SpecifierSet(KNOWN).contains(vllm.__version__, prereleases=True):
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} is installed; dapo knows {KNOWN}: install the version that docker/cpu.lock or "
+            "docker/gpu.lock pins"
+        )
 
 
 def size_of(config: Any, measured: Sequence[int]) -> EngineSize:
@@ -49,7 +62,11 @@ class RolloutWorker:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ[ACTOR] = str(os.getpid())
-        from workers.vllm_surface import AsyncEngineArgs, AsyncLLM, WeightTransferConfig, enable_envs_cache
+        check_version()
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.envs import enable_envs_cache
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         args = AsyncEngineArgs(
             model=model_path,
@@ -104,7 +121,8 @@ class RolloutWorker:
                 del self._running[key]
 
     async def _generate_one(self, request_id: str, prompt: list[int], sampling: Sampling, start: Start) -> Response:
-        from workers.vllm_surface import EngineDeadError, RequestOutputKind, SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -174,7 +192,7 @@ class RolloutWorker:
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Opens the engine's end of the weight sync. info: fields of `workers.weights.receiver.BucketInitInfo`."""
-        from workers.vllm_surface import WeightTransferInitRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._take(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
@@ -210,7 +228,7 @@ class RolloutWorker:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Takes the next bucket from the transport and loads it."""
-        from workers.vllm_surface import WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {
             "index": bucket.index,

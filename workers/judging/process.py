@@ -15,7 +15,7 @@ def main() -> None:
     of the group sees to that: Ray kills this one alone where it kills the actor that has started it."""
     if os.fork() == 0:
         _end_with_starter()
-    from workers.vllm_surface import main as vllm
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm
 
     sys.argv[0] = "vllm"
     vllm()

@@ -13,22 +13,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
 
 from dapo.sandbox.kernel import die_with
 from workers.meeting import find_store
-from workers.vllm_surface import (
-    UnquantizedFusedMoEMethod,
-    VllmConfig,
-    VocabParallelEmbedding,
-    WeightTransferEngine,
-    WeightTransferEngineFactory,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    set_current_vllm_config,
-    unpinned_nccl_env,
-)
 from workers.weights.asleep import free
 from workers.weights.bucket import BACKEND, digest
 from workers.weights.group import WeightGroup

@@ -4,8 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from dapo.config.names import ENGINE
-from dapo.config.rules.engine import values
 from dapo.config.schema import Config
 
 SPECULATION, QUANTIZATION = "rollout.vllm.speculative_config", "rollout.vllm.quantization"
@@ -16,7 +14,6 @@ QUANTIZED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 ON_CPU = "fp8_per_channel"  # the one that vLLM's CPU build has kernels for
 FP8_LOGPROB_DIFF = 0.05  # the default of the bound, and the least one that suits engines which round to 3 bits
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-TOLD_HERE = ("method", "num_speculative_tokens", "rejection_sample_method")
 FEW_REQUESTS = 16  # of an engine: up to here speculation may be left on whatever runs
 
 
@@ -40,7 +37,6 @@ def _speculation(given: Any, max_num_seqs: int | None) -> Iterator[str]:
             "other methods need a second model, which the weight sync does not renew"
         )
         return
-    yield from values(ENGINE, {"speculative_config": {key: one for key, one in given.items() if key not in TOLD_HERE}})
     method, tokens, schedule = given["method"], given.get("num_speculative_tokens"), given.get(SCHEDULE)
     if (package := METHODS[method]) and importlib.util.find_spec(package) is None:
         yield f"`{SPECULATION}.method` ({method}) needs the package {package}, which is not installed; install it"

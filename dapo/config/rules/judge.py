@@ -45,7 +45,7 @@ def judge(cfg: Config) -> Iterator[str]:
             f"`{KEY}.path` ({engine.path}) lets the run start a judge, and no entry of `reward.functions` asks it; add "
             "{path: judge, wrong: 0.0}, or leave the key empty"
         )
-    yield from arguments(JUDGE, engine.vllm, OWN, spoken=True)
+    yield from arguments(JUDGE, engine.vllm, OWN)
     with suppress(UnknownShape):  # told above, or a hub name that is not in the cache
         yield from _model(engine, read_config(engine.path))
 

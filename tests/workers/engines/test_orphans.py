@@ -10,7 +10,6 @@ import time
 import psutil
 import pytest
 
-from workers import vllm_surface
 from workers.engines.orphans import ACTOR, POLL_S
 from workers.engines.worker import RolloutWorker
 
@@ -65,8 +64,7 @@ def test_the_actor_tells_the_processes_of_its_engine_who_it_is(monkeypatch: pyte
         raise ValueError("no engine today")
 
     monkeypatch.setenv(ACTOR, "")
-    for name in ("AsyncEngineArgs", "AsyncLLM", "WeightTransferConfig"):
-        monkeypatch.setattr(vllm_surface, name, refused, raising=False)
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", refused)
     with pytest.raises(ValueError, match="no engine today"):
         asyncio.run(RolloutWorker().start("model", {}))
     assert os.environ[ACTOR] == str(os.getpid())
