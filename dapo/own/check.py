@@ -1,11 +1,10 @@
-"""Tries a person's own functions on small made-up batches, before any worker starts.
+"""Loads a user's own functions before any worker starts, and tries their loss on a small made-up batch.
 
-In: a configuration. Out: one line per function that cannot be trained with, which says why. What is tried here for the
-loss, and in `dapo.own.on_driver` for the rest, holds for every built-in one: it is what makes a run independent of how
-sequences are packed, in which order, and on how many ranks.
+In: a configuration. Out: one line per function that cannot be used, with the reason. What the loss is tried for holds for
+every built-in one: a run does not depend on how sequences are packed, in which order, and on how many ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -15,7 +14,6 @@ from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.schema import Config
 from dapo.own.calls import own_policy_loss
 from dapo.own.loading import OwnFunction, OwnFunctionError, chosen, forget, own_function
-from dapo.own.on_driver import check_advantages, check_filter, check_token_weights
 
 LENGTHS = (5, 2, 7, 1, 4)  # tokens of the responses
 ADVANTAGES = (1.2, -0.8, 0.5, -1.5, 0.9)
@@ -24,21 +22,17 @@ RTOL, ATOL = 1e-4, 1e-6  # sums in another order differ by less, in float32
 
 
 def own_functions(cfg: Config) -> list[str]:
-    """Reads, loads and tries every function of a person's own; returns what is wrong, one line each."""
+    """Returns what is wrong with the user's own functions, one line each."""
     forget()
     return list(_problems(cfg))
 
 
 def _problems(cfg: Config) -> Iterator[str]:
-    checks: dict[str, Callable[[OwnFunction], None]] = {
-        "algorithm.policy_loss": lambda own: check_policy_loss(own, cfg.algorithm),
-        "algorithm.advantage.function": lambda own: check_advantages(own, cfg),
-        "algorithm.token_weights": lambda own: check_token_weights(own, cfg),
-        "filter_groups.function": lambda own: check_filter(own, cfg),
-    }
     for key, value in chosen(cfg).items():
         try:
-            checks[key](own_function(key, value))
+            own = own_function(key, value)
+            if key == "algorithm.policy_loss":
+                check_policy_loss(own, cfg.algorithm)
         except (ValueError, OwnFunctionError) as error:
             yield str(error)
 

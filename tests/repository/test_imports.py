@@ -39,7 +39,6 @@ TENSORS = (
     "dapo.schedule",
     "dapo.own.calls",
     "dapo.own.check",
-    "dapo.own.on_driver",
     "dapo.own.soft_gate",
     "dapo.report.sinks.events",
     "dapo.tiny",
