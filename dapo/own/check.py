@@ -1,7 +1,7 @@
 """Loads a user's own functions before any worker starts, and tries their loss on a small made-up batch.
 
-In: a configuration. Out: one line per function that cannot be used, with the reason. What the loss is tried for holds for
-every built-in one: a run does not depend on how sequences are packed, in which order, and on how many ranks.
+In: a configuration. Out: one line per function that cannot be used, with the reason. What the loss is tried for holds
+for every built-in one: a run does not depend on how sequences are packed, in which order, and on how many ranks.
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dapo.report.table import head, row
-from dapo.simulate import bound, curricula, layouts
+from dapo.simulate import layouts
 from dapo.simulate.books import Scenario, Simulation, later
 from dapo.simulate.fleet import LEAST_RATE, Workload
 from dapo.simulate.strategies import barrier, first_finished, refill, refill_in_rounds, streaming
@@ -101,7 +101,6 @@ def parser() -> argparse.ArgumentParser:
     names, count = list(STRATEGIES), _within(int, 1)
     parser.add_argument("--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--table", default="strategies", choices=TABLES, help="what to compare: %(choices)s")
-    parser.add_argument("--staleness", type=_within(int, 0), nargs="+", default=[1], help="of the bound's table")
     parser.add_argument(
         "--rate", type=_within(float, LEAST_RATE, 1), nargs="+", default=[0.28, 0.5, 0.9], help="shares of mixed groups"
     )
@@ -121,22 +120,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--switch-s", type=float, default=10.0, help="of engines that sleep, or wake, on actors' GPUs")
     parser.add_argument("--gpus-per-engine", type=count, default=4)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--prompts", type=count, nargs="+", default=[2000], help="distinct ones, of the curricula's table"
-    )
-    parser.add_argument(
-        "--pass-rates", type=float, nargs=2, default=[0.5, 0.5], help="alpha and beta of their distribution, there"
-    )
-    parser.add_argument("--gain", type=float, default=0.03, help="of the logit of each pass rate per step, there")
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def compare_bound(given: argparse.Namespace) -> None:
-    """Prints idle shares at bounded staleness next to what the bound forces."""
-    print(head(bound.COLUMNS))
-    for scenario, staleness in itertools.product(scenarios(given), given.staleness):
-        print(row(bound.cells(scenario, staleness, 1 / given.tokens_per_s)), flush=True)
 
 
 def compare_layouts(given: argparse.Namespace) -> None:
@@ -159,23 +144,7 @@ def compare_strategies(given: argparse.Namespace) -> None:
             print(row(strategy_cells(name, scenario, result, base, 1 / given.tokens_per_s)), flush=True)
 
 
-def compare_curricula(given: argparse.Namespace) -> None:
-    """Prints what each curriculum generates for the same number of mixed groups."""
-    alpha, beta = given.pass_rates
-    scenario = Scenario(workload=workload(given), batch=given.batch, steps=given.steps)
-    print(head(curricula.COLUMNS))
-    for count in given.prompts:
-        population = curricula.Population(count=count, alpha=alpha, beta=beta, gain=given.gain)
-        for cells in curricula.rows(scenario, population):
-            print(row(cells), flush=True)
-
-
-TABLES = {
-    "strategies": compare_strategies,
-    "bound": compare_bound,
-    "layouts": compare_layouts,
-    "curricula": compare_curricula,
-}
+TABLES = {"strategies": compare_strategies, "layouts": compare_layouts}
 
 
 def main() -> None:

@@ -12,11 +12,6 @@ from dapo.sampling.lending import Lending
 from dapo.simulate.books import Scenario, Simulation
 
 FACTOR = 3  # times the batch, of who draws a fixed number
-Rule = Callable[[OversamplingBuffer, Simulation], None]
-
-
-def own(buffer: OversamplingBuffer, run: Simulation) -> None:
-    """Leaves the buffer as it is."""
 
 
 class Lender:
@@ -60,12 +55,10 @@ def streaming(
     *,
     max_staleness: int = 0,
     admission: str = DRAW_ORDER,
-    rule: Rule = own,
     lending: Lending | None = None,
 ) -> Simulation:
-    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on. rule: changes
-    how far ahead the buffer draws (`dapo.simulate.rules`). lending: as many engines more, on the actors' GPUs, help
-    where that pays; its times are in tokens of one slot."""
+    """Simulates dapo's strategy; at staleness 0 the engines wait for the update, above it they go on. lending: as
+    many engines more, on the actors' GPUs, help where that pays; its times are in tokens of one slot."""
     run = Simulation(scenario, lent=scenario.engines if lending else 0)
     buffer = OversamplingBuffer(
         train_batch_size=scenario.batch,
@@ -73,7 +66,6 @@ def streaming(
         admission=admission,
         max_staleness=max_staleness,
     )
-    rule(buffer, run)
     lender = Lender(run, buffer, lending)
     update_end = math.inf
     buffer.open()
