@@ -103,8 +103,8 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
             await start_others()
         else:
             await asyncio.gather(start_engines(), start_others())
-        work, makers = engines.work() | {"reward workers": rewards.unscored}, in_turns(cfg, engines, functions)
-        pools = partial(Pools, rollouts=makers, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device), work=work)
+        makers = in_turns(cfg, engines, functions)
+        pools = partial(Pools, rollouts=makers, rewards=rewards, actors=actors, gpus=count_gpus(cfg, device))
         if isinstance(actors, FixedPolicy) or half == "train":  # there is one version of the weights, or none to serve
             engines.keeper.rejoin = keep_weights_of
             yield pools(sync_weights=keep_weights)

@@ -4,13 +4,13 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
 
-from dapo.measure.usage import Course, RankUse, resident_bytes
+from dapo.measure.usage import RankUse, resident_bytes
 from dapo.sampling.lender import Lender
 from dapo.types import Float32Array, Int32Array, Prompt, Response, Sampling, Score, TrainBatch, TrainSequence
 
@@ -150,8 +150,7 @@ class Pools:
     engines serve, from before an update to the end of the sync; an engine that starts again takes its weights between.
     leave_gpus: lets the engines sleep that share the actors' GPUs; None where none does, or not in turns. lender: wakes
     some on the actors' GPUs while a batch is collected; None where none is lent any.
-    gpus: of all of them. work: what they have to do, by lane of a step's timeline: requests of each engine, responses
-    without a verdict.
+    gpus: of all of them.
     """
 
     rollouts: RolloutPool
@@ -162,7 +161,6 @@ class Pools:
     leave_gpus: Callable[[], Awaitable[None]] | None = None
     lender: Lender | None = None
     gpus: int = 0
-    work: Mapping[str, Course] = field(default_factory=dict)
 
     def lap(self) -> dict[str, float]:
         """Returns what the pools did since the last lap, what memory this process takes, and how many processes of each

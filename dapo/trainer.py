@@ -27,6 +27,7 @@ from dapo.replay.batches import Batches, stream_of
 from dapo.report.console import take_repeated
 from dapo.report.log import MetricsLogger, progress_line
 from dapo.report.metrics import report_step, step_metrics
+from dapo.report.trace import Trace
 from dapo.sampling.buffer import OversamplingBuffer
 from dapo.state.checkpoint import CheckpointStore
 from dapo.types import Collected, HeldOut, Prompt, TrainBatch
@@ -50,7 +51,7 @@ class Trainer:
     ) -> None:
         """Starts nothing yet. until: the step to end with, where it is not `trainer.total_steps`."""
         self.version = 0
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(Trace(logger.output_dir))
         self._cfg = cfg
         self._pools = pools
         self._logger = logger
@@ -148,9 +149,9 @@ class Trainer:
                 await self._pools.sync_weights(self.version)
 
     def _report(self, collected: Collected, batch: TrainBatch, update: dict[str, float]) -> dict[str, float]:
-        spans, seconds, totals = self.clock.timeline(self._pools.work), self.clock.lap(), self._buffer.metrics()
+        seconds, totals = self.clock.lap(), self._buffer.metrics()
         metrics = step_metrics(collected, batch, update, seconds, totals, gpus=self._pools.gpus)
-        report_step(self._logger, self.version, metrics, collected, spans, samples=self._cfg.logging.samples)
+        report_step(self._logger, self.version, metrics, collected, samples=self._cfg.logging.samples)
         self._say(progress_line(self.version, self._cfg.trainer.total_steps, metrics, repeated=take_repeated()))
         return metrics
 

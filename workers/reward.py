@@ -19,7 +19,7 @@ import ray
 from dapo.config.reward import LimitsConfig, RemoteConfig, RewardConfig
 from dapo.config.sources import SourceConfig
 from dapo.derived import response_caps
-from dapo.measure.usage import Course, resident_bytes
+from dapo.measure.usage import Level, resident_bytes
 from dapo.report.watchdog import Member
 from dapo.rewards.calling.by_entry import Own, Specs, source_functions
 from dapo.rewards.calling.fork_server import Item
@@ -119,7 +119,7 @@ class RewardPool:
         )
         self.failures: Counter[str] = Counter()
         self._respawned_children = self._resident_bytes = 0  # known at each check
-        self.unscored, self._unscored_before = Course(), 0.0  # responses without a verdict, and their integral
+        self.unscored, self._unscored_before = Level(), 0.0  # responses without a verdict, and their integral
         self._scoring_s, self._lapped = 0.0, time.monotonic()
         self._digest = ""
         self._max_response_length = max_response_length

@@ -14,7 +14,6 @@ import numpy as np
 
 from dapo.config.sampling import RolloutConfig
 from dapo.derived import gpus_per_engine
-from dapo.measure.usage import Course
 from dapo.report.watchdog import waiting
 from dapo.sampling.lending import Slots
 from dapo.types import Int32Array, Prompt, Response, Sampling, TrainSequence
@@ -60,10 +59,6 @@ class RolloutPool(WeightUpdates):
     def lap(self) -> dict[str, float]:
         """Returns what the engines did since the last lap, as metrics; see `Keeper.lap`."""
         return self.keeper.lap(self._processes if self._on_gpus else 0)
-
-    def work(self) -> dict[str, Course]:
-        """Returns the requests that each engine has, by its name in a timeline."""
-        return {f"engine {slot.number}": slot.requests for slot in self._slots}
 
     @property
     def workers(self) -> list[Any]:
@@ -183,7 +178,7 @@ class RolloutPool(WeightUpdates):
         """Yields the next parts of the responses with these numbers, from one engine."""
         numbers, starts = list(left), [unfinished.start() for unfinished in left.values()]
         running = len(numbers)
-        home.requests.add(running)
+        home.load += running
         try:
             stream = home.worker.generate.options(num_returns="streaming")
             parts = stream.remote(key, prompt, replace(sampling, n=running), starts)
@@ -191,11 +186,11 @@ class RolloutPool(WeightUpdates):
             with waiting(home.member(), home.doing, silent=home.silent):
                 async for part in wait_for_stream(parts, self._cfg.timeout_s, what, "rollout.timeout_s"):
                     running -= len(part)
-                    home.requests.add(-len(part))
+                    home.load -= len(part)
                     for place, response in part:
                         yield numbers[place], replace(response, engine=home.number)
         finally:
-            home.requests.add(-running)
+            home.load -= running
 
     async def abort(self, keys: list[str]) -> None:
         """Ends the named groups wherever they run; returns when none of them does."""

@@ -7,7 +7,6 @@ belongs to exactly one policy version.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from dapo.config.schema import Config
@@ -146,11 +145,7 @@ class Evaluations:
         return not self._pools.rollouts.serving or self._limit.is_over("save")
 
     async def _to_its_end(self, evaluation: Evaluation) -> None:
-        began = time.monotonic()
-        try:
-            answered = await evaluation.answers()
-        finally:
-            self._clock.note("aside", began)
+        answered = await evaluation.answers()
         values = metrics(await asyncio.to_thread(summaries, answered))
         self._logger.log(evaluation.version, values)
         for name, groups in answered.sets.items():

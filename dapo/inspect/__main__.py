@@ -16,14 +16,12 @@ from dapo.inspect import page, rules
 from dapo.inspect.figures import MIN_STEPS, figures
 from dapo.inspect.findings import agreements, why, why_slow
 from dapo.inspect.show import around, beginning, block, cell, ending, table
-from dapo.inspect.timeline import LETTERS, drawn, timeline
 from dapo.report.console import warn
 from dapo.store.reader import WHERE, Reader
 from dapo.store.schema import DATABASE
 
 ANSWER = ("step", "draw", "sample", "prompt", "tokens", "accuracy", "reward")  # numbers of an answer in a table
 
-CELLS = 60  # of a row of a timeline
 MEASURE = re.compile(r"(pass|maj|best)@\d+")
 SET_ASIDE = "samples.*.sqlite"  # of another version, or damaged
 CLOCK = "%Y-%m-%d %H:%M:%S"
@@ -54,8 +52,6 @@ def parser() -> argparse.ArgumentParser:
     one = question("prompts", prompts, "how often each prompt was drawn, the most drawn first, with its pass rate")
     one.add_argument("--limit", type=int, default=20, help="prompts (20)")
     one.add_argument("--least", action="store_true", help="the least drawn first")
-    one = question("timeline", times, "what engines, reward workers, ranks and driver did within a step, and when")
-    one.add_argument("number", type=int, nargs="?", help="of a step; default: the slowest")
     for kind in WHERE:
         one = question(kind, answers, f"{kind} answers")
         one.set_defaults(kind=kind)
@@ -108,29 +104,6 @@ def step(store: Reader, given: argparse.Namespace) -> None:
     names = ("draw", "prompt", "accuracy", "variance", "tokens", "truncated")
     rows = [[*[row[name] for name in names], why(row), beginning(row["question"])] for row in found]
     table(f"step {given.number}: {len(found)} groups", (*names, "why", "prompt"), rows, numbers=6)
-
-
-def times(store: Reader, given: argparse.Namespace) -> None:
-    """Prints what every role did within a step, the slowest one where none is named."""
-    every = {row["step"]: row["seconds"] for row in store.steps()}
-    if not every:
-        raise ValueError(f"{store.path} has no step yet; wait for the first one to end")
-    number = max(every, key=lambda step: every[step] or 0.0) if given.number is None else given.number
-    if number not in every:
-        raise ValueError(f"{store.path} has no step {number}")
-    found = timeline(number, store.spans(number), every[number])
-    if found is None:
-        raise ValueError(f"{store.path} has no timeline of step {number}: an older dapo has written it")
-    before = f", and {-found.began:.3g} s between it and the step before" if found.began < 0 else ""
-    rows = [
-        [lane.role, drawn(lane, found.began, found.ended, CELLS), lane.about(found.began, found.ended)]
-        for lane in found.lanes
-    ]
-    heading = f"{found.began:.3g} s".ljust(CELLS - 8) + f"{found.ended:.3g} s".rjust(8)
-    table(
-        f"step {number}: {every[number] or found.ended:.3g} s{before}", ("role", heading, "in figures"), rows, numbers=2
-    )
-    print(LETTERS)
 
 
 def prompt(store: Reader, given: argparse.Namespace) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 
 from dapo.inspect.charts import CURVES, FATES, PATTERNS, ROLES
 from dapo.inspect.figures import Figures, Finding, figures
-from dapo.inspect.groups import browser, spread
+from dapo.inspect.groups import browser
 from dapo.inspect.rules import findings
-from dapo.inspect.timeline import KINDS, shown, timeline
 from dapo.report.console import plain
 from dapo.store.reader import PHASES, Reader
 
@@ -27,8 +26,7 @@ COLUMNS = 400  # of a chart: where a run has more steps, each is the mean of sev
 LENGTH_BINS, RATE_BINS = 24, 10
 MAX_SAMPLED = 200_000  # responses in the histogram of lengths; of more, those of every so many-th draw
 EVENTS = 200  # newest
-TIMELINES = 40  # steps; half of them the slowest
-SCRIPTS = ("draw.js", "charts.js", "timeline.js", "groups.js", "main.js")  # in this order
+SCRIPTS = ("draw.js", "charts.js", "groups.js", "main.js")  # in this order
 
 Row = Mapping[str, Any]
 Series = Mapping[int, float]  # by step
@@ -125,8 +123,6 @@ def data(store: Reader, run: Figures, looks: Sequence[Finding]) -> dict[str, Any
         "seconds": _stack(columns, {phase: metrics.get(f"perf/{phase}_s", {}) for phase in PHASES}),
         "wall": columns.means(metrics.get("perf/step_s", {})),
         "busy": _busy(columns, metrics),
-        "timelines": _timelines(store, rows),
-        "kinds": [words for _, words in KINDS.values()],
         "lengths": _lengths(store, columns, rows),
         "pass_rates": {"bins": RATE_BINS, "counts": columns.counts(store.pass_rates(RATE_BINS), RATE_BINS + 2)},
         "groups": browser(store, steps, [draw for look in looks for draw in look.draws]),
@@ -210,15 +206,6 @@ def _busy(columns: Columns, metrics: Mapping[str, Series]) -> list[dict[str, Any
         sums = {step: sum(part.get(step, 0.0) for part in parts) for step in walls}
         found[role] = {step: min(1.0, value / walls[step]) for step, value in sums.items() if walls[step]}
     return _stack(columns, found)
-
-
-def _timelines(store: Reader, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the timelines of the slowest steps, the slowest first, and of others spread over the run."""
-    slowest = sorted(rows, key=lambda row: -(row["seconds"] or 0.0))
-    seconds = {row["step"]: row["seconds"] for row in slowest}
-    chosen = {row["step"] for row in slowest[: TIMELINES // 2]} | set(spread(sorted(seconds), TIMELINES // 2))
-    found = [timeline(step, store.spans(step), seconds[step]) for step in seconds if step in chosen]
-    return [shown(each) for each in found if each is not None]
 
 
 def _lengths(store: Reader, columns: Columns, rows: Sequence[Row]) -> dict[str, Any]:

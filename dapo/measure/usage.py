@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import psutil
-
-MAX_POINTS = 1024  # of a `Course` that nobody asks for
 
 
 def resident_bytes(processes: Iterable[psutil.Process]) -> int:
@@ -68,31 +65,3 @@ class Level:
         """Returns the greatest since it was last asked."""
         peak, self._peak = self._peak, self._value
         return peak
-
-
-class Course(Level):
-    """Follows a number over time, and keeps how it went since `lap` was last called: whatever the number of changes, in
-    at most `MAX_POINTS` points, between which its mean stays known."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begins at 0. now: seconds, of any origin."""
-        super().__init__(now)
-        self._points = [(self._since, 0.0)]  # moments, with the integral up to each
-
-    def set(self, value: float) -> None:
-        """Notes that the number is another from now on."""
-        super().set(value)
-        if len(self._points) == MAX_POINTS:
-            del self._points[1::2]
-        self._points.append((self._since, self._area))
-
-    def lap(self, since: float, until: float, parts: int) -> list[tuple[float, float, float]]:
-        """Returns (began, ended, mean) of those of equally many seconds between two moments in which the number was not
-        0, and forgets what was before `until`. It counts as 0 before it was made, and before the last lap."""
-        self._points.append((self._now(), self.area()))
-        moments, areas = zip(*self._points, strict=True)
-        edges = np.linspace(since, until, parts + 1)
-        means = np.diff(np.interp(edges, moments, areas)) * parts / max(until - since, 1e-9)
-        self._points = [self._points[-1]]
-        found = zip(edges[:-1].tolist(), edges[1:].tolist(), means.tolist(), strict=True)
-        return [each for each in found if each[2] > 1e-9]

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dapo.measure.clock import Span
 from dapo.report.console import warn
 from dapo.report.sinks.sink import Guarded, Sink
 from dapo.report.watchdog import waiting
@@ -91,11 +90,10 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.give(step, lambda sink: sink.text(step, tag, text))
 
-    def groups(self, step: int, collected: Collected, spans: Sequence[Span]) -> None:
-        """Keeps what a step used up, and its timeline."""
+    def groups(self, step: int, collected: Collected) -> None:
+        """Keeps what a step used up."""
         if self._store is not None:
             self._store.step(step, collected)
-            self._store.spans(step, spans)
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keeps the answers to the held-out set `name`."""

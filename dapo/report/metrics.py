@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo.measure.clock import Span
 from dapo.report.log import MetricsLogger
 from dapo.sampling.draws import TRAINED
 from dapo.sampling.outcome import ALL_CORRECT, ALL_WRONG, MIXED, UNSCORABLE
@@ -188,14 +187,13 @@ def report_step(
     step: int,
     metrics: dict[str, float],
     collected: Collected,
-    spans: Sequence[Span],
     *,
     samples: int,
 ) -> None:
-    """Logs a step: its metrics; its groups; its timeline; the lengths of all responses drawn and the pass rates of all
+    """Logs a step: its metrics; its groups; the lengths of all responses drawn and the pass rates of all
     groups as histograms; the text of the first responses of `samples` groups."""
     logger.log(step, metrics)
-    logger.groups(step, collected, spans)
+    logger.groups(step, collected)
     logger.histogram(step, "rollout/lengths", [length for group in collected.drawn for length in group.lengths])
     rates = [float(np.mean(group.accuracies)) for group in collected.drawn if group.accuracies]
     logger.histogram(step, "rollout/pass_rates", rates)

@@ -30,9 +30,8 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   `events` keep everything. Groups that were sampled and not used up (surplus, too old, refused, cut off) are not
   here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
   `ledger/wasted_*`.
-- **Size.** About 150 bytes per response besides its text, and 4 kB per step for its timeline, in the tiny run (27 kB
-  with 8 engines, 185 kB with 64). A text longer than `logging.max_text_bytes` loses its middle, and
-  `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above `logging.max_store_bytes`
+- **Size.** About 150 bytes per response besides its text. A text longer than `logging.max_text_bytes` loses its
+  middle, and `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above `logging.max_store_bytes`
   the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
   that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
   large as a step while that is written.
@@ -40,8 +39,7 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   % of steps of 6.7 s on two cores that others used, about 1 % of one of 1.3 s; steps beside the writing took 0.2 %
   longer (median of 28 pairs, quartiles -14 % and +10 %). 8,192 responses of 5,000 tokens with texts of 20 kB are on
   disk 1.4 to 2.1 s after they were handed over, which takes 14 to 23 ms, with 18 MiB of memory beyond the responses.
-  The timeline of a step of as many costs the driver 15 ms of counting and, with 8 engines, 6 ms at its end and the
-  thread 1 ms (64: 21 ms and 10 ms). More than 1 GiB that waits for a slow disk is left out and counted.
+  More than 1 GiB that waits for a slow disk is left out and counted.
 - **Failure.** What cannot be written (a full disk) is left out: a warning at most every 10 minutes with the count, a
   row in `events`; the run goes on. What comes while another program has the file locked waits in memory, up to 1 GiB.
   A damaged file, and one of another version, is renamed and a new one begins, and so it does where the file is renamed,

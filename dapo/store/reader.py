@@ -54,7 +54,6 @@ class Reader:
                 f"{self.path} is of version {version}, and this dapo reads version {VERSION}; read it with the dapo "
                 "that has written it, or with sqlite3"
             )
-        self._has_spans = version > 2
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("BEGIN")  # all answers are of one moment, while the run may go on
 
@@ -101,12 +100,6 @@ class Reader:
     def groups(self, step: int) -> Rows:
         """Returns the groups that a step used up, in draw order, with source and text of the prompt as `question`."""
         return self._all(f"{GROUPS} WHERE step = ? ORDER BY draw", step)
-
-    def spans(self, step: int) -> Rows:
-        """Returns the timeline of a step; none of a run of an older dapo."""
-        if not self._has_spans:
-            return []
-        return self._all("SELECT lane, began, ended, level FROM spans WHERE step = ? ORDER BY lane, began", step)
 
     def visits(self, prompt: int) -> Rows:
         """Returns the groups of a training prompt, oldest first."""

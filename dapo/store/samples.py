@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config.schema import LoggingConfig
-from dapo.measure.clock import Span
 from dapo.report.redact import redacted, without_secrets
 from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, clean, group_row, keeps_text, prompt_row
@@ -82,7 +81,7 @@ class SampleStore:
             connection.execute(_LAST_SIGNS, (self._run, after))
             draws = "SELECT draw FROM groups WHERE step > ?"
             connection.execute(f"DELETE FROM responses WHERE draw IN ({draws})", (after,))
-            for table in ("groups", "steps", "returned", "spans", "evaluations", "metrics"):
+            for table in ("groups", "steps", "returned", "evaluations", "metrics"):
                 connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
 
         self._writer.put(write, owed=True)
@@ -113,11 +112,6 @@ class SampleStore:
             _make_room(connection, self._cfg.max_store_bytes)
 
         self._put(write, [group for group, _ in groups])
-
-    def spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Keeps the timeline of a step."""
-        rows = [(step, span.lane, span.began, span.ended, span.level) for span in spans]
-        self._writer.put(lambda connection: _insert(connection, "spans", rows))
 
     def evaluation(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keeps the answers to the held-out set `name`, whose prompts are numbered by their id; those of another file,

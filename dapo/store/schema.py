@@ -171,29 +171,6 @@ TABLES = (
         small=True,
     ),
     Table(
-        name="spans",
-        text="A row per stretch of a step's timeline. In seconds since the step began; below 0 lies what was between "
-        "it and the step before, such as a checkpoint. What comes after the last step is not here.",
-        columns=(
-            ("step", "INTEGER NOT NULL", "which"),
-            (
-                "lane",
-                "TEXT NOT NULL",
-                "a phase in which the driver waited, as in `perf/PHASE_s`, or `save`; `aside`: an evaluation was under "
-                "way; `engine N`; `reward workers`",
-            ),
-            ("began", "REAL NOT NULL", "when"),
-            ("ended", "REAL NOT NULL", "when"),
-            (
-                "level",
-                "REAL NOT NULL",
-                "mean number of requests that the engine had, or of responses without a verdict; of others 1",
-            ),
-        ),
-        key="step, lane, began",
-        small=True,
-    ),
-    Table(
         name="evaluations",
         text="A row per answer to a held-out prompt. What they come to is in `metrics`.",
         columns=(

@@ -1,13 +1,16 @@
 """The clock of phases and the load of pools over time, with a clock that the test moves; peaks of devices; memory."""
 
+import json
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
 
 from dapo.config.devices import peak_flops
-from dapo.measure.clock import PARTS, PhaseClock, Span
-from dapo.measure.usage import Course, Level, resident_bytes
+from dapo.measure.clock import PhaseClock
+from dapo.measure.usage import Level, resident_bytes
+from dapo.report.trace import Trace
 
 
 class Clock:
@@ -37,38 +40,19 @@ def test_the_clock_counts_overlaps_once_and_the_rest_as_driver(clock: Clock) -> 
     assert phases.lap() == {"driver": 0.0, "step": 0.0}
 
 
-def test_a_timeline_has_each_phase_and_the_load_of_each_pool_and_is_cut_where_the_step_ends(clock: Clock) -> None:
-    def span(lane: str, began: float, ended: float, level: float = 1.0) -> Span:
-        return Span(lane=lane, began=began, ended=ended, level=level)
-
-    phases, engine, idle = PhaseClock(), Course(clock), Course(clock)
-    with phases("save"):
-        clock.now += 4
-    clock.now += 1
-    phases.lap()  # the step begins
-    generation = phases("generation")
-    generation.__enter__()
-    clock.now += PARTS / 2
-    engine.add(8)
-    with phases("generation"), phases("reward"):
-        clock.now += PARTS / 2
-        phases.note("aside", clock.now - 12)
-    found = phases.timeline({"engine 0": engine, "engine 1": idle})
-    assert [one for one in found if one.lane != "engine 0"] == [
-        span("save", -5, -1),
-        span("generation", 0, PARTS),
-        span("reward", PARTS / 2, PARTS),
-        span("aside", PARTS - 12, PARTS),
-    ]
-    load = sum((one.ended - one.began) * one.level for one in found if one.lane == "engine 0")
-    assert load == pytest.approx(8 * PARTS / 2)
-    phases.lap()
-    assert set(phases.since) == {"generation"}, "for who looks meanwhile"
-    clock.now += 2
-    generation.__exit__(None, None, None)
-    clock.now += 3
-    phases.note("aside", clock.now - 100)
-    assert phases.timeline({}) == [span("generation", 0, 2), span("aside", 0, 5)]
+def test_each_stretch_of_a_phase_is_in_the_trace(clock: Clock, tmp_path: Path) -> None:
+    for _ in range(2):  # of a run that goes on, too
+        phases = PhaseClock(Trace(tmp_path))
+        for pause in (0.05, 1.0, 0.0):
+            with phases("generation"), phases("reward"):
+                clock.now += 2
+            clock.now += pause
+        phases.lap()
+    events = json.loads((tmp_path / "trace.json").read_text().rstrip(",\n") + "]")
+    spans = [(one["name"], one["dur"] / 1e6) for one in events if one["ph"] == "X"]
+    each = [*[(name, seconds) for name in ("reward", "generation") for seconds in (4.05, 2.0)], ("step", 7.05)]
+    assert sorted(spans) == sorted(2 * each)
+    assert len({one["tid"] for one in events}) == 3
 
 
 def test_a_level_has_the_mean_over_time_and_the_greatest_since_it_was_asked(clock: Clock) -> None:

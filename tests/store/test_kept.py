@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.measure.clock import Span
 from dapo.report.console import hearing_warnings, warn
 from dapo.sampling.draws import TRAINED
 from dapo.store.rows import answer_rows, group_row
@@ -24,7 +23,6 @@ def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, 
         groups = [with_text(10 * each + number, "text") for number in range(3)]
         if each:
             store.step(each, replace(collected_of(groups), returned=(10 * each + 5,), why_returned="surplus"))
-            store.spans(each, [Span(lane="update", began=0.0, ended=1.0, level=1.0)])
         store.metrics(each, {"a": 1.0})
         store.evaluation(each, "eval", groups)
     with hearing_warnings(lambda line: store.event("warning", line)):
@@ -34,7 +32,7 @@ def test_going_back_takes_every_row_of_later_steps_and_no_other(tmp_path, step, 
     trained = [(each,) for each in left if each]
     for table_name in ("metrics", "evaluations"):
         assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == [(each,) for each in left]
-    for table_name in ("steps", "groups", "returned", "spans"):
+    for table_name in ("steps", "groups", "returned"):
         assert rows(tmp_path, f"SELECT DISTINCT step FROM {table_name} ORDER BY step") == trained
     draws = [(10 * each + number,) for (each,) in trained for number in range(3)]
     assert rows(tmp_path, "SELECT DISTINCT draw FROM responses ORDER BY draw") == draws

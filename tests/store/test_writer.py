@@ -331,13 +331,13 @@ def test_a_database_of_another_version_is_set_aside(tmp_path, told):
 def test_a_database_that_lacks_new_tables_and_indexes_gets_them_and_keeps_what_it_has(tmp_path, told):
     with closing(opened(tmp_path / NAME, told)) as connection:
         metric(1)(connection)
-        connection.execute("DROP TABLE spans")
+        connection.execute("DROP TABLE returned")
         connection.execute("DROP INDEX responses_with_text")
         connection.execute(f"PRAGMA user_version = {GROWS[0]}")
     writer = writer_of(tmp_path, told)
-    writer.put(lambda connection: connection.execute("INSERT INTO spans VALUES (2, 'update', 0, 1, 1)"))
+    writer.put(lambda connection: connection.execute("INSERT INTO returned VALUES (2, 7, 'stale')"))
     written(writer, 2)
     assert steps_in(tmp_path) == [1, 2] and told == []
     assert one(tmp_path, "PRAGMA user_version") == (VERSION,)
-    assert one(tmp_path, "SELECT count(*) FROM spans") == (1,)
+    assert one(tmp_path, "SELECT count(*) FROM returned") == (1,)
     assert one(tmp_path, "SELECT count(*) FROM sqlite_schema WHERE name = 'responses_with_text'") == (1,)

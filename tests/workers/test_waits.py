@@ -88,7 +88,7 @@ def test_an_engine_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     slot.worker = SimpleNamespace(pulse=SimpleNamespace(remote=pulse))
     slot.version = 17
     assert asyncio.run(slot.stands_still(1.0, 120.0)) == "" and slot.silent() == 0.0, "it has nothing to do"
-    slot.requests.set(4)
+    slot.load = 4
     assert 0.25 <= slot.silent() < 60
     assert asyncio.run(slot.stands_still(1.0, 120.0)) == ""
     assert re.fullmatch(r"4 requests, version 17, last token (9[5-9]|1\d\d) s ago", slot.doing())

@@ -13,7 +13,6 @@ import ray
 
 from dapo.config.sampling import RolloutConfig
 from dapo.faults.restarts import Restarts
-from dapo.measure.usage import Course
 from dapo.report.watchdog import Member
 from workers.capacity import EngineSize
 from workers.engines.load import Follower
@@ -39,7 +38,7 @@ class EngineSlot:
         self.number = number
         self.lent = lent
         self._count = count
-        self.requests = Course()
+        self.load = 0  # responses that it runs now
         self.size: EngineSize | None = None
         self.serving = False
         self.version = 0
@@ -56,11 +55,6 @@ class EngineSlot:
     def _make(self) -> None:
         remote: Any = ray.remote(RolloutWorker)
         self.worker: Any = remote.options(max_concurrency=4096, **self._options).remote()
-
-    @property
-    def load(self) -> int:
-        """Counts the responses that it runs now."""
-        return int(self.requests.value)
 
     @property
     def started(self) -> bool:

@@ -63,5 +63,4 @@ function tables() {
 about();
 look(browse());
 draw();
-timelines();
 tables();

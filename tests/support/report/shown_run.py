@@ -1,7 +1,7 @@
 """Makes run directories for what shows a run: a real store with groups, metrics, evaluations and events, by formula."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,7 +9,6 @@ import pytest
 
 from dapo.config.compose import compose
 from dapo.config.schema import LoggingConfig
-from dapo.measure.clock import Span
 from dapo.sampling.draws import TRAINED
 from dapo.store.samples import SampleStore
 from dapo.types import Group
@@ -49,22 +48,6 @@ def metrics_of(step: int, steps: int, drawn: int) -> dict[str, float]:
     }
 
 
-def spans_of(values: Mapping[str, float]) -> list[Span]:
-    """A checkpoint, then one phase after the other; engines and reward workers with ever less to do."""
-    generation, update, step = (values[f"perf/{name}_s"] for name in ("generation", "update", "step"))
-    found = [
-        ("save", -3.0, -0.5, 1.0),
-        ("generation", 0.0, generation, 1.0),
-        ("update", generation, generation + update, 1.0),
-        ("sync", generation + update, step - 0.3, 1.0),
-    ]
-    for number in range(40):
-        began, ended = (generation * place / 40 for place in (number, number + 1))
-        left = (1 - began / generation) ** 2
-        found += [("engine 0", began, ended, 1 + 23 * left), ("reward workers", began, ended, 1 + 4 * left)]
-    return [Span(lane=lane, began=began, ended=ended, level=level) for lane, began, ended, level in found]
-
-
 def make_run(
     directory: Path,
     steps: int,
@@ -87,8 +70,7 @@ def make_run(
         fates = tuple("all_wrong" if group.draw.index % 3 == 1 else TRAINED for group in groups)
         trained = tuple(group for group, fate in zip(groups, fates, strict=True) if fate == TRAINED)
         store.step(step, replace(collected_of(groups), groups=trained, fates=fates))
-        store.metrics(step, values := metrics_of(step, steps, drawn))
-        store.spans(step, spans_of(values))
+        store.metrics(step, metrics_of(step, steps, drawn))
         if step % 20 == 0:
             accuracy = 0.2 + 0.4 * step / steps
             ends = {"": accuracy, "_low": accuracy - 0.05, "_high": 0.7}

@@ -163,7 +163,7 @@ def test_reward_workers_have_a_queue_and_idle_when_it_is_short(monkeypatch: pyte
     pool = reward.RewardPool({}, cfg, max_response_length=20)
     clock = pool.fleet.clock  # type: ignore[attr-defined]
     monkeypatch.setattr(reward, "time", SimpleNamespace(monotonic=clock))
-    pool.unscored, pool._lapped = reward.Course(clock), clock()
+    pool.unscored, pool._lapped = reward.Level(clock), clock()
 
     async def four() -> None:
         await asyncio.gather(*[pool.score(make_prompt(1), k, make_response(3)) for k in range(4)])
