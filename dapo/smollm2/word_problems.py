@@ -2,12 +2,14 @@
 `+experiment=smollm2_cpu` in the DAPO-Math schema: `train.parquet`, 6000 prompts, and `val.parquet`, 256 held-out ones.
 """
 
+import argparse
 import hashlib
 import random
 from pathlib import Path
 from typing import Any, Literal
 
-from dapo.tiny.make_data import write
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 DATA_DIR = Path(__file__).parent / "data"
 DATA_SOURCE = "word_problems"
@@ -85,6 +87,17 @@ def rows(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
 def tables() -> dict[str, list[dict[str, Any]]]:
     """Returns the rows by file name, exactly as shipped."""
     return {"train.parquet": rows("train", 6000, seed=1), "val.parquet": rows("heldout", 256, seed=2)}
+
+
+def write(description: str | None, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Runs a command line: writes the tables by file name to `--out`, or to `folder` without it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write to (default: the package's own)")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        pq.write_table(pa.Table.from_pylist(table), out / name, compression="zstd")
+        print(f"{out / name}: {len(table)} prompts, {(out / name).stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ pandas.read_sql("SELECT * FROM answers WHERE step = 17", sqlite3.connect("output
   here: their draws start again; what they cost stands in `returned`, `steps.lost_tokens` and the metrics
   `ledger/wasted_*`.
 - **Size.** About 150 bytes per response besides its text. A text longer than `logging.max_text_bytes` loses its
-  middle, and `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above `logging.max_store_bytes`
+  middle, and `logging.sample_fraction` of the groups keep theirs, spread evenly over the draws. Above
+  `logging.max_store_bytes`
   the texts of the oldest groups and answers go, and new rows take their pages: the file is at most a step larger than
   that, unless the figures alone, which all stay, are more; it does not become smaller. The log `{DATABASE}-wal` is as
   large as a step while that is written.

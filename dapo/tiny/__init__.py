@@ -1,4 +1,5 @@
-"""Holds a tiny arithmetic task with its tokenizer, data and base model, so that the whole loop runs on a two-core CPU.
+"""Holds a tiny arithmetic task, its data, tokenizer and base models, so that the whole loop runs on a two-core CPU."""
 
-It stands apart from the algorithm: nothing here imports the rest of `dapo`, and nothing there imports this.
-"""
+from pathlib import Path
+
+FOLDER = Path(__file__).parent

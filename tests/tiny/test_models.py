@@ -11,17 +11,17 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from dapo.config.compose import compose
 from dapo.rewards.math import compute_score
-from dapo.tiny.checked_sums import EASY_COUNTS, HARD_COUNT, carries, draw_prompt
-from dapo.tiny.long_sums import DATA_SOURCE, draw_long_sum
-from dapo.tiny.make_base import BASE_DIR, CHECKED_DIR, TOOL_DIR
 from dapo.tiny.random_model import make_random_model
-from dapo.tiny.report import sample
-from dapo.tiny.task import Addends, distinct_problems, problem_text
 from dapo.tiny.tokenizer import ASSISTANT, END, FULL_VOCAB_SIZE, MIN_VOCAB_SIZE, PAD, USER, make_tokenizer, vocabulary
 from dapo.turns.protocol import Generated
 from dapo.turns.tool_use import rollout
 from dapo.types import Sampling
 from tests.support.fakes import make_prompt
+from tests.tiny.maker.checked_sums import EASY_COUNTS, HARD_COUNT, carries, draw_prompt
+from tests.tiny.maker.long_sums import DATA_SOURCE, draw_long_sum
+from tests.tiny.maker.make_base import BASE_DIR, CHECKED_DIR, TOOL_DIR
+from tests.tiny.maker.report import sample
+from tests.tiny.maker.task import Addends, distinct_problems, problem_text
 
 
 def loaded(folder: Path):

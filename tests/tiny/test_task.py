@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.rewards.math import compute_score
-from dapo.tiny import checked_sums, make_data
-from dapo.tiny.checked_sums import carries, checked_solution, draw_checked_sum
-from dapo.tiny.task import (
+from tests.tiny.maker import checked_sums, make_data
+from tests.tiny.maker.checked_sums import carries, checked_solution, draw_checked_sum
+from tests.tiny.maker.task import (
     DATA_SOURCE,
     Addends,
     Split,
@@ -24,7 +24,7 @@ LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 
 def addends_of(text: str) -> Addends:
-    """Inverts `dapo.tiny.task.problem_text`."""
+    """Inverts `tests.tiny.maker.task.problem_text`."""
     return tuple(int(part) for part in text.removesuffix("=").split("+"))
 
 

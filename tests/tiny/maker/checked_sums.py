@@ -9,7 +9,7 @@ check costs as many tokens as the sum. The base model is taught `draw_checked_su
 import itertools
 import random
 
-from dapo.tiny.task import Addends, Split, running_sums, split_of
+from tests.tiny.maker.task import Addends, Split, running_sums, split_of
 
 DATA_SOURCE = "tiny_checked_sums"
 # What the base model is taught: share of problems by how many numbers they have.

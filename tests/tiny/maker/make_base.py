@@ -1,4 +1,4 @@
-"""Makes the base models: `python -m dapo.tiny.make_base [base|tool|checked] [--out DIR] [--steps N]`.
+"""Makes the base models: `python -m tests.tiny.maker.make_base [base|tool|checked] [--out DIR] [--steps N]`.
 
 Supervised training, first on right solutions, then on ones whose running sums are wrong on purpose at a fixed rate:
 the model learns to add well and to slip at that rate, which leaves reinforcement learning something to remove. The tool
@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from dapo.tiny.checked_sums import checked_solution, draw_checked_sum
-from dapo.tiny.long_sums import dialogue, draw_long_sum
+from dapo.tiny import FOLDER
 from dapo.tiny.model import make_model, save_model
-from dapo.tiny.report import print_report
-from dapo.tiny.supervised import Dialogue, Draw, train
-from dapo.tiny.task import draw_problem, problem_text, solution
 from dapo.tiny.tokenizer import make_tokenizer
+from tests.tiny.maker.checked_sums import checked_solution, draw_checked_sum
+from tests.tiny.maker.long_sums import dialogue, draw_long_sum
+from tests.tiny.maker.report import print_report
+from tests.tiny.maker.supervised import Dialogue, Draw, train
+from tests.tiny.maker.task import draw_problem, problem_text, solution
 
-ROOT = Path(__file__).parent
-BASE_DIR = ROOT / "base"
+BASE_DIR = FOLDER / "base"
 # 256 bytes and five turn markers, rounded up to a multiple of eight.
 VOCAB_SIZE = 264
-TOOL_DIR, CHECKED_DIR = ROOT / "tool", ROOT / "checked"
+TOOL_DIR, CHECKED_DIR = FOLDER / "tool", FOLDER / "checked"
 ERROR_RATE = 0.3
 # To copy is less than to add.
 _make_small = partial(make_model, layers=3, hidden=96, heads=3, key_value_heads=1, intermediate=256)

@@ -1,21 +1,18 @@
-"""Writes the RL prompts and the held-out prompts of the tiny tasks: `python -m dapo.tiny.make_data [--out DIR]`.
+"""Writes the RL prompts and the held-out prompts of the tiny tasks: `python -m tests.tiny.maker.make_data [--out DIR]`.
 
 Out: `train.parquet` (6000 prompts of the `rl` split) and `val.parquet` (512 of `heldout`) of the addition task, as
 many of the long sums (`long_*.parquet`), and 2000 and 512 of the checked ones (`checked_*.parquet`); DAPO-Math schema.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from dapo.smollm2.word_problems import write
+from dapo.tiny import FOLDER
+from tests.tiny.maker import checked_sums, long_sums
+from tests.tiny.maker.task import rows
 
-from dapo.tiny import checked_sums, long_sums
-from dapo.tiny.task import rows
-
-DATA_DIR = Path(__file__).parent / "data"
+DATA_DIR = FOLDER / "data"
 NUM_TRAIN, TRAIN_SEED = 6000, 1
 NUM_VAL, VAL_SEED = 512, 2
 NUM_CHECKED = 2000  # more distinct short sums without a carry are hard to find
@@ -33,17 +30,6 @@ def tables() -> dict[str, list[dict[str, Any]]]:
         "checked_train.parquet": checked("rl", NUM_CHECKED, TRAIN_SEED),
         "checked_val.parquet": checked("heldout", NUM_VAL, VAL_SEED),
     }
-
-
-def write(description: str | None, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
-    """Runs a command line: writes the tables by file name to `--out`, or to `folder` without it."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write to (default: the package's own)")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        pq.write_table(pa.Table.from_pylist(table), out / name, compression="zstd")
-        print(f"{out / name}: {len(table)} prompts, {(out / name).stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Reports what a tiny model can do: samples of several responses per problem, and the accuracy and lengths they show.
 
-In: a model, its tokenizer and problems. Out: a `Report`; `python -m dapo.tiny.report MODEL` prints it for a folder.
+In: a model, its tokenizer and problems. Out: a `Report`; the program prints it for a folder.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from dapo.tiny.make_data import NUM_VAL, VAL_SEED
-from dapo.tiny.task import Addends, distinct_problems, is_correct, problem_text
+from tests.tiny.maker.make_data import NUM_VAL, VAL_SEED
+from tests.tiny.maker.task import Addends, distinct_problems, is_correct, problem_text
 
 MAX_RESPONSE_TOKENS = 128
 _BATCH = 512

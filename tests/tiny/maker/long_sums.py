@@ -1,12 +1,12 @@
 """Makes the tool task: sums that are too long for a tiny model to do by hand, and how it calls a calculator for them.
 
 In: a seed and a split. Out: problems such as `3847+291+7714+502=`, and dialogues in the form of `tool_use` in
-`dapo.turns`: a call, its result, the answer; or the answer at once. Splits and rows are those of `dapo.tiny.task`.
+`dapo.turns`: a call, its result, the answer; or the answer at once. Splits and rows are those of `task`.
 """
 
 import random
 
-from dapo.tiny.task import Addends, Split, split_of
+from tests.tiny.maker.task import Addends, Split, split_of
 
 DATA_SOURCE = "tiny_long_sums"
 # What the base model does: mostly no call, and copies with mistakes in those that it makes.
