@@ -9,11 +9,8 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
-from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
 from dapo.derived import device_of, lends, lent_engines, shares_gpus, takes_turns
 from dapo.faults.signals import finish
@@ -62,7 +59,7 @@ async def place(cfg: Config, device: str) -> Placement:
 @asynccontextmanager
 async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> AsyncIterator[Pools]:
     """Starts all workers at the same time, and stops them at the end. rollouts: engines that are already up and stay
-    up, from `build_rollouts`; the first weight sync gives them the actors' weights, whatever they served before."""
+    up; the first weight sync gives them the actors' weights, whatever they served before."""
     half = cfg.trainer.only
     if half == "rollout" and rollouts is not None:
         raise ValueError("`trainer.only` is rollout, and these engines may hold what another run has trained; use both")
@@ -122,34 +119,6 @@ async def build_pools(cfg: Config, rollouts: RolloutPool | None = None) -> Async
         stop_functions(functions)
         if rollouts is None:
             await engines.stop(STOP_GRACE_S)
-
-
-@asynccontextmanager
-async def build_rollouts(cfg: Config) -> AsyncIterator[RolloutPool]:
-    """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
-    Raises ValueError on GPUs, which one placement group per run hands to engines and actors together."""
-    device = device_of(cfg)
-    if device != "cpu":
-        raise ValueError(
-            f"engines that outlive a run need `trainer.device` cpu, and it is {device}; set trainer.device=cpu, or "
-            "run each configuration on its own with dapo.main_ppo"
-        )
-    engines = create_rollouts(cfg, Placement(cfg, device))
-    try:
-        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, device))
-        yield engines
-    finally:
-        await engines.stop(STOP_GRACE_S)
-
-
-def engine_needs(cfg: Config) -> dict[str, Any]:
-    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it. vLLM's seed
-    is not among it: every response is a request with a seed of its own."""
-    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
-    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
-    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
-    lent = {"engines on the actors' GPUs": lent_engines(cfg)}
-    return {"model.path": resolve_path(cfg.model.path), **rollout, **lent, **arguments}
 
 
 def create_rollouts(cfg: Config, placement: Placement) -> RolloutPool:

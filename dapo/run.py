@@ -106,7 +106,7 @@ async def train(
 ) -> None:
     """Trains up to `trainer.total_steps`, or to step `until`.
 
-    rollouts: engines that outlive the run (`build_rollouts`, inside `ray_cluster`); None: Ray and engines of its own.
+    rollouts: engines that outlive the run (inside `ray_cluster`); None: Ray and engines of its own.
     stop: catches signals. since: the moment (`time.monotonic()`) from which `trainer.max_hours` counts; None: this one.
 
     Raises ValueError or RuntimeError: what is wrong with the input, or what failed, with the remedy.

@@ -122,7 +122,7 @@ def modules_in(*folders: str) -> list[str]:
     return [module_name(path) for path in FILES if within(module_name(path), *folders)]
 
 
-COMPOSED = ("dapo.run", "dapo.fleet", "dapo.bench", "dapo.ablation")
+COMPOSED = ("dapo.run", "dapo.fleet", "dapo.bench")
 ALGORITHM = [
     *(m for m in modules_in("dapo") if m.count(".") == 1 and m not in COMPOSED),
     *modules_in("dapo.driver"),

@@ -8,8 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 
 from dapo.config.compose import compose
+from dapo.config.paths import resolve_path
 from dapo.config.schema import Config
+from dapo.derived import device_of, lent_engines
 from dapo.sampling.draws import DROPPED, TRAINED
 from dapo.state.run_dir import claim_output_dir
 from dapo.store.schema import DATABASE
@@ -53,6 +55,35 @@ def run_program(output_dir: Path, val_file: str, *overrides: str) -> str:
     done = subprocess.run(command(output_dir, val_file, *overrides), capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@asynccontextmanager
+async def build_rollouts(cfg: Config) -> AsyncIterator[Any]:
+    """Starts the engines alone, for several runs one after the other (`train(cfg, rollouts)`); stopped at the end.
+    On a CPU: one placement group per run hands GPUs to engines and actors together."""
+    from dapo.fleet import STOP_GRACE_S, create_rollouts
+    from workers.engines.arguments import engine_args
+    from workers.placement import Placement
+
+    assert device_of(cfg) == "cpu"
+    engines = create_rollouts(cfg, Placement(cfg, "cpu"))
+    try:
+        await engines.start(resolve_path(cfg.model.path), engine_args(cfg, "cpu"))
+        yield engines
+    finally:
+        await engines.stop(STOP_GRACE_S)
+
+
+def engine_needs(cfg: Config) -> dict[str, Any]:
+    """Returns what `build_rollouts` starts engines with, by name: runs that share engines must agree on it. vLLM's seed
+    is not among it: every response is a request with a seed of its own."""
+    from workers.engines.arguments import engine_args
+
+    keys = ("num_engines", "cpu_threads", "start_timeout_s", "timeout_s")
+    rollout = {f"rollout.{key}": value for key, value in asdict(cfg.rollout).items() if key in keys}
+    arguments = {f"engine argument {name}": value for name, value in engine_args(cfg, "cpu").items() if name != "seed"}
+    lent = {"engines on the actors' GPUs": lent_engines(cfg)}
+    return {"model.path": resolve_path(cfg.model.path), **rollout, **lent, **arguments}
 
 
 def _heed_ctrl_c() -> None:
@@ -131,8 +162,6 @@ class Runs:
 
     async def engines(self, cfg: Config) -> Any:
         """Those that a run of `cfg` needs; for what `run` runs."""
-        from dapo.fleet import build_rollouts, engine_needs
-
         if (needs := engine_needs(cfg)) != self._needs:  # one set at a time: each takes a gigabyte
             await self._stop.aclose()
             lasting = deepcopy(cfg)
